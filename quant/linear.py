@@ -1,0 +1,37 @@
+"""The precision switch: one linear layer with two sets of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+
+class Switch:
+    """Which weights the linears of a model use. Shared by all of them; the full ones unless told otherwise."""
+
+    __slots__ = ("low",)
+
+    def __init__(self) -> None:
+        self.low = False
+
+    @contextmanager
+    def use_low(self) -> Iterator[None]:
+        """Within the block, forward passes run through the quantized weights."""
+        self.low = True
+        try:
+            yield
+        finally:
+            self.low = False
+
+
+class SwitchLinear(nn.Module):
+    """A linear that is `full` for the target and `low` for the drafter."""
+
+    def __init__(self, full: nn.Module, low: nn.Module, switch: Switch) -> None:
+        super().__init__()
+        self.full, self.low, self.switch = full, low, switch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.low(x) if self.switch.low else self.full(x)

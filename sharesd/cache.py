@@ -1,0 +1,42 @@
+"""The static KV cache. Rollback is a number: lengths move, nothing is zeroed, cropped or copied.
+
+Slots below a row's length hold verified KV of every emitted token but the last one (the root). Whatever lies at or above
+it is scratch: drafts write there, the verify step overwrites them, masks hide the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class StaticKVCache:
+    """Keys and values [B, K, S, d] for each layer, and the number of live slots of each row.
+
+    Legend: B rows, K key/value heads, S slots, d head size.
+    """
+
+    def __init__(
+        self,
+        *,
+        shapes: list[tuple[int, int]],
+        batch: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`shapes` holds (key/value heads, head size) of every layer."""
+        self.slots = slots
+        self.k = [torch.zeros(batch, heads, slots, size, dtype=dtype, device=device) for heads, size in shapes]
+        self.v = [torch.zeros_like(k) for k in self.k]
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    @property
+    def batch(self) -> int:
+        """Rows of the cache."""
+        return self.lengths.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(t.nbytes for t in (*self.k, *self.v))

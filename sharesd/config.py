@@ -1,0 +1,129 @@
+"""Every option of the runtime, as frozen dataclasses. Wrong values raise ValueError here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from quant.config import QuantConfig
+
+Mode = Literal["naive", "classic", "share"]
+Acceptance = Literal["match", "rejection", "block"]
+CompileMode = Literal["off", "regional", "full"]
+DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+def _one_of(name: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}")
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if not value >= low:
+        raise ValueError(f"{name} is {value}; it must be at least {low:g}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it stops. The defaults are greedy decoding."""
+
+    max_new_tokens: int = 128
+    """Tokens to generate at most (exact, whatever the draft length)."""
+    temperature: float = 0.0
+    """0 = greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 = all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p; 1 = all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest; 0 = none."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits (multiply negative ones) of tokens in the prompt or the output; 1 = none (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtract from logits of tokens that the output already has."""
+    frequency_penalty: float = 0.0
+    """Subtract, times their count, from logits of tokens that the output already has."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> amount added to its logit."""
+    seed: int = 0
+    """Seed of the noise; with acceptance `match` the text depends on nothing else."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; the text is cut before the first one."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the text, besides the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence ids."""
+    logprobs: bool = False
+    """Return the target's log-probability of every emitted token (before any processing of logits)."""
+    acceptance: Acceptance = "match"
+    """`match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and
+    `block` (Sun et al. 2024): only the same *distribution* as plain decoding, not the same text."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least("temperature", self.temperature, 0)
+        _at_least("top_k", self.top_k, 0)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
+        if any(not s for s in self.stop):
+            raise ValueError("stop holds an empty string; give the text to stop at")
+        _one_of("acceptance", self.acceptance, get_args(Acceptance))
+
+    @property
+    def greedy(self) -> bool:
+        """True when no noise is needed: the argmax decides."""
+        return self.temperature == 0
+
+    @property
+    def uses_penalties(self) -> bool:
+        """True when a logit depends on which tokens came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What `sharesd.load.build` needs to make an engine."""
+
+    target: str | None = None
+    """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
+    mode: Mode = "share"
+    """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model drafts."""
+    draft: str | None = None
+    """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
+    num_draft: int = 4
+    """Draft tokens per round."""
+    dtype: DType = "auto"
+    """`auto`: bfloat16."""
+    device: str = "auto"
+    """`auto`: cuda where there is one, else cpu."""
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    """How the drafter's linears are quantized."""
+    compile: CompileMode = "regional"
+    """`regional`: one block compiled and reused. `full`: the whole step in one graph. `off`: eager."""
+    max_batch: int = 1
+    """Rows of the KV cache: how many prompts are decoded together."""
+    max_context: int = 2048
+    """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
+    trust_remote_code: bool = False
+    """Allow checkpoints that bring their own modelling code (fallback models only)."""
+    progress: bool = False
+    """Show progress bars of loading and quantizing on stderr."""
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, MODES)
+        _one_of("dtype", self.dtype, get_args(DType))
+        _one_of("compile", self.compile, get_args(CompileMode))
+        _at_least("num_draft", self.num_draft, 1)
+        _at_least("max_batch", self.max_batch, 1)
+        _at_least("max_context", self.max_context, 16)
+        if self.draft is not None and self.mode != "classic":
+            raise ValueError(f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic")

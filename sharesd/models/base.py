@@ -1,0 +1,29 @@
+"""What the engine asks of a model, native or not."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from sharesd.cache import StaticKVCache
+
+
+class CausalModel(Protocol):
+    """A causal language model over a static KV cache."""
+
+    name: str  # for logs and reports, e.g. "llama (native)"
+    vocab_size: int
+    max_context: int  # tokens which the checkpoint's positions allow
+    eos_ids: tuple[int, ...]
+
+    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
+        """An empty cache in the model's dtype and on its device."""
+        ...
+
+    def forward(self, tokens_BT: Tensor, cache: StaticKVCache, keep_BR: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of the tokens at positions lengths..lengths+T-1, or [B, R, V] of the rows named by keep_BR.
+
+        Writes KV into those slots and leaves `cache.lengths` alone.
+        """
+        ...
