@@ -5,8 +5,28 @@ Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S s
 
 from __future__ import annotations
 
+from ctypes import c_double, c_int64, c_void_p
+
 import torch
 from torch import Tensor
+
+from compile.native import kernel
+from compile.ops import LIBRARY
+
+SLOT_MULTIPLE = 32
+"""The CPU kernel reads slots in blocks of this size."""
+
+_SHAPE, _STRIDES = c_int64 * 7, c_int64 * 6
+_ARGTYPES = (*[c_void_p] * 7, _SHAPE, _STRIDES, c_double, c_int64, c_double)
+
+
+def new_kv(batch: int, heads: int, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Zeroed keys and values [B, K, S, d] in the memory layout that `attend` wants on this device."""
+    slots = -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
+    v = torch.zeros(batch, heads, slots, size, dtype=dtype, device=device)
+    if device.type == "cpu":  # slots innermost: a vector holds the scores of neighbouring slots
+        return torch.zeros(batch, heads, size, slots, dtype=dtype).mT, v
+    return torch.zeros_like(v), v
 
 
 def attend(
@@ -24,8 +44,31 @@ def attend(
     """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
 
     Query t of a row sees slots <= lengths + t, and of those only the last `window` (0 = all). `softcap` > 0 squashes the
-    scores to softcap * tanh(score / softcap) before masking (Gemma 2).
+    scores to softcap * tanh(score / softcap) before masking (Gemma 2). On a CPU the result of a query is the same bits
+    whatever T, S, B or the number of threads.
     """
+    if q_BTHd.device.type == "cpu":
+        return torch.ops.sharesd.attend_(
+            q_BTHd, k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, lengths_B, scale, window, softcap
+        )
+    return attend_reference(
+        q_BTHd, k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, lengths_B, scale=scale, window=window, softcap=softcap
+    )
+
+
+def attend_reference(
+    q_BTHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    k_cache_BKSd: Tensor,
+    v_cache_BKSd: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`attend` in plain tensor operations: what runs on CUDA (Inductor fuses it), and the oracle of the CPU kernel."""
     B, T, H, d = q_BTHd.shape
     K, S = k_cache_BKSd.shape[1:3]
     slots_BT = lengths_B[:, None] + torch.arange(T, device=q_BTHd.device)
@@ -35,12 +78,48 @@ def attend(
     slot_S = torch.arange(S, device=q_BTHd.device)
     seen_BTS = slot_S <= slots_BT[:, :, None]
     if window:
-        seen_BTS &= slot_S > slots_BT[:, :, None] - window
-    q_BKGTd = q_BTHd.view(B, T, K, H // K, d).permute(0, 2, 3, 1, 4)
-    wide = torch.float64 if q_BTHd.dtype == torch.float64 else torch.float32
-    scores = torch.einsum("bkgtd,bksd->bkgts", q_BKGTd.to(wide), k_cache_BKSd.to(wide)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen_BTS[:, None, None], float("-inf"))
-    out = torch.einsum("bkgts,bksd->btkgd", scores.softmax(-1), v_cache_BKSd.to(wide))
-    return out.reshape(B, T, H, d).to(q_BTHd.dtype)
+        seen_BTS = seen_BTS & (slot_S > slots_BT[:, :, None] - window)
+    if not softcap:
+        out_BHTd = torch.nn.functional.scaled_dot_product_attention(
+            q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
+        )
+        return out_BHTd.transpose(1, 2)
+    q_BKGTd = q_BTHd.reshape(B, T, K, H // K, d).permute(0, 2, 3, 1, 4)
+    wide = torch.promote_types(q_BTHd.dtype, torch.float32)
+    scores_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTd.to(wide), k_cache_BKSd.to(wide)) * scale
+    scores_BKGTS = softcap * torch.tanh(scores_BKGTS / softcap)
+    weights_BKGTS = scores_BKGTS.masked_fill(~seen_BTS[:, None, None], float("-inf")).softmax(-1)
+    out_BTKGd = torch.einsum("bkgts,bksd->btkgd", weights_BKGTS, v_cache_BKSd.to(wide))
+    return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
+
+
+def _attend_cpu(q, k, v, k_cache, v_cache, lengths, scale, window, softcap):
+    q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
+    B, T, H, d = q.shape
+    K, S = k_cache.shape[1:3]
+    assert k_cache.mT.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
+    out = q.new_empty((B, T, H, d))
+    (q0, q1, _, _), (k0, k1, _, _), (v0, v1, _, _) = q.stride(), k.stride(), v.stride()
+    kernel("attend", q.dtype, *_ARGTYPES)(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        lengths.data_ptr(),
+        out.data_ptr(),
+        _SHAPE(B, T, H, K, S, d, torch.get_num_threads()),
+        _STRIDES(q0, q1, k0, k1, v0, v1),
+        scale,
+        window,
+        softcap,
+    )
+    return out
+
+
+LIBRARY.define(
+    "attend_(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
+    "float scale, int window, float softcap) -> Tensor"
+)
+LIBRARY.impl("attend_", _attend_cpu, "CPU")
+LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")

@@ -7,7 +7,8 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+
+from compile.attention import new_kv
 
 
 class StaticKVCache:
@@ -26,9 +27,9 @@ class StaticKVCache:
         device: torch.device | str,
     ) -> None:
         """`shapes` holds (key/value heads, head size) of every layer."""
-        self.slots = slots
-        self.k = [torch.zeros(batch, heads, slots, size, dtype=dtype, device=device) for heads, size in shapes]
-        self.v = [torch.zeros_like(k) for k in self.k]
+        pairs = [new_kv(batch, heads, slots, size, dtype, torch.device(device)) for heads, size in shapes]
+        self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
+        self.slots = self.k[0].shape[2]
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
     @property

@@ -1,0 +1,152 @@
+// y = x W^T + b for a few rows of x on the CPU. Weights are packed so that the lanes of a vector are neighbouring outputs;
+// every output is summed over k in order, one accumulator, whatever the number of rows, the tile or the thread. A row's
+// result is therefore the same bits in a plain step and in a wide verify step, for every dtype and shape.
+//
+// Packed weights: [N / L][K / P][L][P], padded with zeros; L lanes (16, or 8 of float64), P = 2 for bfloat16, else 1.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+struct bf16 { uint16_t bits; };
+typedef _Float16 f16;
+typedef float vfloat __attribute__((vector_size(64)));
+typedef double vdouble __attribute__((vector_size(64)));
+typedef uint32_t vuint __attribute__((vector_size(64)));
+
+template <typename T> struct Kernel {  // one step: acc += x[k] * w[k], all lanes
+  using W = float;
+  using V = vfloat;
+  static constexpr int64_t P = 1;
+  static inline V weights(const T* w) {
+    V v;
+    for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(w[i]);
+    return v;
+  }
+  static inline void step(V& acc, const T* x, const V& w) { acc += static_cast<float>(*x) * w; }
+};
+template <> inline vfloat Kernel<float>::weights(const float* w) {
+  vfloat v;
+  std::memcpy(&v, w, 64);
+  return v;
+}
+template <> struct Kernel<double> {
+  using W = double;
+  using V = vdouble;
+  static constexpr int64_t P = 1;
+  static inline V weights(const double* w) {
+    V v;
+    std::memcpy(&v, w, 64);
+    return v;
+  }
+  static inline void step(V& acc, const double* x, const V& w) { acc += *x * w; }
+};
+template <> struct Kernel<bf16> {
+  using W = float;
+  using V = vfloat;
+  static constexpr int64_t P = 2;
+  static inline vuint weights(const bf16* w) {
+    vuint v;
+    std::memcpy(&v, w, 64);
+    return v;
+  }
+  static inline void step(V& acc, const bf16* x, const vuint& w) {
+    uint32_t pair;
+    std::memcpy(&pair, x, 4);
+#if defined(__AVX512BF16__)
+    acc = (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)), (__m512bh)w);
+#else
+    const uint32_t low = pair << 16, high = pair & 0xffff0000u;
+    float a, b;
+    std::memcpy(&a, &low, 4);
+    std::memcpy(&b, &high, 4);
+    acc += a * (vfloat)(w << 16);
+    acc += b * (vfloat)(w & 0xffff0000u);
+#endif
+  }
+};
+
+inline void narrow(float x, bf16* y) {  // round to nearest even; NaN stays NaN
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+template <typename W, typename T> inline void narrow(W x, T* y) { *y = static_cast<T>(x); }
+
+inline float widen(bf16 x) {
+  uint32_t u = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+template <typename T> inline T widen(T x) { return x; }
+
+// Rows m..m+M of x against vector blocks n..n+B of the weights.
+template <typename T, int M, int B>
+void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K) {
+  using Kn = Kernel<T>;
+  using V = typename Kn::V;
+  using W = typename Kn::W;
+  constexpr int64_t P = Kn::P, L = 64 / sizeof(W);
+  const int64_t steps = K / P;
+  V acc[M][B] = {};
+  const T* blocks = w + n * K * L;
+  for (int64_t k = 0; k < steps; ++k) {
+    decltype(Kn::weights(w)) wv[B];
+    for (int b = 0; b < B; ++b) wv[b] = Kn::weights(blocks + (b * steps + k) * L * P);
+    for (int i = 0; i < M; ++i)
+      for (int b = 0; b < B; ++b) Kn::step(acc[i][b], x + (m + i) * K + k * P, wv[b]);
+  }
+  for (int i = 0; i < M; ++i)
+    for (int b = 0; b < B; ++b)
+      for (int64_t l = 0; l < std::min(L, N - (n + b) * L); ++l) {
+        const int64_t o = (n + b) * L + l;
+        narrow(bias ? acc[i][b][l] + static_cast<W>(widen(bias[o])) : acc[i][b][l], y + (m + i) * N + o);
+      }
+}
+
+template <typename T, int B>
+void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K) {
+  int64_t m = 0;
+  for (; m + 6 <= M; m += 6) tile<T, 6, B>(x, w, bias, y, m, n, N, K);
+  switch (M - m) {
+    case 5: tile<T, 5, B>(x, w, bias, y, m, n, N, K); break;
+    case 4: tile<T, 4, B>(x, w, bias, y, m, n, N, K); break;
+    case 3: tile<T, 3, B>(x, w, bias, y, m, n, N, K); break;
+    case 2: tile<T, 2, B>(x, w, bias, y, m, n, N, K); break;
+    case 1: tile<T, 1, B>(x, w, bias, y, m, n, N, K); break;
+    default: break;
+  }
+}
+
+template <typename T>
+void linear(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int threads) {
+  constexpr int64_t L = 64 / sizeof(typename Kernel<T>::W);
+  const int64_t blocks = (N + L - 1) / L, groups = (blocks + 3) / 4;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t n = g * 4;
+    if (n + 4 <= blocks) {
+      rows<T, 4>(x, w, bias, y, n, M, N, K);
+    } else {
+      for (int64_t b = n; b < blocks; ++b) rows<T, 1>(x, w, bias, y, b, M, N, K);
+    }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(NAME, TYPE)                                                                                            \
+  extern "C" void NAME(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,       \
+                       int64_t threads) {                                                                             \
+    linear<TYPE>(static_cast<const TYPE*>(x), static_cast<const TYPE*>(w), static_cast<const TYPE*>(bias),            \
+                 static_cast<TYPE*>(y), M, N, K, static_cast<int>(threads));                                          \
+  }
+EXPORT(linear_bfloat16, bf16)
+EXPORT(linear_float16, f16)
+EXPORT(linear_float32, float)
+EXPORT(linear_float64, double)

@@ -1,0 +1,68 @@
+"""Builds the CPU kernels of this package with the system's C++ compiler, once per machine, and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("attention.cpp", "linear.cpp")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
+
+
+def cache_root() -> Path:
+    """Folder for everything that can be made again: SHARESD_CACHE_DIR, or the platform's cache folder."""
+    return Path(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd"))
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The shared library of all CPU kernels. Raises RuntimeError where no compiler can make it."""
+    folder = Path(__file__).parent
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX")
+    key = hashlib.sha256()
+    for source in SOURCES:
+        key.update((folder / source).read_bytes())
+    key.update(repr((compiler, FLAGS, platform.machine(), _cpu_features())).encode())
+    target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError as error:
+            log.warning("rebuilding %s, which does not load: %s", target, error)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        command = [compiler, *FLAGS, *(str(folder / source) for source in SOURCES), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
+        os.replace(built, target)
+    return ctypes.CDLL(str(target))
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on, so that a cache folder shared between machines stays right."""
+    return repr(sorted(torch.cpu.get_capabilities().items())) if hasattr(torch.cpu, "get_capabilities") else platform.processor()
+
+
+@cache
+def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> ctypes._CFuncPtr:
+    """The function `name`_`dtype` of the library, e.g. attend_bfloat16."""
+    function = getattr(library(), f"{name}_{str(dtype).removeprefix('torch.')}")
+    function.argtypes, function.restype = argtypes, None
+    return function
