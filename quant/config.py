@@ -1,6 +1,144 @@
-"""How the drafter's linears are quantized (to be written)."""
+"""Which linears are quantized, how, and how users write that down. Imports nothing heavy: the command line uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Method = Literal["hqq", "bnb"]
+
+BITS: dict[str, tuple[int, ...]] = {"hqq": (8, 4, 3, 2), "bnb": (8, 4)}
+GROUP_SIZES: dict[str, tuple[int, ...]] = {"hqq": (32, 64, 128, 256), "bnb": (64, 128, 256)}
+HEAD = "head"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantConfig:
-    """placeholder"""
+    """How the drafter's linears are quantized. Hashable; `parse(config.spec, config.skips)` gives an equal one."""
+
+    method: Method = "hqq"
+    """`hqq`: half-quadratic quantization, run by torch's kernels on CPU and by gemlite on CUDA (Badri and Shaji 2023).
+    `bnb`: bitsandbytes, nf4 at 4 bits (Dettmers et al. 2023) and LLM.int8 at 8 bits (Dettmers et al. 2022)."""
+    bits: int = 4
+    """Bits per weight, unless `proj_bits` says otherwise. hqq: 8, 4, 3 or 2; bnb: 8 or 4."""
+    group_size: int = 64
+    """Weights along a row that share a scale. 8-bit weights ignore it: they have one scale per row."""
+    head_bits: int | None = None
+    """Bits of the LM head; None = it stays full."""
+    proj_bits: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
+    """Projection name -> bits, for those that differ. Kept as a sorted tuple of pairs."""
+    skip_layers: tuple[int, ...] = ()
+    """Indices of layers that stay full."""
+    skip_projs: tuple[str, ...] = ()
+    """Names of projections that stay full in every layer, e.g. `down`."""
+
+    def __post_init__(self) -> None:
+        proj_bits = dict(self.proj_bits)
+        skip_projs = set(self.skip_projs)
+        if self.method not in BITS:
+            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(BITS)}")
+        named_bits = {"bits": self.bits, **{f"bits of {name}": bits for name, bits in proj_bits.items()}}
+        if self.head_bits is not None:
+            named_bits["bits of head"] = self.head_bits
+        for name, bits in named_bits.items():
+            _check_choice(f"{name} ({self.method})", bits, BITS[self.method])
+        _check_choice(f"group size ({self.method})", self.group_size, GROUP_SIZES[self.method])
+        if HEAD in proj_bits:
+            raise ValueError(f"proj_bits names the LM head; use head_bits={proj_bits[HEAD]} instead")
+        for layer in self.skip_layers:
+            if layer < 0:
+                raise ValueError(f"skipped layer is {layer}; layers are counted from 0")
+        if HEAD in skip_projs and self.head_bits is not None:
+            raise ValueError(f"the LM head has {self.head_bits} bits and is skipped too; drop one of the two")
+        skip_projs.discard(HEAD)  # the head stays full by default: the wish is already granted
+        both = sorted(skip_projs & proj_bits.keys())
+        if both:
+            raise ValueError(
+                f"projection {both[0]!r} has {proj_bits[both[0]]} bits and is skipped too; drop one of the two"
+            )
+        if "" in skip_projs | proj_bits.keys():
+            raise ValueError("a projection name is empty; write for example down=8 or proj=down")
+        object.__setattr__(self, "proj_bits", tuple(sorted(proj_bits.items())))
+        object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
+        object.__setattr__(self, "skip_projs", tuple(sorted(skip_projs)))
+
+    @classmethod
+    def parse(cls, spec: str, skips: Sequence[str] = ()) -> QuantConfig:
+        """Read `METHOD[:BITS[:GROUP]][,PROJECTION=BITS...]` and skips such as `layers=0,29` or `proj=down,o`.
+
+        `head=BITS` quantizes the LM head. A range of layers may be written `10-14`. ValueError on anything else.
+        """
+        first, *overrides = spec.split(",")
+        method, *numbers = first.split(":")
+        if method not in BITS or len(numbers) > 2:
+            raise ValueError(
+                f"quantization is {spec!r}; write METHOD:BITS:GROUP with a METHOD of {', '.join(BITS)}, "
+                "for example hqq:4:64"
+            )
+        fields: dict = dict(zip(("bits", "group_size"), (_int(n, spec, "hqq:4:64") for n in numbers), strict=False))
+        proj_bits: dict[str, int] = {}
+        for override in overrides:
+            name, _, bits = override.partition("=")
+            if name in proj_bits:
+                raise ValueError(f"quantization is {spec!r}, which gives {name} twice; keep one")
+            proj_bits[name] = _int(bits, spec, "hqq:4:64,down=8")
+        head_bits = proj_bits.pop(HEAD, None)
+        layers, projs = _parse_skips(skips)
+        return cls(
+            method=method,  # type: ignore[arg-type]
+            head_bits=head_bits,
+            proj_bits=proj_bits,
+            skip_layers=layers,
+            skip_projs=projs,
+            **fields,
+        )
+
+    @property
+    def spec(self) -> str:
+        """The canonical form of what `parse` reads first, e.g. `hqq:4:64,down=8,head=4`."""
+        pairs = [*dict(self.proj_bits).items(), *([(HEAD, self.head_bits)] if self.head_bits else [])]
+        return ",".join([f"{self.method}:{self.bits}:{self.group_size}", *(f"{name}={bits}" for name, bits in pairs)])
+
+    @property
+    def skips(self) -> tuple[str, ...]:
+        """The canonical form of the skips, e.g. `("layers=0,29", "proj=down")`."""
+        parts = {"layers": map(str, self.skip_layers), "proj": self.skip_projs}
+        return tuple(f"{key}={text}" for key, names in parts.items() if (text := ",".join(names)))
+
+    def __str__(self) -> str:
+        return " ".join((self.spec, *(f"skip {skip}" for skip in self.skips)))
+
+
+parse_quant = QuantConfig.parse
+
+
+def _parse_skips(skips: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    layers: list[int] = []
+    projs: list[str] = []
+    for skip in skips:
+        key, _, values = skip.partition("=")
+        if key not in ("layers", "proj") or not values:
+            raise ValueError(f"quantization skip is {skip!r}; write layers=0,29 or proj=down,o")
+        if key == "proj":
+            projs += values.split(",")
+            continue
+        for value in values.split(","):
+            first, dash, last = value.partition("-")
+            low = _int(first, skip, "layers=0,29 or layers=10-14")
+            layers += range(low, 1 + (_int(last, skip, "layers=10-14") if dash else low))
+    return tuple(layers), tuple(projs)
+
+
+def _check_choice(name: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}")
+
+
+def _int(text: str, whole: str, example: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{whole!r} has {text!r} where a number belongs; write for example {example}")
+    return int(text)
+
+
+assert set(BITS) == set(GROUP_SIZES) == set(get_args(Method))

@@ -35,3 +35,21 @@ class SwitchLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.low(x) if self.switch.low else self.full(x)
+
+
+class LowLinear(nn.Module):
+    """A linear with quantized weights: x [..., K] -> [..., N], in the dtype it was built for.
+
+    Subclasses own their weights as buffers. Casting them with `.to(dtype)` is not supported: quantize anew.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the quantized weights add. The bias is not counted: its memory is the full linear's."""
+        return sum(buffer.nbytes for name, buffer in self.named_buffers() if name != "bias")

@@ -1,0 +1,96 @@
+"""Compilation by Inductor of what a step repeats: one block, reused for all layers, or the whole step.
+
+A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. Each is
+compiled once, ahead of time; everything else (prompts) runs eagerly. Each compiled form is a function of its own, whose
+shapes, structure and constants are known from the key under which it is kept; so Dynamo's guards have nothing to tell
+apart and are left out: a call costs no checks.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+Step = Callable[..., Tensor]
+
+
+class CompiledBlocks:
+    """Runs blocks through a compiled form where the number of tokens is one of `widths`, else plainly.
+
+    Blocks with equal structure (module types, sizes and constants) share a form. `variant` tells forms apart that the
+    structure does not show, such as the position of a precision switch.
+    """
+
+    def __init__(self, widths: set[int], variant: Callable[[], object] = lambda: None) -> None:
+        self._widths, self._variant = widths, variant
+        self._kinds: dict[int, int] = {}  # id of a block -> its kind
+        self._signatures: dict[object, int] = {}
+        self._forms: dict[tuple, Step] = {}
+
+    def __call__(self, block: nn.Module, x_BTD: Tensor, *tensors: Tensor) -> Tensor:
+        if x_BTD.shape[1] not in self._widths:
+            return block(x_BTD, *tensors)
+        kind = self._kinds.get(id(block))
+        if kind is None:
+            kind = self._kinds[id(block)] = self._signatures.setdefault(structure(block), len(self._signatures))
+        key = (kind, x_BTD.shape[0], x_BTD.shape[1], self._variant())
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = compile_step(type(block).forward)
+        return form(block, x_BTD, *tensors)
+
+
+class CompiledModel:
+    """A causal model whose whole step is one graph for the given widths."""
+
+    def __init__(self, model, widths: set[int], variant: Callable[[], object] = lambda: None) -> None:
+        self._model, self._widths, self._variant = model, widths, variant
+        self._forms: dict[tuple, Step] = {}
+
+    def __getattr__(self, name: str):
+        return getattr(self._model, name)
+
+    def forward(self, tokens_BT: Tensor, cache, keep_BR: Tensor | None = None) -> Tensor:
+        """As the model's own forward."""
+        if tokens_BT.shape[1] not in self._widths:
+            return self._model.forward(tokens_BT, cache, keep_BR)
+        key = (*tokens_BT.shape, None if keep_BR is None else keep_BR.shape[1], self._variant())
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = compile_step(type(self._model).forward)
+        return form(self._model, tokens_BT, cache, keep_BR)
+
+
+def compile_step(function: Callable) -> Step:
+    """A compiled form of a function that will always be called with tensors of the same shapes, dtypes and layouts."""
+    code = function.__code__.replace()  # Dynamo keeps compiled code by code object: ours must be nobody else's
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(
+        own, fullgraph=True, dynamic=False, options={"guard_filter_fn": lambda guards: [False] * len(guards)}
+    )
+
+
+def structure(module: nn.Module) -> tuple:
+    """What a traced graph of the module depends on, besides its inputs: types, constants, shapes of tensors."""
+    parts: list[object] = []
+    for name, child in module.named_modules():
+        constants = {k: v for k, v in vars(child).items() if isinstance(v, (int, float, bool, str, type(None)))}
+        tensors = [(k, t.shape, t.dtype, t.stride()) for k, t in (*child._parameters.items(), *child._buffers.items()) if t is not None]
+        parts.append((name, type(child).__qualname__, tuple(sorted(constants.items(), key=str)), tuple(tensors)))
+    return tuple(parts)
+
+
+@contextmanager
+def no_recompiles() -> Iterator[None]:
+    """RuntimeError if anything is compiled within. Use it after warm-up, whatever the prompts and lengths."""
+    before = counters["stats"]["unique_graphs"]
+    yield
+    new = counters["stats"]["unique_graphs"] - before
+    if new:
+        raise RuntimeError(f"{new} graphs were compiled after warm-up")

@@ -1,0 +1,239 @@
+"""Give a model its quantized linears: beside the full ones (a switch chooses), or in their place.
+
+A projection is named by the last part of its path in the model, e.g. `down`; users may leave out a trailing `_proj`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from quant.bnb import build_bnb, check_bnb
+from quant.config import QuantConfig
+from quant.kernels import build_low, check_low
+from quant.linear import LowLinear, Switch, SwitchLinear
+from quant.solver import QuantizedWeight, solve
+from quant.store import content_key, pack_weight, read_store, store_path, unpack_weight, write_store
+
+LayerOf = Callable[[str], int | None]
+"""Path of a linear -> index of its layer, or None outside the layers."""
+Progress = Callable[[int, int, str], None]
+"""Called with linears done, linears in all, and the path of the last one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantReport:
+    """What was quantized, and what it costs."""
+
+    spec: str
+    """The configuration in canonical form."""
+    num_linears: int
+    """Linears that have quantized weights now."""
+    full_bytes: int
+    """Bytes of their weights at full precision."""
+    low_bytes: int
+    """Bytes of their quantized weights, scales included."""
+    seconds: float
+    """Wall time, loading from the cache included."""
+    from_cache: bool
+    """True when the solved weights were read from disk."""
+
+
+class _Job(NamedTuple):
+    path: str
+    bits: int
+
+
+def quantize_linears(
+    model: nn.Module,
+    config: QuantConfig,
+    switch: Switch,
+    *,
+    head_name: str,
+    layer_of: LayerOf,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> QuantReport:
+    """Replace each linear of the layers, and the head if the config says so, by a `SwitchLinear` in place.
+
+    Skipped linears stay as they are and serve both parts at full precision. `head_name` is the path of the LM head.
+    `cache_dir` keeps solved HQQ weights between runs. ValueError where a name, a layer or a shape cannot be honoured;
+    the model is untouched then.
+    """
+
+    def both(full: nn.Module, low: LowLinear) -> nn.Module:
+        return SwitchLinear(full, low, switch)
+
+    return _replace_linears(model, config, both, head_name, layer_of, progress, cache_dir)
+
+
+def make_low(
+    model: nn.Module,
+    config: QuantConfig,
+    *,
+    head_name: str,
+    layer_of: LayerOf,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> QuantReport:
+    """Like `quantize_linears`, but the quantized linears take the place of the full ones, which are dropped."""
+    return _replace_linears(model, config, lambda full, low: low, head_name, layer_of, progress, cache_dir)
+
+
+def quantized_copy(
+    model: nn.Module,
+    config: QuantConfig,
+    *,
+    head_name: str,
+    layer_of: LayerOf,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> tuple[nn.Module, QuantReport]:
+    """A second model with quantized linears. It shares all other weights with `model`, which keeps its own linears."""
+    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    twin = copy.deepcopy(model, memo=dict(shared))
+    report = make_low(twin, config, head_name=head_name, layer_of=layer_of, progress=progress, cache_dir=cache_dir)
+    return twin, report
+
+
+def _replace_linears(
+    model: nn.Module,
+    config: QuantConfig,
+    wrap: Callable[[nn.Module, LowLinear], nn.Module],
+    head_name: str,
+    layer_of: LayerOf,
+    progress: Progress | None,
+    cache_dir: Path | None,
+) -> QuantReport:
+    started = time.perf_counter()
+    jobs = _plan(model, config, head_name, layer_of)
+    check = check_bnb if config.method == "bnb" else check_low
+    for path, bits in jobs:
+        weight = _weight_NK(model.get_submodule(path))
+        N, K = weight.shape
+        check(path, (N, K), bits=bits, group_size=config.group_size, dtype=weight.dtype, device=weight.device)
+    solved = _Solved(model, jobs, config, cache_dir)
+    full_bytes = low_bytes = 0
+    for done, (path, bits) in enumerate(jobs, 1):
+        full = model.get_submodule(path)
+        weight, bias = _weight_NK(full), _bias(full)
+        if config.method == "bnb":
+            low = build_bnb(weight, bias, bits=bits, group_size=config.group_size)
+        else:
+            low = build_low(path, solved.weight(path, weight, bits), bias, dtype=weight.dtype)
+        model.set_submodule(path, wrap(full, low))
+        full_bytes += weight.nbytes
+        low_bytes += low.nbytes
+        if progress is not None:
+            progress(done, len(jobs), path)
+    solved.save()
+    return QuantReport(
+        spec=str(config),
+        num_linears=len(jobs),
+        full_bytes=full_bytes,
+        low_bytes=low_bytes,
+        seconds=time.perf_counter() - started,
+        from_cache=solved.from_cache,
+    )
+
+
+class _Solved:
+    """Weights solved now, or once before and kept on disk.
+
+    Only what HQQ solves is kept: rounding rows to 8 bits is cheaper than reading them.
+    """
+
+    def __init__(self, model: nn.Module, jobs: list[_Job], config: QuantConfig, cache_dir: Path | None) -> None:
+        self.group_size = config.group_size
+        self.path: Path | None = None
+        self.tensors: dict[str, Tensor] = {}
+        self.from_cache = False
+        slow = [job for job in jobs if config.method == "hqq" and job.bits < 8]
+        if cache_dir is None or not slow:
+            return
+        self.key = content_key(
+            (path, _weight_NK(model.get_submodule(path)), bits, config.group_size) for path, bits in slow
+        )
+        self.path = store_path(cache_dir, self.key)
+        kept = read_store(self.path, self.key)
+        self.from_cache = kept is not None
+        self.tensors = kept or {}
+
+    def weight(self, path: str, weight_NK: Tensor, bits: int) -> QuantizedWeight:
+        if self.from_cache and bits < 8:
+            return unpack_weight(path, self.tensors, bits=bits, group_size=self.group_size, device=weight_NK.device)
+        weight = solve(weight_NK, bits, self.group_size)
+        if self.path is not None and bits < 8:
+            self.tensors |= pack_weight(path, weight)
+        return weight
+
+    def save(self) -> None:
+        if self.path is not None and not self.from_cache:
+            write_store(self.path, self.key, self.tensors)
+
+
+def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[_Job]:
+    """The linears to quantize, in the model's order. ValueError where the config names what the model has not."""
+    layers: dict[str, int] = {}
+    has_head = False
+    for path, module in model.named_modules():
+        assert not isinstance(module, (SwitchLinear, LowLinear)), f"{path} is quantized already"
+        if not _is_linear(module):
+            continue
+        layer = layer_of(path)
+        if path == head_name:
+            has_head = True
+        elif layer is not None:
+            layers[path] = layer
+    projs = list(dict.fromkeys(map(_proj, layers)))
+    proj_bits = dict(config.proj_bits)
+    for name in (*proj_bits, *config.skip_projs):
+        if not any(_same(name, proj) for proj in projs):
+            raise ValueError(f"projection {name!r} does not exist in this model; choose from {', '.join(projs)}")
+    for layer in config.skip_layers:
+        if layer not in layers.values():
+            raise ValueError(f"layer {layer} does not exist in this model; choose from 0 to {max(layers.values())}")
+    if config.head_bits is not None and not has_head:
+        raise ValueError(f"the LM head {head_name!r} is no linear of this model; drop head={config.head_bits}")
+    jobs = [
+        _Job(path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits))
+        for path, layer in layers.items()
+        if layer not in config.skip_layers and not any(_same(name, _proj(path)) for name in config.skip_projs)
+    ]
+    if config.head_bits is not None:
+        jobs.append(_Job(head_name, config.head_bits))
+    if not jobs:
+        raise ValueError(f"quantization {str(config)!r} leaves no linear to quantize; skip less")
+    return jobs
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _weight_NK(linear: nn.Module) -> Tensor:
+    """[outputs, inputs]; transformers' Conv1D (GPT-2) keeps its weight the other way round."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach() if isinstance(linear, nn.Linear) else weight.detach().t()
+
+
+def _bias(linear: nn.Module) -> Tensor | None:
+    bias = linear.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return bias
+
+
+def _proj(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _same(name: str, proj: str) -> bool:
+    return proj in (name, f"{name}_proj")

@@ -1,0 +1,162 @@
+"""Turn a `QuantizedWeight` into a module that multiplies by it: which kernel serves which device, dtype and bits.
+
+| device    | dtype            | 8 bits      | 4 bits     | 3, 2 bits                      |
+| --------- | ---------------- | ----------- | ---------- | ------------------------------ |
+| cpu       | bf16, fp16, fp32 | torch int8  | torch int4 | torch int4: no bytes are saved |
+| cuda      | bf16, fp16, fp32 | gemlite     | gemlite    | 2: gemlite; 3: refused         |
+| any       | float64          | dequantized on every call: slow, for tests                 |
+
+Legend: N output features, K input features, M rows, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quant.lazy import lazy_import
+from quant.linear import LowLinear
+from quant.solver import QuantizedWeight, dequantize
+
+LowBuilder = Callable[[QuantizedWeight, Tensor | None, torch.dtype], LowLinear]
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Int4Linear(LowLinear):
+    """torch's int4 kernel for CPUs: w = (code - 8) * scale + offset, which holds HQQ's (q - zero) * scale exactly.
+
+    3- and 2-bit codes live in the same 4-bit container: they save no bytes over 4 bits here. Codes are shifted so that
+    their middle meets the container's, which keeps the rounding of scale and offset to 16 bits small.
+    """
+
+    packed: Tensor  # uint8 [N, K/2], in an order of the kernel's own
+    scales_and_offsets: Tensor  # [G, N, 2]
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(bias)
+        self.out_features, self.in_features = weight.q.shape
+        self.group_size = weight.group_size
+        middle = 2 ** (weight.bits - 1)
+        codes_NK = weight.q.to(torch.int32) + (8 - middle)
+        offset_NG = (middle - weight.zero) * weight.scale
+        scales_and_offsets_GN2 = torch.stack([weight.scale.t(), offset_NG.t()], -1).to(dtype).contiguous()
+        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK, 1))
+        self.register_buffer("scales_and_offsets", scales_and_offsets_GN2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, self.in_features).contiguous()
+        y_MN = torch.ops.aten._weight_int4pack_mm_for_cpu(x_MK, self.packed, self.group_size, self.scales_and_offsets)
+        y = y_MN.reshape(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(LowLinear):
+    """torch's int8 kernel for CPUs: symmetric, one scale per row."""
+
+    codes: Tensor  # int8 [N, K]
+    scale: Tensor  # [N]
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(bias)
+        self.out_features, self.in_features = weight.q.shape
+        self.register_buffer("codes", _int8_codes(weight))
+        self.register_buffer("scale", weight.scale.flatten().to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, self.in_features).contiguous()
+        y_MN = torch.ops.aten._weight_int8pack_mm(x_MK, self.codes, self.scale)
+        y = y_MN.reshape(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class ReferenceLinear(LowLinear):
+    """Any bits in any dtype: the weights are dequantized on every call. For tests, where float64 has no kernel."""
+
+    q: Tensor  # uint8 [N, K]
+    scale: Tensor  # [N, G]
+    zero: Tensor  # [N, G]
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(bias)
+        self.register_buffer("q", weight.q)
+        self.register_buffer("scale", weight.scale.to(dtype))
+        self.register_buffer("zero", weight.zero.to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, dequantize(self.q, self.scale, self.zero), self.bias)
+
+
+class GemliteLinear(LowLinear):
+    """gemlite's Triton kernels for GPUs: one launch per product, whatever the number of rows."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(bias)
+        helper = lazy_import("gemlite").helper
+        device = weight.q.device
+        if weight.bits == 8:
+            packed = helper.A16W8_INT8(device=device, dtype=dtype).from_weights(
+                _int8_codes(weight), bias=None, scales=weight.scale
+            )
+        else:
+            packed = helper.A16Wn(device=device, dtype=dtype).from_weights(
+                weight.q, weight.scale, weight.zero, weight.bits, weight.group_size
+            )
+        # Own the tensors: gemlite's module binds its forward to itself and does not survive a copy.
+        tensors = packed.get_tensor_args()
+        self._names = tuple(f"packed_{i}" for i in range(len(tensors)))
+        for name, tensor in zip(self._names, tensors, strict=True):
+            self.register_buffer(name, tensor.detach())
+        self._meta = packed.get_meta_args()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = [getattr(self, name) for name in self._names]
+        return torch.ops.gemlite.forward_functional(x, self.bias, tensors, self._meta)
+
+
+def check_low(
+    name: str, shape: tuple[int, int], *, bits: int, group_size: int, dtype: torch.dtype, device: torch.device
+) -> LowBuilder:
+    """The class which serves a linear of shape (N, K), or ValueError naming the layer, the reason and the remedy."""
+    N, K = shape
+    proj = name.rpartition(".")[2]
+    skip = f"leave {proj} full"
+    what = f"{name} has {N} outputs and {K} inputs"
+    if bits < 8 and K % group_size:
+        raise ValueError(f"{what}, and groups of {group_size} do not divide {K}; use a smaller group size or {skip}")
+    if dtype == torch.float64:
+        return ReferenceLinear
+    if dtype not in _KERNEL_DTYPES:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in (*_KERNEL_DTYPES, torch.float64))
+        raise ValueError(
+            f"{name} is {str(dtype).removeprefix('torch.')}, which hqq does not serve; use one of {allowed}"
+        )
+    if device.type == "cpu":
+        if bits == 8 and K % 16:
+            # Measured: the kernel reads past the end of such rows.
+            raise ValueError(f"{what}, and the int8 kernel takes multiples of 16 inputs; {skip}")
+        if bits < 8 and N % 16:
+            raise ValueError(f"{what}, and the int4 kernel takes multiples of 16 outputs; use {proj}=8 or {skip}")
+        return Int8Linear if bits == 8 else Int4Linear
+    if device.type == "cuda":
+        if bits == 3:
+            raise ValueError(f"{name} has 3 bits, for which there is no GPU kernel; use 8, 4 or 2 bits")
+        if K % 32:
+            raise ValueError(f"{what}, and gemlite takes multiples of 32 inputs; {skip}")
+        lazy_import("gemlite")
+        return GemliteLinear
+    raise ValueError(f"{name} is on {device.type}, where hqq has no kernel; use cpu or cuda")
+
+
+def build_low(name: str, weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype) -> LowLinear:
+    """The module that computes x @ weight.T + bias in `dtype` on the weight's device. ValueError as `check_low`."""
+    N, K = weight.q.shape
+    build = check_low(name, (N, K), bits=weight.bits, group_size=weight.group_size, dtype=dtype, device=weight.q.device)
+    return build(weight, bias, dtype)
+
+
+def _int8_codes(weight: QuantizedWeight) -> Tensor:
+    """Codes 0..255 around 128 as int8 around 0."""
+    return (weight.q.to(torch.int16) - 128).to(torch.int8)

@@ -1,0 +1,97 @@
+"""Which draft tokens of a chain the target keeps. Branch-free tensor functions; noise is an input.
+
+`accept_match` emits the target's own choices and so the text of plain decoding. `accept_rejection` and `accept_block`
+emit another text of the same distribution; they need three independent sources: the draft's samples, `u_BN` and
+`noise_BV` (`sampling.Stream`), all of them new in every round (`sampling.fork`).
+
+Legend: B rows of the batch, N >= 1 draft tokens, T = N + 1 verify rows (row t predicts the token after t drafts),
+V vocabulary; p is the target's distribution, q the draft's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sharesd.tree import DraftTree, Verdict
+
+
+def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> Verdict:
+    """Keep draft tokens up to the first that differs from the target's choice, then add the target's."""
+    kept_BN = draft_BN == target_tokens_BT[:, :-1]
+    return _verdict(target_tokens_BT, kept_BN.cumprod(-1).sum(-1))
+
+
+def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
+    """Speculative sampling (Leviathan et al. 2022; Chen et al. 2023): keep a draft token with probability min(1, p/q).
+
+    After the first miss one token is recovered from the normalised max(0, p - q); after none a bonus is drawn from p.
+    `u_BN` is uniform in (0, 1), `noise_BV` Gumbel.
+    """
+    p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
+    num_accepted_B = (u_BN * q_BN < p_BN).cumprod(-1).sum(-1)
+    tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, torch.ones_like(u_BN[:, 0]), noise_BV)
+    return _verdict(tokens_BT, num_accepted_B)
+
+
+def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): the longest prefix that a joint test allows.
+
+    Never shorter than `accept_rejection` on average. With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the rule is
+    built so that at least i tokens are kept with probability w_i given x_1..x_i. What the next token takes of that is
+    sum_x min(w_i p(x), q(x)) = w_i - r_i with r_i = sum_x max(0, w_i p(x) - q(x)); so stopping at i must have
+    probability r_i, which the test u < h_i = r_i / (r_i + 1 - w_i) gives (h_N = w_N). The token after a stop comes from
+    the normalised max(0, w_i p - q), after full acceptance from p.
+    """
+    p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
+    # log w_i = S_i - max_{j<=i} S_j where S sums log p/q: clipping at 1 restarts the product.
+    ratio_BN = p_BN.double().log() - q_BN.double().clamp(min=torch.finfo(torch.float32).tiny).log()
+    sums_BT = F.pad(ratio_BN, (1, 0)).cumsum(-1)
+    weight_BT = (sums_BT - sums_BT.cummax(-1).values).exp()
+    weight_BN = weight_BT[:, :-1]
+    if tree.probs is None:
+        rest_BN = weight_BN * (1 - p_BN)
+    else:
+        rest_BN = (weight_BN[..., None] * target_probs_BTV[:, :-1] - tree.probs).clamp(min=0).sum(-1)
+    stop_BN = rest_BN + 1 - weight_BN  # probability of not going on beyond i
+    h_BN = (rest_BN / stop_BN).where(stop_BN > 0, 1.0)
+    h_BN = torch.cat([h_BN[:, 1:], weight_BT[:, -1:]], 1)
+    num_N = torch.arange(1, u_BN.shape[1] + 1, device=u_BN.device)
+    num_accepted_B = num_N.where(u_BN < h_BN, 0).amax(-1)
+    weight_B = weight_BT.gather(1, num_accepted_B[:, None])[:, 0]
+    tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, weight_B, noise_BV)
+    return _verdict(tokens_BT, num_accepted_B)
+
+
+def _verdict(tokens_BT: Tensor, num_accepted_B: Tensor) -> Verdict:
+    B, T = tokens_BT.shape
+    path_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
+    return Verdict(tokens=tokens_BT, num_new=num_accepted_B + 1, path=path_BT)
+
+
+def _chain_probs(tree: DraftTree, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q of the draft tokens, each [B, N]."""
+    assert tree.parents is None, "only match accepts trees"
+    index_BN1 = tree.tokens[..., None]
+    p_BN = target_probs_BTV[:, :-1].gather(-1, index_BN1)[..., 0]
+    q_BN = torch.ones_like(p_BN) if tree.probs is None else tree.probs.gather(-1, index_BN1)[..., 0]
+    return p_BN, q_BN
+
+
+def _finish(
+    tree: DraftTree, target_probs_BTV: Tensor, num_accepted_B: Tensor, weight_B: Tensor, noise_BV: Tensor
+) -> Tensor:
+    """Tokens [B, T]: the draft's, with the recovered or bonus token at `num_accepted`."""
+    (B, N), device = tree.tokens.shape, tree.tokens.device
+    rows_B, at_B = torch.arange(B, device=device), num_accepted_B.clamp(max=N - 1)
+    p_BV = target_probs_BTV[rows_B, num_accepted_B]
+    if tree.probs is None:
+        q_BV = torch.zeros_like(p_BV).scatter_(1, tree.tokens.gather(1, at_B[:, None]), 1.0)
+    else:
+        q_BV = tree.probs[rows_B, at_B]
+    q_BV = q_BV * (num_accepted_B < N)[:, None]  # no draft beyond the last: the bonus is drawn from p
+    rest_BV = (weight_B[:, None] * p_BV - q_BV).clamp(min=0)
+    rest_BV = rest_BV.where(rest_BV.sum(-1, keepdim=True) > 0, p_BV)  # p == q: such a miss has probability 0
+    last_B1 = (rest_BV.log() + noise_BV).argmax(-1, keepdim=True)
+    return torch.cat([tree.tokens, last_B1], 1).scatter(1, num_accepted_B[:, None], last_B1)

@@ -1,0 +1,48 @@
+"""A second model drafts (Leviathan et al. 2022; Chen et al. 2023): any smaller one, or a quantized copy of the target."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sharesd.drafters.chain import draft_chain
+from sharesd.models.base import CausalModel
+from sharesd.prefill import prefill
+from sharesd.sampler import Sampler
+from sharesd.tree import DraftTree, Verdict
+
+
+class ClassicDrafter:
+    """A model with its own KV cache.
+
+    After full acceptance its cache lacks the last draft token, which it never read. Instead of tracking that, the first
+    step of every draft reads two tokens, the one before the root and the root: of fixed shape, and exact either way.
+    """
+
+    name = "classic"
+
+    def __init__(self, model: CausalModel, *, batch: int, slots: int, num_draft: int, weight_bytes: int) -> None:
+        self.model, self.num_draft, self._weight_bytes = model, num_draft, weight_bytes
+        self.cache = model.new_cache(batch, slots)
+        self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
+
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
+        self._sampler = sampler
+        # Slots below the kept prefix are right but for its last token, which may never have been read.
+        prefill(self.model, self.cache, prompts, [max(0, kept - 1) for kept in num_kept])
+        self._before_B.copy_(torch.tensor([row[-1] if row else 0 for row in prompts]))
+
+    def draft(self, root_B: Tensor) -> DraftTree:
+        first_B2 = torch.stack([self._before_B, root_B], 1)
+        self.cache.lengths -= 1
+        tree = draft_chain(self.model, self.cache, first_B2, self.num_draft, self._sampler)
+        self.cache.lengths += 1
+        return tree
+
+    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+        self.cache.lengths += verdict.num_new
+        history_BT = torch.cat([self._before_B[:, None], root_B[:, None], verdict.tokens], 1)
+        self._before_B.copy_(history_BT.gather(1, verdict.num_new[:, None])[:, 0])
+
+    def extra_bytes(self) -> tuple[int, int]:
+        return self._weight_bytes, self.cache.nbytes

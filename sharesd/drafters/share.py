@@ -1,0 +1,41 @@
+"""The target drafts for itself: its linears switched to quantized weights, over the target's own KV cache.
+
+The draft reads the target's verified KV for all older tokens and writes its own into the slots above, which the verify
+step overwrites. Needs no KV of its own and no catching up.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quant.linear import Switch
+from sharesd.cache import StaticKVCache
+from sharesd.drafters.chain import draft_chain
+from sharesd.models.base import CausalModel
+from sharesd.sampler import Sampler
+from sharesd.tree import DraftTree, Verdict
+
+
+class ShareDrafter:
+    """Self-drafting through the precision switch."""
+
+    name = "share"
+
+    def __init__(
+        self, model: CausalModel, cache: StaticKVCache, switch: Switch, *, num_draft: int, low_bytes: int
+    ) -> None:
+        self.model, self.cache, self.switch = model, cache, switch
+        self.num_draft, self._low_bytes = num_draft, low_bytes
+
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def draft(self, root_B: Tensor) -> DraftTree:
+        with self.switch.use_low():
+            return draft_chain(self.model, self.cache, root_B[:, None], self.num_draft, self._sampler)
+
+    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+        pass
+
+    def extra_bytes(self) -> tuple[int, int]:
+        return self._low_bytes, 0

@@ -1,0 +1,212 @@
+"""The loop and nothing else: draft, verify, accept, commit; one host synchronisation per round.
+
+KV invariant: slots below a row's length hold the target's KV of every emitted token but the last one, the root.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from compile.clock import Clock
+from sharesd import sampling
+from sharesd.cache import StaticKVCache
+from sharesd.config import SamplingParams
+from sharesd.drafters.base import Drafter
+from sharesd.models.base import CausalModel
+from sharesd.output import Completion, TokenChunk
+from sharesd.prefill import prefill
+from sharesd.round import Round, RowState
+from sharesd.rows import Rows
+from sharesd.sampler import Sampler
+from sharesd.stats import Stats
+from sharesd.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Decodes prompts with one target and at most one drafter."""
+
+    def __init__(
+        self,
+        *,
+        target: CausalModel,
+        tokenizer: Tokenizer,
+        cache: StaticKVCache,
+        drafter: Drafter | None,
+        max_context: int,
+        fixed_width: int | None = None,
+        capture: bool = False,
+        gumbel: Callable[..., Tensor] = sampling.gumbel,
+    ) -> None:
+        """`cache` has a row per prompt decoded together; its slots must hold `max_context` and one verify step.
+
+        `fixed_width` is the number of rows of every step, the same in all modes, where the target does not give a row
+        the same bits at any width. `capture` replays rounds as CUDA graphs. `gumbel` may be a compiled form.
+        """
+        self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
+        self.max_context, self.fixed_width, self.capture = max_context, fixed_width, capture
+        self.stats = Stats()
+        """Of the last call of `generate`."""
+        self._gumbel = gumbel
+        self._device = cache.lengths.device
+        self._clock = Clock(self._device)
+        self._state = RowState(torch.zeros_like(cache.lengths), torch.zeros_like(cache.lengths))
+        self._rounds: dict[tuple, tuple[Sampler, Round]] = {}
+        self._held: list[list[int]] = [[] for _ in range(cache.batch)]  # tokens whose KV each row holds
+        self._held_by: Drafter | None = None  # the drafter that saw them too
+
+    @property
+    def mode(self) -> str:
+        """Name of the drafter, or `naive`."""
+        return self.drafter.name if self.drafter else "naive"
+
+    @property
+    def num_draft(self) -> int:
+        """Draft tokens per round."""
+        return self.drafter.num_draft if self.drafter else 0
+
+    def forget(self) -> None:
+        """Drop what `reuse` would find in the cache."""
+        self._held = [[] for _ in self._held]
+
+    def complete(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
+    ) -> list[Completion]:
+        """`generate`, collected: one Completion per prompt."""
+        done = [Completion() for _ in prompts]
+        for chunk in self.generate(prompts, sampling, reuse=reuse):
+            done[chunk.row].add(chunk)
+        return done
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
+    ) -> Iterator[TokenChunk]:
+        """Decode prompts (texts or token ids), as many together as the cache has rows; yields chunks as they come.
+
+        `reuse` keeps the KV of the longest beginning that a prompt shares with what its row decoded last (chat turns).
+        Raises ValueError for an empty prompt, one longer than the context, and ids outside the vocabulary.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one string; give a list of prompts")
+        params = sampling or SamplingParams()
+        rows = [self._encode(prompt) for prompt in prompts]
+        self.stats = Stats(num_draft=self.num_draft, accepted_at=[0] * self.num_draft)
+        self.stats.accept_lengths = [[] for _ in rows]
+        for first in range(0, len(rows), self.cache.batch):
+            yield from self._decode(rows[first : first + self.cache.batch], first, params, reuse)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError("a prompt is empty; give at least one token")
+        if len(ids) >= self.max_context:
+            raise ValueError(
+                f"a prompt has {len(ids)} tokens and the context holds {self.max_context}, which leaves no room for an "
+                "answer; shorten it or raise max_context"
+            )
+        wrong = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.target.vocab_size}")
+        return ids
+
+    def _decode(
+        self, prompts: list[list[int]], first_index: int, params: SamplingParams, reuse: bool
+    ) -> Iterator[TokenChunk]:
+        """One group of at most `cache.batch` prompts."""
+        stats, started = self.stats, time.perf_counter()
+        rows = Rows(
+            prompts,
+            first_index,
+            params,
+            tokenizer=self.tokenizer,
+            eos_ids=self.target.eos_ids,
+            max_context=self.max_context,
+            drafter=self.drafter.name if self.drafter else None,
+            stats=stats,
+        )
+        with torch.inference_mode():
+            round_, first, logprobs = self._prefill(prompts, params, reuse)
+        try:
+            chunks = rows.take_first(first, logprobs)
+            stats.prefill_s += time.perf_counter() - started
+            yield from chunks
+            stale = True  # what the device knows of live rows
+            while any(rows.live):
+                started = time.perf_counter()
+                if stale:
+                    self._state.active_B.copy_(torch.tensor(rows.live + [False] * (self.cache.batch - len(rows.live))))
+                with torch.inference_mode():
+                    marks = [self._clock.mark()]
+                    round_.draft()
+                    marks.append(self._clock.mark())
+                    result = round_.verify()
+                    marks.append(self._clock.mark())
+                    counted = result.counted_BX.tolist()  # the one host synchronisation of a round
+                    logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
+                chunks = rows.take_round(counted, logprobs)
+                stale = any(chunk.finish_reason for chunk in chunks)
+                draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
+                stats.draft_s += draft_s
+                stats.verify_s += verify_s
+                stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
+                yield from chunks
+        finally:
+            # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.
+            idle: list[list[int]] = [[] for _ in range(self.cache.batch - len(prompts))]
+            self._held, self._held_by = [row[:-1] for row in rows.tokens] + idle, self.drafter
+
+    def _prefill(
+        self, prompts: list[list[int]], params: SamplingParams, reuse: bool
+    ) -> tuple[Round, list[int], list[list[float]] | None]:
+        """Read the prompts and choose each row's first token; also its log-probability, if asked for."""
+        batch = self.cache.batch
+        prompts = prompts + [[0]] * (batch - len(prompts))  # idle rows hold one token
+        sampler, round_ = self._round(params)
+        lengths_B = torch.tensor([len(row) for row in prompts], device=self._device)
+        longest = max(map(len, prompts))
+        padded_BL = torch.tensor([row + [0] * (longest - len(row)) for row in prompts], device=self._device)
+        sampler.begin(params.seed, padded_BL, lengths_B)
+        kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self._held, strict=True)]
+        self.forget()
+        logits_BV = prefill(self.target, self.cache, prompts, kept)
+        root_B = sampler.first(logits_BV, self.cache.lengths)
+        sampler.commit(root_B[:, None], torch.ones_like(root_B))
+        self._state.root_B.copy_(root_B)
+        if self.drafter is not None:
+            self.drafter.begin(prompts, kept if self._held_by is self.drafter else [0] * batch, sampler)
+        first = root_B.tolist()
+        if not params.logprobs:
+            return round_, first, None
+        return round_, first, sampling.logprobs_of(logits_BV[:, None], root_B[:, None]).tolist()
+
+    def _round(self, params: SamplingParams) -> tuple[Sampler, Round]:
+        """The device's part for this way of sampling; kept, since it may be captured in graphs."""
+        bare = replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={})
+        key = (self.drafter, repr(bare), tuple(sorted(params.logit_bias.items())))
+        if key not in self._rounds:
+            sampler = Sampler(
+                params,
+                batch=self.cache.batch,
+                vocab_size=self.target.vocab_size,
+                device=self._device,
+                gumbel=self._gumbel,
+            )
+            width = self.fixed_width or 1 + self.num_draft
+            self._rounds[key] = sampler, Round(
+                self.target, self.cache, self.drafter, sampler, self._state, verify_width=width, capture=self.capture
+            )
+        return self._rounds[key]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the beginning that both share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,243 @@
+"""The one place that composes: load -> quantize -> pack -> cache -> compile -> engines."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compile.linear import pack_linears
+from compile.native import cache_root
+from compile.regions import CompiledBlocks, CompiledModel, compile_step
+from quant.attach import QuantReport, make_low, quantize_linears
+from quant.linear import Switch
+from sharesd import sampling
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.drafters.base import Drafter
+from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.share import ShareDrafter
+from sharesd.engine import Engine
+from sharesd.models.base import CausalModel
+from sharesd.models.decoder import Decoder
+from sharesd.models.progress import Progress, silent
+from sharesd.models.weights import load_model, resolve
+from sharesd.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
+
+log = logging.getLogger(__name__)
+
+EXACT_WIDTH = 8
+"""Rows of every step, at least, where kernels do not give a row the same bits at any width."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What building took."""
+
+    load_seconds: float
+    """Reading, converting, quantizing and packing weights."""
+    compile_seconds: float
+    """Compiling and warming up."""
+    weight_bytes: int
+    """Weights of the target at full precision."""
+    quant: QuantReport | None
+    """The target's quantized linears (share), or those of the classic copy."""
+
+
+class Runtime:
+    """A loaded target with the drafters of several modes; engines of all modes share target, tokenizer and KV cache."""
+
+    def __init__(
+        self, config: EngineConfig, modes: Sequence[Mode] | None = None, *, progress: Progress = silent
+    ) -> None:
+        """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured."""
+        started = time.perf_counter()
+        self.config, self.modes = config, tuple(modes or (config.mode,))
+        self.device, self.dtype = _device(config.device), _dtype(config)
+        folder = resolve(config.target, progress=progress)
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self._check_draft_vocabulary(progress)
+        self._switch = Switch()
+        self._reports: dict[str, QuantReport] = {}
+        self._progress = progress
+        self.target = self._load(folder)
+        if "share" in self.modes:
+            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
+        self.weight_bytes = sum(p.nbytes for p in self.target.parameters())
+        self.max_context = min(config.max_context, self.target.max_context)
+        native = isinstance(self.target, Decoder)
+        exact_at_any_width = native and self.device.type == "cpu"
+        self._fixed_width = None if exact_at_any_width else max(EXACT_WIDTH, 1 + config.num_draft)
+        self._pack(self.target)
+        width = max(1 + config.num_draft, self._fixed_width or 0)
+        self._slots = self.max_context + 2 * width
+        self.cache = self.target.new_cache(config.max_batch, self._slots)
+        self._drafters: dict[Mode, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
+        self._widths = {1, width, self._fixed_width or 1}
+        self._step = self._compile(self.target, self._widths)
+        gumbel = sampling.gumbel if config.compile == "off" else compile_step(sampling.gumbel)
+        self._engines = {mode: self._engine(mode, gumbel) for mode in self.modes}
+        self.load_seconds = time.perf_counter() - started
+        self.compile_seconds: dict[Mode, float] = {}
+
+    def engine(self, mode: Mode | None = None, *, warm: SamplingParams | None = None) -> Engine:
+        """The engine of a mode, compiled and warmed up for this way of sampling."""
+        mode = mode or self.config.mode
+        if mode not in self._engines:
+            raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
+        engine = self._engines[mode]
+        started = time.perf_counter()
+        params = replace(warm or SamplingParams(), max_new_tokens=3 * (1 + engine.num_draft), ignore_eos=True, stop=())
+        prompt = [i % self.target.vocab_size for i in range(min(8, self.max_context // 2))]
+        engine.complete([prompt] * self.cache.batch, params)
+        engine.forget()
+        self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
+        return engine
+
+    def report(self, mode: Mode | None = None) -> LoadReport:
+        """What building and warming up took, for a mode."""
+        mode = mode or self.config.mode
+        return LoadReport(
+            load_seconds=self.load_seconds,
+            compile_seconds=self.compile_seconds.get(mode, 0.0),
+            weight_bytes=self.weight_bytes,
+            quant=self._reports.get(mode),
+        )
+
+    def _load(self, folder: Path) -> CausalModel:
+        return load_model(
+            folder,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.config.trust_remote_code,
+            progress=self._progress,
+        )
+
+    def _check_draft_vocabulary(self, progress: Progress) -> None:
+        """Before any weights are read."""
+        if self.config.draft is not None and "classic" in self.modes:
+            self._draft_folder = resolve(self.config.draft, progress=progress)
+            require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
+
+    def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
+        assert isinstance(model, nn.Module)
+        report = how(
+            model,
+            self.config.quant,
+            *extra,
+            head_name=_head_name(model),
+            layer_of=_layer_of,
+            progress=lambda done, total, _: self._progress("quantizing", done, total),
+            cache_dir=cache_root() / "quant",
+        )
+        log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
+        return report
+
+    def _pack(self, model: CausalModel) -> None:
+        if isinstance(model, Decoder) and self.device.type == "cpu":
+            pack_linears(model)
+
+    def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
+        """The model with its steps compiled as the config says."""
+        if self.config.compile == "off" or not isinstance(model, Decoder):
+            return model
+        variant = partial(getattr, self._switch, "low")
+        if self.config.compile == "full":
+            return CompiledModel(model, widths, variant)
+        model.run_block = CompiledBlocks(widths, variant)
+        return model
+
+    def _drafter(self, mode: Mode) -> Drafter | None:
+        num_draft = self.config.num_draft
+        if mode == "naive":
+            return None
+        if mode == "share":
+            return ShareDrafter(
+                self.target, self.cache, self._switch, num_draft=num_draft, low_bytes=self._reports["share"].low_bytes
+            )
+        if self.config.draft is not None:
+            model = self._load(self._draft_folder)
+            if model.vocab_size != self.target.vocab_size:
+                raise ValueError(
+                    f"the draft model has {model.vocab_size} logits and the target {self.target.vocab_size}; "
+                    "give a draft model of the target's family"
+                )
+        else:
+            model = self._load(resolve(self.config.target))
+            self._reports["classic"] = self._quantize(make_low, model)
+        self._pack(model)
+        assert isinstance(model, nn.Module)
+        weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        if model.max_context < self.max_context:
+            raise ValueError(
+                f"the draft model's context is {model.max_context} tokens; set max_context to that, or less"
+            )
+        return ClassicDrafter(
+            self._compile(model, {1, 2}),
+            batch=self.config.max_batch,
+            slots=self._slots,
+            num_draft=num_draft,
+            weight_bytes=weight_bytes,
+        )
+
+    def _engine(self, mode: Mode, gumbel: Callable[..., Tensor]) -> Engine:
+        native = isinstance(self.target, Decoder)
+        return Engine(
+            target=self._step,
+            tokenizer=self.tokenizer,
+            cache=self.cache,
+            drafter=self._drafters[mode],
+            max_context=self.max_context,
+            fixed_width=self._fixed_width,
+            capture=native and self.device.type == "cuda" and self.config.compile != "off",
+            gumbel=gumbel,
+        )
+
+
+def build(config: EngineConfig | None = None, *, progress: Progress = silent) -> Engine:
+    """An engine, loaded, compiled and warmed up."""
+    config = config or EngineConfig()
+    return Runtime(config, progress=progress).engine()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}; give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; give cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r} but torch {torch.__version__} finds no GPU; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; count from 0")
+    return device
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    return torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def _layer_of(path: str) -> int | None:
+    """The layer that a linear belongs to: the first number in its path."""
+    found = _LAYER.search(path)
+    return int(found[1]) if found else None
+
+
+def _head_name(model: nn.Module) -> str:
+    """Path of the LM head."""
+    if isinstance(model, Decoder):
+        return "head"
+    head = model.model.get_output_embeddings()  # type: ignore[union-attr, operator]
+    return next(name for name, module in model.named_modules() if module is head)

@@ -1,0 +1,194 @@
+"""The native decoder: one config-driven model for the Llama family.
+
+Q, K, V and gate, up are merged into one linear each: fewer and larger matrix products. Linears are only ever called, so
+that others may be put in their place.
+
+Legend: B rows of the batch, T new tokens, R kept rows, D hidden size, H query heads, K key/value heads, S slots, d head
+size, r rotated half, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from compile.attention import attend
+from sharesd.cache import StaticKVCache
+from sharesd.models import rope
+from sharesd.models.decoder_config import DecoderConfig, LayerKind
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 at least (Zhang & Sennrich 2019).
+
+    With `gemma`, the weight is kept in float32 (one added at load) and multiplies before the cast.
+    """
+
+    def __init__(self, size: int, eps: float, gemma: bool, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        wide = torch.promote_types(dtype, torch.float32)
+        self.weight = nn.Parameter(torch.empty(size, dtype=wide if gemma else dtype, device=device))
+        self.eps, self.gemma = eps, gemma
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype) if self.gemma else self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Rotary attention with grouped key/value heads over a static cache."""
+
+    def __init__(self, config: DecoderConfig, kind: LayerKind, **place) -> None:
+        super().__init__()
+        c = config
+        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.scale, self.softcap = c.attn_scale, c.attn_softcap
+        self.window, self.use_rope = kind.window, kind.rope >= 0
+        width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.qkv = skip_init(nn.Linear, c.hidden_size, width, bias=c.qkv_bias, **place)
+        self.o = skip_init(nn.Linear, c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_BTr: Tensor,
+        sin_BTr: Tensor,
+        k_cache_BKSd: Tensor,
+        v_cache_BKSd: Tensor,
+        lengths_B: Tensor,
+    ) -> Tensor:
+        heads = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHd, k_BTKd = self.q_norm(q_BTHd), self.k_norm(k_BTKd)
+        if self.use_rope:
+            q_BTHd, k_BTKd = rope.rotate(q_BTHd, cos_BTr, sin_BTr), rope.rotate(k_BTKd, cos_BTr, sin_BTr)
+        out_BTHd = attend(
+            q_BTHd,
+            k_BTKd,
+            v_BTKd,
+            k_cache_BKSd,
+            v_cache_BKSd,
+            lengths_B,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )
+        return self.o(out_BTHd.flatten(2))
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig, **place) -> None:
+        super().__init__()
+        self.gate_up = skip_init(nn.Linear, config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
+        self.down = skip_init(nn.Linear, config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
+        self.act = _ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.act(gate) * up)
+
+
+class Block(nn.Module):
+    """One layer: a pure function of tensors, with nothing that tells it from other layers of its kind."""
+
+    def __init__(self, config: DecoderConfig, kind: LayerKind, **place) -> None:
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, **place)
+
+        self.attn_norm, self.attn = norm(), Attention(config, kind, **place)
+        self.mlp_norm, self.mlp = norm(), MLP(config, **place)
+        self.attn_out_norm = norm() if config.sandwich_norms else nn.Identity()
+        self.mlp_out_norm = norm() if config.sandwich_norms else nn.Identity()
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_BTr: Tensor,
+        sin_BTr: Tensor,
+        k_cache_BKSd: Tensor,
+        v_cache_BKSd: Tensor,
+        lengths_B: Tensor,
+    ) -> Tensor:
+        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches."""
+        attended = self.attn(self.attn_norm(x_BTD), cos_BTr, sin_BTr, k_cache_BKSd, v_cache_BKSd, lengths_B)
+        x_BTD = x_BTD + self.attn_out_norm(attended)
+        return x_BTD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BTD)))
+
+
+def call_block(block: nn.Module, *tensors: Tensor) -> Tensor:
+    """How blocks run unless `Decoder.run_block` is replaced."""
+    return block(*tensors)
+
+
+class Decoder(nn.Module):
+    """A causal language model over a static KV cache, as `sharesd.models.base.CausalModel` asks.
+
+    Weights start uninitialised; `sharesd.models.weights.load_decoder` fills them.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.name = f"{config.architecture} (native)"
+        self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
+        self.embed = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=device) for kind in config.layers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device="meta")
+        self.head.weight = self.embed.weight if config.tied else nn.Parameter(torch.empty_like(self.embed.weight))
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # rounded as transformers rounds it
+        for i, params in enumerate(config.ropes):
+            inv_freq_r, factor = rope.frequencies(params, config.head_dim, config.max_positions)
+            cos, sin = rope.tables(inv_freq_r, factor, positions=config.max_context, dtype=dtype, device=device)
+            self.register_buffer(f"cos_{i}", cos, persistent=False)
+            self.register_buffer(f"sin_{i}", sin, persistent=False)
+        self.run_block: Callable[..., Tensor] = call_block
+        """(block, x, cos, sin, k_cache, v_cache, lengths) -> x. Compilation and offloading put theirs here."""
+
+    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
+        """An empty cache in the model's dtype and on its device."""
+        c, table = self.config, self.get_buffer("cos_0")
+        shapes = [(c.num_kv_heads, c.head_dim)] * len(c.layers)
+        return StaticKVCache(shapes=shapes, batch=batch, slots=slots, dtype=table.dtype, device=table.device)
+
+    def forward(self, tokens_BT: Tensor, cache: StaticKVCache, keep_BR: Tensor | None = None) -> Tensor:
+        """See `sharesd.models.base.CausalModel.forward`."""
+        lengths_B = cache.lengths
+        positions_BT = lengths_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        positions_BT = positions_BT.clamp(max=self.max_context - 1)  # padding rows may lie beyond; nobody reads them
+        turns = [
+            (self.get_buffer(f"cos_{i}")[positions_BT], self.get_buffer(f"sin_{i}")[positions_BT])
+            for i in range(len(self.config.ropes))
+        ]
+        x_BTD = self.embed(tokens_BT)
+        if self.embed_scale != 1.0:
+            x_BTD = x_BTD * self.embed_scale
+        for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
+            cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
+            x_BTD = self.run_block(block, x_BTD, cos_BTr, sin_BTr, k_BKSd, v_BKSd, lengths_B)
+        if keep_BR is not None:
+            x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
+        logits_BRV = self.head(self.norm(x_BTD))
+        cap = self.config.final_softcap
+        return cap * torch.tanh(logits_BRV / cap) if cap else logits_BRV

@@ -1,0 +1,82 @@
+"""A checkpoint folder in the Hugging Face layout: its JSON files and its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError if it is missing, unreadable or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give a folder with a complete checkpoint") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; download the checkpoint again")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json; ValueError where the folder is no checkpoint."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give a checkpoint folder, a .gguf file or a hub id")
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json; give the folder that holds config.json and the weights")
+    return read_json(folder / "config.json")
+
+
+def eos_ids(folder: Path) -> tuple[int, ...]:
+    """Tokens that end a text, according to generation_config.json and config.json."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            config = read_json(folder / name)
+            ids += token_ids(config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id")))
+    return tuple(dict.fromkeys(ids))
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """A token id field, which may be null, one id or several."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files which hold the tensors, safetensors first; ValueError where there are none or a shard is missing."""
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            files = [folder / shard for shard in sorted(set(read_json(index).get("weight_map", {}).values()))]
+            missing = [file.name for file in files if not file.exists()]
+            if missing or not files:
+                names = ", ".join(missing) or "every shard"
+                raise ValueError(f"{folder} lacks {names} named in {index.name}; download the checkpoint again")
+            return files
+        if (folder / name).exists():
+            return [folder / name]
+    raise ValueError(f"{folder} has no weights; expected {' or '.join(WEIGHT_FILES)} (or their index of shards)")
+
+
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of one file, mapped rather than read, one after the other; ValueError if it is damaged."""
+    try:
+        if file.suffix == ".bin":
+            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+        else:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    yield name, tensors.get_tensor(name)
+    except (SafetensorError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{file} is damaged ({error}); download it again") from error

@@ -1,0 +1,147 @@
+"""Checkpoints to modules: where a model's files are, and how its tensors get into the native decoder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sharesd.models import folder as files
+from sharesd.models.base import CausalModel
+from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder_config import DecoderConfig, Unsupported
+from sharesd.models.progress import Progress, silent
+from sharesd.models.resolve import resolve
+
+__all__ = ["decoder_config", "load_decoder", "load_model", "resolve"]
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> CausalModel:
+    """The native decoder where it serves the checkpoint exactly, else transformers' own model.
+
+    Raises ValueError, naming the architecture, where neither does, and for damaged or incomplete checkpoints.
+    """
+    try:
+        config = decoder_config(folder)
+    except Unsupported as reason:
+        from sharesd.models.hf import load_hf
+
+        log.info("%s; using the transformers fallback", reason)
+        return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    log.info("%s: native decoder", config.architecture)
+    return load_decoder(folder, dtype=dtype, device=device, progress=progress)
+
+
+def decoder_config(folder: Path) -> DecoderConfig:
+    """The native decoder's reading of a folder's config.json; raises Unsupported, or ValueError if it is damaged."""
+    raw = files.read_config(folder)
+    if "quantization_config" in raw:
+        method = raw["quantization_config"].get("quant_method", "unknown method")
+        raise ValueError(f"{folder} is already quantized ({method}); give the full-precision checkpoint")
+    return DecoderConfig.from_hf(raw)
+
+
+def load_decoder(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: Progress = silent
+) -> Decoder:
+    """Read a checkpoint straight into the merged layout on `device`, one tensor at a time.
+
+    Raises ValueError naming missing, unexpected or wrongly shaped tensors.
+    """
+    config = decoder_config(folder)
+    paths = files.weight_files(folder)
+    decoder = Decoder(config, dtype=dtype, device=device).eval().requires_grad_(False)
+    decoder.eos_ids = files.eos_ids(folder)
+    slots = dict(_slots(decoder))
+    num_slots, unexpected = len(slots), []
+    for path in paths:
+        for stored_name, tensor in files.read_tensors(path):
+            name = _plain_name(stored_name)
+            if name is None or (config.tied and name == "lm_head.weight"):
+                continue
+            slot = slots.pop(name, None)
+            if slot is None:
+                unexpected.append(stored_name)
+                continue
+            if slot.shape != tensor.shape:
+                found, wanted = list(tensor.shape), list(slot.shape)
+                raise ValueError(f"{path}: {stored_name} has shape {found} where config.json asks for {wanted}")
+            slot.copy_(tensor)
+            if config.gemma_norm and name.endswith("norm.weight"):
+                slot.add_(1.0)  # stored minus one
+            progress("loading weights", num_slots - len(slots), num_slots)
+    if slots or unexpected:
+        problems = [
+            f"{kind} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+            for kind, names in (("missing", list(slots)), ("unexpected", unexpected))
+            if names
+        ]
+        raise ValueError(f"{folder} does not fit architecture {config.architecture!r}: {'; '.join(problems)}")
+    return decoder
+
+
+def _plain_name(name: str) -> str | None:
+    """A tensor's name without the wrapping of multimodal checkpoints; None for tensors that text does not need."""
+    if name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
+        return None
+    for tower in ("vision_tower.", "multi_modal_projector."):
+        if name.startswith((tower, f"model.{tower}")):
+            return None
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")
+
+
+def _slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Where each tensor of a checkpoint goes: its name and a view of the parameter (rows of it, where merged)."""
+    yield "model.embed_tokens.weight", decoder.embed.weight.data
+    yield "model.norm.weight", decoder.norm.weight.data
+    if not decoder.config.tied:
+        yield "lm_head.weight", decoder.head.weight.data
+    for i, block in enumerate(decoder.blocks):
+        assert isinstance(block, Block)
+        for name, tensor in _block_slots(block, decoder.config):
+            yield f"model.layers.{i}.{name}", tensor
+
+
+def _block_slots(block: Block, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+    attn, mlp = block.attn, block.mlp
+    heads = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    if config.architecture == "phi3":  # merged as ours
+        split = {"self_attn.qkv_proj": attn.qkv, "mlp.gate_up_proj": mlp.gate_up}
+        merged = []
+    else:
+        split = {}
+        merged = [
+            (attn.qkv, heads, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (mlp.gate_up, [config.mlp_size] * 2, ("mlp.gate_proj", "mlp.up_proj")),
+        ]
+    for name, linear in {**split, "self_attn.o_proj": attn.o, "mlp.down_proj": mlp.down}.items():
+        for part, tensor in linear.named_parameters():
+            yield f"{name}.{part}", tensor.data
+    for linear, rows, names in merged:
+        for part, tensor in linear.named_parameters():
+            for name, view in zip(names, tensor.data.split(rows), strict=True):
+                yield f"{name}.{part}", view
+    yield "input_layernorm.weight", block.attn_norm.weight.data
+    if config.sandwich_norms:
+        yield "post_attention_layernorm.weight", block.attn_out_norm.get_parameter("weight").data
+        yield "pre_feedforward_layernorm.weight", block.mlp_norm.weight.data
+        yield "post_feedforward_layernorm.weight", block.mlp_out_norm.get_parameter("weight").data
+    else:
+        yield "post_attention_layernorm.weight", block.mlp_norm.weight.data
+    if attn.q_norm is not None and attn.k_norm is not None:
+        yield "self_attn.q_norm.weight", attn.q_norm.weight.data
+        yield "self_attn.k_norm.weight", attn.k_norm.weight.data

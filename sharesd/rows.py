@@ -1,0 +1,72 @@
+"""The host's side of the rows that are decoded together: what each has emitted, where it ends, what to count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sharesd.config import SamplingParams
+from sharesd.output import Source, StopChecker, TokenChunk
+from sharesd.stats import Stats
+from sharesd.tokenizer import Tokenizer
+
+
+class Rows:
+    """Turns what the device reports into chunks. Tokens after a row's end are dropped and counted nowhere."""
+
+    def __init__(
+        self,
+        prompts: Sequence[list[int]],
+        first_index: int,
+        params: SamplingParams,
+        *,
+        tokenizer: Tokenizer,
+        eos_ids: tuple[int, ...],
+        max_context: int,
+        drafter: str | None,
+        stats: Stats,
+    ) -> None:
+        """`first_index` is the number of the first prompt among all of the call."""
+        self.tokens = [list(row) for row in prompts]
+        """Prompt and emitted tokens of each row."""
+        self.live = [True] * len(prompts)
+        self._first_index, self._drafter, self._stats = first_index, drafter, stats
+        self._checkers = [
+            StopChecker(tokenizer, params, eos_ids=eos_ids, room=max_context - len(row)) for row in prompts
+        ]
+        stats.prompt_tokens += sum(map(len, prompts))
+
+    def take_first(self, tokens: list[int], logprobs: list[list[float]] | None) -> list[TokenChunk]:
+        """The tokens that the prefill gave."""
+        return [
+            self._emit(row, [tokens[row]], ["target"], logprobs and logprobs[row]) for row in range(len(self.tokens))
+        ]
+
+    def take_round(self, counted: list[list[int]], logprobs: list[list[float]] | None) -> list[TokenChunk]:
+        """A round's results: for each row the number of new tokens, then the tokens."""
+        stats, chunks = self._stats, []
+        stats.steps += 1
+        for row in range(len(self.tokens)):
+            if not self.live[row]:
+                continue
+            num_new = counted[row][0]
+            ids = counted[row][1 : 1 + num_new]
+            last: Source = "target" if not stats.num_draft else "bonus" if num_new > stats.num_draft else "recovered"
+            sources: list[Source] = [*["accepted"] * (num_new - 1), last]
+            chunk = self._emit(row, ids, sources, logprobs and logprobs[row][:num_new])
+            count = len(chunk.token_ids)
+            stats.rounds += 1
+            stats.decoded_tokens += count
+            stats.accept_lengths[self._first_index + row].append(count)
+            for position in range(min(count, num_new - 1)):
+                stats.accepted_at[position] += 1
+            chunks.append(chunk)
+        return chunks
+
+    def _emit(self, row: int, ids: list[int], sources: list[Source], logprobs: list[float] | None) -> TokenChunk:
+        count, text, reason = self._checkers[row].push(ids)
+        self.live[row] = reason is None
+        self.tokens[row] += ids[:count]
+        self._stats.new_tokens += count
+        self._stats.sources.update(sources[:count])
+        kept = None if logprobs is None else logprobs[:count]
+        return TokenChunk(self._first_index + row, ids[:count], sources[:count], self._drafter, text, kept, reason)

@@ -1,0 +1,107 @@
+"""How one call samples: its parameters, seeds, penalties and noise, joined into two decisions, draft and accept.
+
+Absolute positions count from the start of the prompt. The root of a round lies at position n (the cache's length); row t
+of the verify step, and draft step t, choose the token at position n + t + 1.
+
+Legend: B rows, N draft tokens, T = N + 1 verify rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sharesd import sampling
+from sharesd.acceptance import accept_block, accept_match, accept_rejection
+from sharesd.config import SamplingParams
+from sharesd.sampling import Stream, TokenCounts
+from sharesd.tree import DraftTree, Verdict
+
+
+class Sampler:
+    """One way of sampling. Nothing here synchronises with the host; its tensors keep their place between calls."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        batch: int,
+        vocab_size: int,
+        device: torch.device,
+        gumbel: Callable[..., Tensor] = sampling.gumbel,
+    ) -> None:
+        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one."""
+        self.params = params
+        self.vocab_size = vocab_size
+        self.seeds_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.bias_V = sampling.bias_vector(params, vocab_size, device=device)
+        self.counts = TokenCounts(batch=batch, vocab_size=vocab_size, device=device) if params.uses_penalties else None
+        self._gumbel = gumbel
+        self._noise: dict[int, Tensor] = {}  # steps ahead of the root -> noise of that position, drawn once a round
+
+    def begin(self, seed: int, prompts_BL: Tensor, lengths_B: Tensor) -> None:
+        """Start a call with this seed in every row, and the right-padded prompts that penalties look at."""
+        self.seeds_B.fill_(seed)
+        if self.counts is not None:
+            self.counts.begin(prompts_BL, lengths_B)
+
+    def first(self, logits_BV: Tensor, lengths_B: Tensor) -> Tensor:
+        """Tokens [B] after the prompts, at positions `lengths`."""
+        self._noise.clear()
+        logits_B1V = self._process(logits_BV[:, None], None)
+        noise = None if self.params.greedy else self._draw(lengths_B, Stream.TARGET)[:, None]
+        return sampling.choose(logits_B1V, noise)[:, 0]
+
+    def draft(self, logits_BV: Tensor, drafted_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A model drafter's next token [B] after root and `drafted`, and its distribution [B, V] where acceptance needs it.
+
+        With `match` it uses the target's own noise of that position, so that both choose alike where they can.
+        """
+        params, step = self.params, drafted_BN.shape[1]
+        logits_B1V = self._process(logits_BV[:, None], drafted_BN)
+        if params.acceptance == "match":
+            return sampling.choose(logits_B1V, self._target_noise(step, lengths_B))[:, 0], None
+        probs_BV = sampling.probs_of(logits_B1V, params)[:, 0]
+        noise_BV = None if params.greedy else self._draw(lengths_B + step + 1, Stream.DRAFT, lengths_B)
+        return sampling.choose(logits_B1V, None if noise_BV is None else noise_BV[:, None])[:, 0], probs_BV
+
+    def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
+        """What the target makes of the draft; ends the round's noise."""
+        num_draft = tree.tokens.shape[1]
+        logits_BTV = self._process(logits_BTV, tree.tokens)
+        if self.params.acceptance == "match" or num_draft == 0:
+            noise = [self._target_noise(t, lengths_B) for t in range(num_draft + 1)]
+            joined = None if noise[0] is None else torch.cat([x for x in noise if x is not None], 1)
+            verdict = accept_match(tree.tokens, sampling.choose(logits_BTV, joined))
+        else:
+            rule = accept_rejection if self.params.acceptance == "rejection" else accept_block
+            seeds_B = sampling.fork(self.seeds_B, lengths_B)
+            positions_BN = lengths_B[:, None] + torch.arange(1, num_draft + 1, device=lengths_B.device)
+            u_BN = sampling.uniform(seeds_B, positions_BN)
+            noise_BV = self._draw(lengths_B, Stream.RECOVER, lengths_B)
+            verdict = rule(tree, sampling.probs_of(logits_BTV, self.params), u_BN, noise_BV)
+        self._noise.clear()
+        return verdict
+
+    def commit(self, tokens_BT: Tensor, num_new_B: Tensor) -> None:
+        """The round's emitted tokens, for penalties."""
+        if self.counts is not None:
+            self.counts.update(tokens_BT, num_new_B)
+
+    def _process(self, logits_BTV: Tensor, draft_BN: Tensor | None) -> Tensor:
+        return sampling.process(logits_BTV, self.params, bias_V=self.bias_V, counts=self.counts, draft_BN=draft_BN)
+
+    def _target_noise(self, step: int, lengths_B: Tensor) -> Tensor | None:
+        """Noise [B, 1, V] of the position `step` + 1 after the root; None for greedy decoding."""
+        if self.params.greedy:
+            return None
+        if step not in self._noise:
+            self._noise[step] = self._draw(lengths_B + step + 1, Stream.TARGET)[:, None]
+        return self._noise[step]
+
+    def _draw(self, positions_B: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
+        """Gumbel noise [B, V]; always drawn in this one shape, so that every mode gets the same bits."""
+        seeds_B = self.seeds_B if fork_at_B is None else sampling.fork(self.seeds_B, fork_at_B)
+        return self._gumbel(seeds_B, positions_B[:, None], self.vocab_size, stream=stream)[:, 0]

@@ -1,0 +1,265 @@
+"""Noise, logits processing and choice: everything between the target's logits and one token per row.
+
+All of it is pure tensor arithmetic without host synchronisation; noise is an input of the choice, never drawn in it.
+Every result belongs to its own row: asking for T rows at once gives the same bits as asking for them one by one, so
+that a verify step decides as plain decoding would.
+
+Noise. A 32-bit integer hash of (seed, stream, absolute position, token id) in int64 arithmetic that never overflows:
+the same bits on every device, eager or compiled. Only the logarithm of Gumbel noise may differ, by units in the last
+place, between devices and between eager and compiled code; a round shall therefore draw a position's noise once, or
+always through the same compiled function.
+
+Processing order: logit bias, repetition, frequency and presence penalty, temperature, top-k, top-p, min-p. This is the
+order of transformers (whose processors have no frequency and presence penalty; those follow vLLM, as does their place).
+vLLM applies min-p before top-k and top-p, which differs only in that top-p then measures a smaller total.
+
+Legend: B rows of the batch, T logit rows (verify: the root and N drafts), N draft tokens, V vocabulary, M new tokens at
+most, L prompt tokens at most.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sharesd.config import SamplingParams
+
+_WORD = 0xFFFFFFFF
+_WEYL = 0x9E3779B1  # odd, near 2^32 / golden ratio: neighbouring ids land far apart
+_STREAM_SHIFT = 29  # positions stay below 2^29
+_MASS_ONE = 1 << 40  # the likeliest token's probability in fixed point
+
+
+class Stream(IntEnum):
+    """Independent noises of one position. `rejection` and `block` would be biased if two of their parts shared one."""
+
+    TARGET = 0  # match: the target's choice, and the drafter's guess of it
+    DRAFT = 1  # rejection, block: the draft's own sample
+    ACCEPT = 2
+    RECOVER = 3  # the recovered or bonus token
+    FORK = 4
+
+
+def gumbel(
+    seeds_B: Tensor,
+    positions_BT: Tensor,
+    vocab_size: int,
+    *,
+    stream: Stream = Stream.TARGET,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Gumbel noise [B, T, V], finite, a function of (seed, stream, position, token id) alone.
+
+    `seeds_B` int64 in 0..2^63-1, `positions_BT` int64 in 0..2^29-1. The noise of a token is -log(-log(1 - w)) with w in
+    (0, 1) of 32 bits, fine near 0, where the likely winners are: rare tokens keep their true probability down to 2^-32.
+    """
+    low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
+    x = torch.arange(vocab_size, device=positions_BT.device) * _WEYL
+    x = (x + low_BT[..., None]) & _WORD
+    x = x ^ (x >> 16)
+    x = ((x * 0x21F0AAAD) & _WORD) ^ high_BT[..., None]
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & _WORD
+    return -torch.log(-torch.log1p(-_unit(x ^ (x >> 15), dtype)))
+
+
+def uniform(
+    seeds_B: Tensor, positions_BT: Tensor, *, stream: Stream = Stream.ACCEPT, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Uniform noise [B, T] in (0, 1), both ends excluded; the same bits on every device."""
+    low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
+    return _unit(_mix(low_BT ^ high_BT), dtype)
+
+
+def fork(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """New seeds [B] for the round whose root is at these positions. Needed by `block`, harmless for `rejection`.
+
+    Block verification looks at the whole draft to decide how much of it to keep. What it threw away has thus told
+    something about the noise of those positions, and the next round must draw there afresh.
+    """
+    low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], Stream.FORK)
+    return (((low_B1 >> 1) << 32) | high_B1)[:, 0]
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words in which every input bit moves every output bit (constants: hash-prospector).
+
+    Both multipliers are below 2^31, so that products fit int64.
+    """
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & _WORD
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & _WORD
+    return x ^ (x >> 15)
+
+
+def _keys(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words [B, T]: a bijection of the seed's 64 bits for each position, never equal at two positions."""
+    seeds_B1 = seeds_B[:, None]
+    low = _mix(seeds_B1 & _WORD)
+    high = _mix(low ^ (seeds_B1 >> 32))
+    low = low ^ _mix(high ^ (positions_BT | (int(stream) << _STREAM_SHIFT)))
+    return low, high ^ _mix(low)
+
+
+def _unit(word: Tensor, dtype: torch.dtype) -> Tensor:
+    """A 32-bit word as (word + 1/2) / 2^32, rounded to `dtype` but below 1."""
+    return ((word.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+class TokenCounts:
+    """Which tokens each row has seen: what penalties need. Make one only where `SamplingParams.uses_penalties`.
+
+    Two persistent tensors, changed in place: `prompt_mask` [B, V] bool and `output_counts` [B, V] int32.
+    """
+
+    def __init__(self, *, batch: int, vocab_size: int, device: torch.device | str) -> None:
+        self.prompt_mask = torch.zeros(batch, vocab_size, dtype=torch.bool, device=device)
+        self.output_counts = torch.zeros(batch, vocab_size, dtype=torch.int32, device=device)
+
+    def begin(self, prompts_BL: Tensor, lengths_B: Tensor) -> None:
+        """Forget everything and take right-padded prompts of these lengths."""
+        self.output_counts.zero_()
+        self.update(prompts_BL, lengths_B)
+        self.prompt_mask.copy_(self.output_counts > 0)
+        self.output_counts.zero_()
+
+    def update(self, tokens_BM: Tensor, num_new_B: Tensor) -> None:
+        """Add the first `num_new` tokens of each row (0 for an idle row) to its output."""
+        valid_BM = torch.arange(tokens_BM.shape[1], device=tokens_BM.device) < num_new_B[:, None]
+        self.output_counts.scatter_add_(1, tokens_BM.where(valid_BM, 0), valid_BM.to(torch.int32))
+
+    def ahead(self, draft_BN: Tensor, num_rows: int) -> Tensor:
+        """Output counts [B, T, V] as T = `num_rows` logit rows see them, the last row after all draft tokens.
+
+        A verify step (T = N + 1) has row t see the t drafts before it; a draft step (T = 1) sees all N made so far.
+        """
+        device, (B, N) = draft_BN.device, draft_BN.shape
+        num_seen_T = torch.arange(num_rows, device=device) + (N - num_rows + 1)
+        seen_TN = torch.arange(N, device=device) < num_seen_T[:, None]
+        counts_BTV = self.output_counts[:, None].repeat(1, num_rows, 1)
+        index_BTN = draft_BN[:, None].expand(B, num_rows, N)
+        return counts_BTV.scatter_add_(2, index_BTN, seen_TN.to(torch.int32).expand(B, num_rows, N))
+
+
+def bias_vector(
+    params: SamplingParams, vocab_size: int, *, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    """`logit_bias` as a vector [V], or None where there is none. Make it once per call.
+
+    Raises ValueError for a token id outside the vocabulary and for a bias that is NaN or +inf (-inf bans a token).
+    """
+    if not params.logit_bias:
+        return None
+    for token, amount in params.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"logit_bias names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}")
+        if not amount < math.inf:
+            raise ValueError(f"logit_bias of token {token} is {amount}; give a finite number, or -inf to ban the token")
+    bias_V = torch.zeros(vocab_size, dtype=dtype)
+    bias_V[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=dtype)
+    return bias_V.to(device)
+
+
+def process(
+    logits_BTV: Tensor,
+    params: SamplingParams,
+    *,
+    bias_V: Tensor | None = None,
+    counts: TokenCounts | None = None,
+    draft_BN: Tensor | None = None,
+) -> Tensor:
+    """Logits [B, T, V] to choose from, in float32 (float64 stays), tokens that fell out at -inf.
+
+    `counts` holds the prompt and the output up to and including the root; `draft_BN` the draft tokens after it, as
+    `TokenCounts.ahead` reads them. Greedy decoding stops after the penalties, and without bias and penalties gives
+    the logits back untouched. Ties: top-k keeps every token that equals the k-th (as transformers), and top-p keeps or
+    drops equal tokens together (transformers picks among them by sort order), so nothing depends on a sort.
+    """
+    if params.greedy and bias_V is None and not params.uses_penalties:
+        return logits_BTV
+    x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    if bias_V is not None:
+        x_BTV = x_BTV + bias_V
+    if params.uses_penalties:
+        assert counts is not None, "penalties need TokenCounts"
+        x_BTV = _penalize(x_BTV, params, counts, draft_BN)
+    if params.greedy:
+        return x_BTV
+    if params.temperature != 1:
+        x_BTV = x_BTV / params.temperature
+    return _truncate(x_BTV, params)
+
+
+def choose(logits_BTV: Tensor, noise_BTV: Tensor | None = None) -> Tensor:
+    """Tokens [B, T]: argmax of logits plus noise, the lowest id on ties. With Gumbel noise this samples the softmax."""
+    return (logits_BTV if noise_BTV is None else logits_BTV + noise_BTV).argmax(-1)
+
+
+def probs_of(logits_BTV: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution [B, T, V] that processed logits stand for; greedy: all mass on the argmax."""
+    if params.greedy:
+        return F.one_hot(logits_BTV.argmax(-1), logits_BTV.shape[-1]).to(torch.float32)
+    return logits_BTV.softmax(-1)
+
+
+def logprobs_of(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Log-probability [B, T] float32 of tokens under the target's raw logits, before any processing."""
+    x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    return (x_BTV.gather(-1, tokens_BT[..., None])[..., 0] - x_BTV.logsumexp(-1)).float()
+
+
+def _penalize(x_BTV: Tensor, params: SamplingParams, counts: TokenCounts, draft_BN: Tensor | None) -> Tensor:
+    """Repetition penalty on tokens of prompt and output, frequency and presence penalty on those of the output."""
+    output_BTV = counts.output_counts[:, None] if draft_BN is None else counts.ahead(draft_BN, x_BTV.shape[1])
+    if params.repetition_penalty != 1:
+        r = params.repetition_penalty
+        seen_BTV = counts.prompt_mask[:, None] | (output_BTV > 0)
+        x_BTV = torch.where(seen_BTV, torch.where(x_BTV > 0, x_BTV / r, x_BTV * r), x_BTV)
+    if params.frequency_penalty != 0:
+        x_BTV = x_BTV - params.frequency_penalty * output_BTV.to(x_BTV.dtype)
+    if params.presence_penalty != 0:
+        x_BTV = x_BTV - params.presence_penalty * (output_BTV > 0).to(x_BTV.dtype)
+    return x_BTV
+
+
+def _truncate(x_BTV: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p."""
+    k = params.top_k if params.top_k < x_BTV.shape[-1] else 0
+    ranked_BTK = x_BTV.topk(k).values if k else None
+    if ranked_BTK is not None:
+        x_BTV = x_BTV.masked_fill(x_BTV < ranked_BTK[..., -1:], -math.inf)
+    if params.top_p < 1:
+        x_BTV = _nucleus(x_BTV, params.top_p, ranked_BTK)
+    if params.min_p > 0:
+        x_BTV = x_BTV.masked_fill(x_BTV < x_BTV.amax(-1, keepdim=True) + math.log(params.min_p), -math.inf)
+    return x_BTV
+
+
+def _nucleus(x_BTV: Tensor, top_p: float, ranked_BTK: Tensor | None) -> Tensor:
+    """Keep a token while the likelier ones hold less than `top_p` of the mass.
+
+    Masses are integers, so their sums depend on no order of addition. The border is found by bisection over the bits of
+    the distance to the likeliest token (non-negative floats order as integers do), which costs a tenth of a sort once
+    compiled. Where top-k has ranked the candidates, only those are searched.
+    """
+    top_BT1 = x_BTV.amax(-1, keepdim=True)
+    if ranked_BTK is None:
+        depth, copies = top_BT1 - x_BTV, None
+    else:
+        num_tied_BT1 = (x_BTV >= ranked_BTK[..., -1:]).sum(-1, keepdim=True) - ranked_BTK.shape[-1]
+        depth, copies = top_BT1 - ranked_BTK, F.pad(num_tied_BT1, (ranked_BTK.shape[-1] - 1, 0)) + 1
+    mass = (torch.exp(-depth) * _MASS_ONE).to(torch.int64)
+    mass = mass if copies is None else mass * copies
+    need_BT1 = mass.sum(-1, keepdim=True).double() * top_p
+    key = depth.float().view(torch.int32)
+    border_BT1 = torch.zeros_like(need_BT1, dtype=torch.int32)
+    for bit in reversed(range(31)):  # bits of a float, not tokens
+        trial_BT1 = border_BT1 + (1 << bit)
+        above_BT1 = mass.where(key < trial_BT1, 0).sum(-1, keepdim=True)
+        border_BT1 = trial_BT1.where(above_BT1 < need_BT1, border_BT1)
+    return x_BTV.masked_fill((top_BT1 - x_BTV).float().view(torch.int32) > border_BT1, -math.inf)

@@ -1,0 +1,81 @@
+"""What happened in a call of `Engine.generate`: counts by id, never by text, and where the time went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters over the rounds of one or more calls. Times are seconds of wall clock."""
+
+    num_draft: int = 0
+    """Draft tokens per round; 0 = plain decoding."""
+    prompt_tokens: int = 0
+    """Prompt tokens, those found in the cache included."""
+    new_tokens: int = 0
+    """Tokens emitted, the first one (which the prefill gives) included."""
+    decoded_tokens: int = 0
+    """Tokens emitted by rounds: new_tokens without the first of each row."""
+    rounds: int = 0
+    """Passes of the loop, counted per row that took part."""
+    steps: int = 0
+    """Passes of the loop, whatever the number of rows."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Rounds in which the draft token at this position was accepted and emitted."""
+    accept_lengths: list[list[int]] = field(default_factory=list)
+    """Per row, tokens emitted in each of its rounds."""
+    sources: Counter[str] = field(default_factory=Counter)
+    """Tokens emitted, by source."""
+    prefill_s: float = 0.0
+    """Reading the prompt, up to and including the first token."""
+    draft_s: float = 0.0
+    """Drafting."""
+    verify_s: float = 0.0
+    """Verifying, accepting and committing."""
+    overhead_s: float = 0.0
+    """What is left of the rounds: synchronising, stop rules, text."""
+
+    @property
+    def decode_s(self) -> float:
+        """Time of all rounds."""
+        return self.draft_s + self.verify_s + self.overhead_s
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens over decode time; prefill and its token apart."""
+        return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens emitted per round, bonus or recovered included."""
+        return self.decoded_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of rounds in which the draft token at each position was accepted."""
+        return [count / self.rounds for count in self.accepted_at] if self.rounds else []
+
+    @property
+    def alpha(self) -> float:
+        """Probability that a draft token is accepted, given that all before it were.
+
+        Estimated from the tries: every accepted token and every round that ended in a miss is one.
+        """
+        accepted = self.sources["accepted"]
+        tries = accepted + self.sources["recovered"]
+        return accepted / tries if tries else 0.0
+
+    def merge(self, other: Stats) -> None:
+        """Add another call's counts."""
+        self.num_draft = max(self.num_draft, other.num_draft)
+        for name in ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "steps"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("prefill_s", "draft_s", "verify_s", "overhead_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        width = max(len(self.accepted_at), len(other.accepted_at))
+        pad = [(x + [0] * width)[:width] for x in (self.accepted_at, other.accepted_at)]
+        self.accepted_at = [a + b for a, b in zip(*pad, strict=True)]
+        self.accept_lengths += other.accept_lengths
+        self.sources.update(other.sources)

