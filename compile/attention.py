@@ -15,6 +15,8 @@ from compile.ops import LIBRARY
 
 SLOT_MULTIPLE = 32
 """The CPU kernel reads slots in blocks of this size."""
+MAX_HEAD = 512
+"""Largest head size of the CPU kernel."""
 
 _SHAPE, _STRIDES = c_int64 * 7, c_int64 * 6
 _ARGTYPES = (*[c_void_p] * 7, _SHAPE, _STRIDES, c_double, c_int64, c_double)
@@ -97,6 +99,7 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, scale, window, softcap):
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
     K, S = k_cache.shape[1:3]
+    assert d <= MAX_HEAD, f"head size is {d}"
     assert k_cache.mT.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
     out = q.new_empty((B, T, H, d))
     (q0, q1, _, _), (k0, k1, _, _), (v0, v1, _, _) = q.stride(), k.stride(), v.stride()

@@ -15,6 +15,9 @@ from compile.native import kernel
 from compile.ops import LIBRARY
 
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
+_LOW_ARGTYPES = (*[c_void_p] * 6, *[c_int64] * 6)
+LOW_INPUTS = 32
+"""Inputs of a low-bit linear come in groups of this size."""
 _LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1), torch.float64: (8, 1)}
 
 
@@ -54,6 +57,7 @@ def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
 def _linear_cpu(x, weight, bias, out_features):
     K = x.shape[-1]
     pair = weight.shape[3]
+    assert x.dtype == weight.dtype, f"packed for {weight.dtype}, called with {x.dtype}"
     x_MK = F.pad(x, (0, K % pair)) if K % pair else x.contiguous()
     y = x.new_empty((*x.shape[:-1], out_features))
     kernel("linear", x.dtype, *_ARGTYPES)(
@@ -72,3 +76,68 @@ def _linear_cpu(x, weight, bias, out_features):
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor")
 LIBRARY.impl("linear", _linear_cpu, "CPU")
 LIBRARY.impl("linear", lambda x, weight, bias, out_features: x.new_empty((*x.shape[:-1], out_features)), "Meta")
+
+
+class LowPackedLinear(nn.Module):
+    """A linear with weights of 4 or 8 bits in the layout of the CPU kernel, which rounds activations to 8 bits.
+
+    w = (code - middle) * scale + offset with one scale and offset (bfloat16) for each group of inputs of an output.
+    """
+
+    def __init__(self, codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, bias_N: Tensor | None, bits: int) -> None:
+        """`codes_NK` is uint8, below 16 with 4 bits; middle is 8 or 128. Inputs must be a multiple of 32."""
+        super().__init__()
+        assert bits in (4, 8) and codes_NK.shape[1] % LOW_INPUTS == 0
+        self.out_features, self.in_features = codes_NK.shape
+        self.bits, self.group_size = bits, self.in_features // scale_NG.shape[1]
+        padding = -self.out_features % 16
+        codes_NK, scale_NG, offset_NG = (F.pad(x, (0, 0, 0, padding)) for x in (codes_NK, scale_NG, offset_NG))
+        if bits == 4:
+            halves = codes_NK.view(-1, 16, self.in_features // 8, 2, 4)
+            packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).transpose(1, 2)
+        else:
+            packed = codes_NK.view(-1, 16, self.in_features // 4, 4).transpose(1, 2)
+        self.register_buffer("codes", packed.contiguous())
+        for name, values in (("scale", scale_NG), ("offset", offset_NG)):
+            lanes = values.to(torch.bfloat16).view(-1, 16, values.shape[1]).transpose(1, 2)
+            self.register_buffer(name, lanes.contiguous())
+        self.register_buffer("bias", bias_N)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.sharesd.low_linear(
+            x, self.codes, self.scale, self.offset, self.bias, self.out_features, self.group_size, self.bits
+        )
+
+
+def _low_linear_cpu(x, codes, scale, offset, bias, out_features, group_size, bits):
+    x = x.contiguous()
+    K = x.shape[-1]
+    y = x.new_empty((*x.shape[:-1], out_features))
+    kernel("low_linear", x.dtype, *_LOW_ARGTYPES)(
+        x.data_ptr(),
+        codes.data_ptr(),
+        scale.data_ptr(),
+        offset.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        x.numel() // K,
+        out_features,
+        K,
+        group_size,
+        bits,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+LIBRARY.define(
+    "low_linear(Tensor x, Tensor codes, Tensor scale, Tensor offset, Tensor? bias, "
+    "int out_features, int group_size, int bits) -> Tensor"
+)
+LIBRARY.impl("low_linear", _low_linear_cpu, "CPU")
+LIBRARY.impl("low_linear", lambda x, c, s, o, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta")

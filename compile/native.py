@@ -18,7 +18,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("attention.cpp", "linear.cpp")
+SOURCE_FOLDER = Path(__file__).parent / "cpu"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
 
 
@@ -30,13 +30,12 @@ def cache_root() -> Path:
 @cache
 def library() -> ctypes.CDLL:
     """The shared library of all CPU kernels. Raises RuntimeError where no compiler can make it."""
-    folder = Path(__file__).parent
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX")
     key = hashlib.sha256()
-    for source in SOURCES:
-        key.update((folder / source).read_bytes())
+    for source in sorted(SOURCE_FOLDER.iterdir()):
+        key.update(source.read_bytes())
     key.update(repr((compiler, FLAGS, platform.machine(), _cpu_features())).encode())
     target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
     if target.exists():
@@ -47,8 +46,11 @@ def library() -> ctypes.CDLL:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
-        command = [compiler, *FLAGS, *(str(folder / source) for source in SOURCES), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [compiler, *FLAGS, str(SOURCE_FOLDER / "exports.cpp"), "-o", str(built)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise RuntimeError(f"the C++ compiler {compiler} does not run ({error}); set CXX to one that does") from error
         if done.returncode:
             raise RuntimeError(f"{compiler} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
         os.replace(built, target)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,6 +26,8 @@ LayerOf = Callable[[str], int | None]
 """Path of a linear -> index of its layer, or None outside the layers."""
 Progress = Callable[[int, int, str], None]
 """Called with linears done, linears in all, and the path of the last one."""
+Build = Callable[[QuantizedWeight, Tensor | None], nn.Module]
+"""Makes the module (with `nbytes`) which runs solved weights, in place of the kernels that this package chooses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,7 @@ def quantize_linears(
     layer_of: LayerOf,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    build: Build | None = None,
 ) -> QuantReport:
     """Replace each linear of the layers, and the head if the config says so, by a `SwitchLinear` in place.
 
@@ -68,10 +71,10 @@ def quantize_linears(
     the model is untouched then.
     """
 
-    def both(full: nn.Module, low: LowLinear) -> nn.Module:
+    def both(full: nn.Module, low: nn.Module) -> nn.Module:
         return SwitchLinear(full, low, switch)
 
-    return _replace_linears(model, config, both, head_name, layer_of, progress, cache_dir)
+    return _replace_linears(model, config, both, head_name, layer_of, progress, cache_dir, build)
 
 
 def make_low(
@@ -82,9 +85,10 @@ def make_low(
     layer_of: LayerOf,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    build: Build | None = None,
 ) -> QuantReport:
     """Like `quantize_linears`, but the quantized linears take the place of the full ones, which are dropped."""
-    return _replace_linears(model, config, lambda full, low: low, head_name, layer_of, progress, cache_dir)
+    return _replace_linears(model, config, lambda full, low: low, head_name, layer_of, progress, cache_dir, build)
 
 
 def quantized_copy(
@@ -95,22 +99,24 @@ def quantized_copy(
     layer_of: LayerOf,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    build: Build | None = None,
 ) -> tuple[nn.Module, QuantReport]:
     """A second model with quantized linears. It shares all other weights with `model`, which keeps its own linears."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
-    report = make_low(twin, config, head_name=head_name, layer_of=layer_of, progress=progress, cache_dir=cache_dir)
+    report = make_low(twin, config, head_name=head_name, layer_of=layer_of, progress=progress, cache_dir=cache_dir, build=build)
     return twin, report
 
 
 def _replace_linears(
     model: nn.Module,
     config: QuantConfig,
-    wrap: Callable[[nn.Module, LowLinear], nn.Module],
+    wrap: Callable[[nn.Module, nn.Module], nn.Module],
     head_name: str,
     layer_of: LayerOf,
     progress: Progress | None,
     cache_dir: Path | None,
+    build: Build | None,
 ) -> QuantReport:
     started = time.perf_counter()
     jobs = _plan(model, config, head_name, layer_of)
@@ -125,7 +131,9 @@ def _replace_linears(
         full = model.get_submodule(path)
         weight, bias = _weight_NK(full), _bias(full)
         if config.method == "bnb":
-            low = build_bnb(weight, bias, bits=bits, group_size=config.group_size)
+            low: Any = build_bnb(weight, bias, bits=bits, group_size=config.group_size)
+        elif build is not None:
+            low = build(solved.weight(path, weight, bits), bias)
         else:
             low = build_low(path, solved.weight(path, weight, bits), bias, dtype=weight.dtype)
         model.set_submodule(path, wrap(full, low))

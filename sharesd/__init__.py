@@ -1,0 +1,40 @@
+"""ShareSD: lossless speculative decoding in which the target drafts for itself through quantized linears.
+
+`import sharesd` is quick: torch is imported with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quant.config import QuantConfig
+    from sharesd.config import EngineConfig, SamplingParams
+    from sharesd.engine import Engine
+    from sharesd.load import build
+    from sharesd.output import Completion, TokenChunk
+
+__version__ = "0.1.0"
+
+__all__ = ["Completion", "Engine", "EngineConfig", "QuantConfig", "SamplingParams", "TokenChunk", "build"]
+
+_HOMES = {
+    "Completion": "sharesd.output",
+    "Engine": "sharesd.engine",
+    "EngineConfig": "sharesd.config",
+    "QuantConfig": "quant.config",
+    "SamplingParams": "sharesd.config",
+    "TokenChunk": "sharesd.output",
+    "build": "sharesd.load",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sharesd' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

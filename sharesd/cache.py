@@ -31,6 +31,17 @@ class StaticKVCache:
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
         self.slots = self.k[0].shape[2]
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.held: list[list[int]] = []
+        """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
+        self.held_by: object | None = None
+        """The drafter that saw them too."""
+        self.turn: object | None = None
+        """Mark of the call that used the cache last."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what a later call could reuse."""
+        self.held, self.held_by = [[] for _ in range(self.batch)], None
 
     @property
     def batch(self) -> int:

@@ -10,7 +10,7 @@ from quant.config import QuantConfig
 
 Mode = Literal["naive", "classic", "share"]
 Acceptance = Literal["match", "rejection", "block"]
-CompileMode = Literal["off", "regional", "full"]
+CompileMode = Literal["auto", "native", "regional", "full", "off"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -107,8 +107,10 @@ class EngineConfig:
     """`auto`: cuda where there is one, else cpu."""
     quant: QuantConfig = field(default_factory=QuantConfig)
     """How the drafter's linears are quantized."""
-    compile: CompileMode = "regional"
-    """`regional`: one block compiled and reused. `full`: the whole step in one graph. `off`: eager."""
+    compile: CompileMode = "auto"
+    """`native`: all blocks in one call of a C++ kernel (CPU). `regional`: one block compiled by Inductor and reused.
+    `full`: the whole step in one Inductor graph. `off`: eager. `auto`: native on a CPU where the kernel knows the model,
+    else regional. On CUDA rounds are also captured in graphs, unless it is off."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
     max_context: int = 2048

@@ -61,8 +61,6 @@ class Engine:
         self._clock = Clock(self._device)
         self._state = RowState(torch.zeros_like(cache.lengths), torch.zeros_like(cache.lengths))
         self._rounds: dict[tuple, tuple[Sampler, Round]] = {}
-        self._held: list[list[int]] = [[] for _ in range(cache.batch)]  # tokens whose KV each row holds
-        self._held_by: Drafter | None = None  # the drafter that saw them too
 
     @property
     def mode(self) -> str:
@@ -76,7 +74,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop what `reuse` would find in the cache."""
-        self._held = [[] for _ in self._held]
+        self.cache.forget()
 
     def complete(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
@@ -92,8 +90,9 @@ class Engine:
     ) -> Iterator[TokenChunk]:
         """Decode prompts (texts or token ids), as many together as the cache has rows; yields chunks as they come.
 
-        `reuse` keeps the KV of the longest beginning that a prompt shares with what its row decoded last (chat turns).
-        Raises ValueError for an empty prompt, one longer than the context, and ids outside the vocabulary.
+        `reuse` keeps the KV of the longest beginning that a prompt shares with what its row decoded last (chat turns),
+        in whichever mode. Raises ValueError for an empty prompt, one longer than the context, and ids outside the
+        vocabulary; RuntimeError if it is asked to go on after another call has used the cache.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
@@ -128,11 +127,12 @@ class Engine:
             first_index,
             params,
             tokenizer=self.tokenizer,
-            eos_ids=self.target.eos_ids,
+            eos_ids=(*self.target.eos_ids, *self.tokenizer.eos_ids),
             max_context=self.max_context,
             drafter=self.drafter.name if self.drafter else None,
             stats=stats,
         )
+        turn = self.cache.turn = object()
         with torch.inference_mode():
             round_, first, logprobs = self._prefill(prompts, params, reuse)
         try:
@@ -141,6 +141,8 @@ class Engine:
             yield from chunks
             stale = True  # what the device knows of live rows
             while any(rows.live):
+                if self.cache.turn is not turn:
+                    raise RuntimeError("another call has used the cache meanwhile; end or close one before the next")
                 started = time.perf_counter()
                 if stale:
                     self._state.active_B.copy_(torch.tensor(rows.live + [False] * (self.cache.batch - len(rows.live))))
@@ -161,8 +163,9 @@ class Engine:
                 yield from chunks
         finally:
             # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.
-            idle: list[list[int]] = [[] for _ in range(self.cache.batch - len(prompts))]
-            self._held, self._held_by = [row[:-1] for row in rows.tokens] + idle, self.drafter
+            if self.cache.turn is turn:
+                idle: list[list[int]] = [[] for _ in range(self.cache.batch - len(prompts))]
+                self.cache.held, self.cache.held_by = [row[:-1] for row in rows.tokens] + idle, self.drafter
 
     def _prefill(
         self, prompts: list[list[int]], params: SamplingParams, reuse: bool
@@ -175,14 +178,15 @@ class Engine:
         longest = max(map(len, prompts))
         padded_BL = torch.tensor([row + [0] * (longest - len(row)) for row in prompts], device=self._device)
         sampler.begin(params.seed, padded_BL, lengths_B)
-        kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self._held, strict=True)]
+        kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self.cache.held, strict=True)]
+        seen = self.drafter is not None and self.cache.held_by is self.drafter
         self.forget()
         logits_BV = prefill(self.target, self.cache, prompts, kept)
         root_B = sampler.first(logits_BV, self.cache.lengths)
         sampler.commit(root_B[:, None], torch.ones_like(root_B))
         self._state.root_B.copy_(root_B)
         if self.drafter is not None:
-            self.drafter.begin(prompts, kept if self._held_by is self.drafter else [0] * batch, sampler)
+            self.drafter.begin(prompts, kept if seen else [0] * batch, sampler)
         first = root_B.tolist()
         if not params.logprobs:
             return round_, first, None

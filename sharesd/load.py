@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compile.linear import pack_linears
+from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
 from compile.native import cache_root
 from compile.regions import CompiledBlocks, CompiledModel, compile_step
+from compile.stack import NativeStack, Unsuited
 from quant.attach import QuantReport, make_low, quantize_linears
 from quant.linear import Switch
+from quant.solver import QuantizedWeight
 from sharesd import sampling
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.drafters.base import Drafter
@@ -60,6 +62,11 @@ class Runtime:
         started = time.perf_counter()
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self.device, self.dtype = _device(config.device), _dtype(config)
+        self.compile = config.compile
+        if config.compile == "auto":
+            self.compile = "native" if self.device.type == "cpu" else "regional"
+        elif config.compile == "native" and self.device.type != "cpu":
+            raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
         folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
@@ -75,14 +82,13 @@ class Runtime:
         exact_at_any_width = native and self.device.type == "cpu"
         self._fixed_width = None if exact_at_any_width else max(EXACT_WIDTH, 1 + config.num_draft)
         self._pack(self.target)
+        self._gumbel = sampling.gumbel if self.compile in ("off", "native") else compile_step(sampling.gumbel)
         width = max(1 + config.num_draft, self._fixed_width or 0)
         self._slots = self.max_context + 2 * width
         self.cache = self.target.new_cache(config.max_batch, self._slots)
+        self._step = self._compile(self.target, {1, width, self._fixed_width or 1})
         self._drafters: dict[Mode, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
-        self._widths = {1, width, self._fixed_width or 1}
-        self._step = self._compile(self.target, self._widths)
-        gumbel = sampling.gumbel if config.compile == "off" else compile_step(sampling.gumbel)
-        self._engines = {mode: self._engine(mode, gumbel) for mode in self.modes}
+        self._engines = {mode: self._engine(mode) for mode in self.modes}
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
@@ -135,6 +141,7 @@ class Runtime:
             layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
             cache_dir=cache_root() / "quant",
+            build=_low_packed if self.compile == "native" else None,
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
         return report
@@ -145,12 +152,24 @@ class Runtime:
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps compiled as the config says."""
-        if self.config.compile == "off" or not isinstance(model, Decoder):
+        if self.compile == "off" or not isinstance(model, Decoder):
             return model
-        variant = partial(getattr, self._switch, "low")
-        if self.config.compile == "full":
-            return CompiledModel(model, widths, variant)
-        model.run_block = CompiledBlocks(widths, variant)
+        low = partial(getattr, self._switch, "low")
+        if self.compile == "full":
+            model.step_widths = frozenset(widths)
+            return CompiledModel(model, widths, low)
+        if self.compile == "native":
+            config = model.config
+            ropes = [kind.rope for kind in config.layers]
+            try:
+                model.run_stack = NativeStack(model.blocks, ropes=ropes, activation=config.activation, low=low)
+                return model
+            except Unsuited as reason:
+                if self.config.compile == "native":
+                    raise
+                log.warning("%s; blocks are compiled by Inductor instead", reason)
+        model.step_widths = frozenset(widths)
+        model.run_block = CompiledBlocks(widths, low)
         return model
 
     def _drafter(self, mode: Mode) -> Drafter | None:
@@ -159,7 +178,7 @@ class Runtime:
             return None
         if mode == "share":
             return ShareDrafter(
-                self.target, self.cache, self._switch, num_draft=num_draft, low_bytes=self._reports["share"].low_bytes
+                self._step, self.cache, self._switch, num_draft=num_draft, low_bytes=self._reports["share"].low_bytes
             )
         if self.config.draft is not None:
             model = self._load(self._draft_folder)
@@ -186,7 +205,7 @@ class Runtime:
             weight_bytes=weight_bytes,
         )
 
-    def _engine(self, mode: Mode, gumbel: Callable[..., Tensor]) -> Engine:
+    def _engine(self, mode: Mode) -> Engine:
         native = isinstance(self.target, Decoder)
         return Engine(
             target=self._step,
@@ -195,8 +214,8 @@ class Runtime:
             drafter=self._drafters[mode],
             max_context=self.max_context,
             fixed_width=self._fixed_width,
-            capture=native and self.device.type == "cuda" and self.config.compile != "off",
-            gumbel=gumbel,
+            capture=native and self.device.type == "cuda" and self.compile != "off",
+            gumbel=self._gumbel,
         )
 
 
@@ -220,6 +239,16 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; count from 0")
     return device
+
+
+def _low_packed(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:
+    """Solved weights in the layout of the CPU kernel: codes around the middle of 4 or 8 bits (3 and 2 live in 4)."""
+    N, K = weight.q.shape
+    if K % LOW_INPUTS:
+        raise ValueError(f"a linear has {K} inputs, not a multiple of {LOW_INPUTS}; use --compile regional")
+    container, middle = (8 if weight.bits == 8 else 4), 2 ** (weight.bits - 1)
+    codes_NK = weight.q + (2 ** (container - 1) - middle)
+    return LowPackedLinear(codes_NK, weight.scale, (middle - weight.zero) * weight.scale, bias, container)
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

@@ -24,8 +24,11 @@ def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], 
     """
     device = cache.lengths.device
     starts = [min(kept, max(0, len(row) - 1)) for row, kept in zip(prompts, num_kept, strict=True)]
+    longest = max(len(row) - start for row, start in zip(prompts, starts, strict=True))
+    while (longest - 1) % CHUNK + 1 in model.step_widths:
+        longest += 1  # a form compiled for steps might be missing yet, and rounds otherwise than the rest of the prompt
+    starts = [min(start, cache.slots - longest) for start in starts]  # the padding of a row needs slots, too
     todo = [row[start:] for row, start in zip(prompts, starts, strict=True)]
-    longest = max(len(row) for row in todo)
     tokens_BL = torch.tensor([row + [0] * (longest - len(row)) for row in todo], dtype=torch.int64, device=device)
     starts_B = torch.tensor(starts, device=device)
     lasts_B = torch.tensor([max(0, len(row) - 1) for row in todo], device=device)

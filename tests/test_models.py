@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sharesd.models.base import CausalModel
@@ -282,10 +283,19 @@ def test_context_is_what_the_positions_allow() -> None:
     assert set(contexts.values()) == {CONTEXT}
 
 
-def test_multimodal_gemma3_is_served_as_text() -> None:
-    inner = NATIVE["gemma3_text"].to_dict()
-    config = DecoderConfig.from_hf({"model_type": "gemma3", "text_config": inner, "eos_token_id": [1, 106]})
-    assert config.architecture == "gemma3_text" and config.layers[0] == LayerKind(5, 1)
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_multimodal_gemma3_is_served_as_text(prefix: str, tmp_path: Path) -> None:
+    reference = save_random(NATIVE["gemma3_text"], tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    wrapped = {prefix + name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    save_file(wrapped | {"vision_tower.patch.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    inner = json.loads((tmp_path / "config.json").read_text())
+    config = {"model_type": "gemma3", "text_config": inner, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").unlink()
+    model = load_decoder(tmp_path, dtype=torch.float32)
+    assert model.eos_ids == (1, 106)
+    check_against(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +314,8 @@ def test_unsupported_features_are_named(change: dict[str, Any], message: str) ->
 
 def test_missing_fields_are_named() -> None:
     config = NATIVE["llama"].to_dict()
+    with pytest.raises(ValueError, match="'llama3' without 'factor'"):
+        DecoderConfig.from_hf(config | {"rope_parameters": {"rope_type": "llama3"}})
     del config["hidden_size"]
     with pytest.raises(ValueError, match="hidden_size"):
         DecoderConfig.from_hf(config)

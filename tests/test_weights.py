@@ -246,7 +246,12 @@ def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm") -> 
     add("token_embd.weight", len(tokens), 64)
     add("output_norm.weight", 64)
     for i in range(2):
-        rows = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+        rows: dict[str, tuple[int, ...]] = {
+            "attn_q": (64, 64),
+            "attn_k": (32, 64),
+            "attn_v": (32, 64),
+            "attn_output": (64, 64),
+        }
         rows |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96), "attn_norm": (64,), "ffn_norm": (64,)}
         for name, shape in rows.items():
             add(f"blk.{i}.{name}.weight", *shape)
@@ -260,12 +265,15 @@ def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm") -> 
     return file
 
 
-def test_our_gguf_conversion_equals_that_of_transformers(tmp_path: Path, own_cache: Path) -> None:
+def test_our_gguf_conversion_equals_that_of_transformers(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
     ours = converted_folder(file)
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    convert._convert_by_transformers(file, theirs, lambda *call: None)
+    monkeypatch.setattr(convert, "_is_plain_smollm", lambda reader: False)
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "elsewhere"))
+    theirs = converted_folder(file)
+    assert theirs.parent != ours.parent
     a, b = weights_of(ours), weights_of(theirs)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     text = "the thing is that it is in 1 of 42 boxes, <|im_end|>and\n\n  on — to the für 日本"

@@ -16,6 +16,7 @@ class CausalModel(Protocol):
     vocab_size: int
     max_context: int  # tokens which the checkpoint's positions allow
     eos_ids: tuple[int, ...]
+    step_widths: frozenset[int]  # numbers of tokens for which steps are compiled; prompts run plainly and avoid them
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
         """An empty cache in the model's dtype and on its device."""

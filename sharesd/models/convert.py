@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 import tempfile
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -81,85 +83,110 @@ def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
     progress(f"reading {gguf_file.name}", 0, 1)
     try:
         reader = gguf.GGUFReader(gguf_file)
-        keys = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
-        kind = tuple(reader.fields[key].contents() if key in reader.fields else None for key in keys)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{gguf_file} is not a readable GGUF file ({error}); download it again") from error
-    if kind == ("llama", "gpt2", "smollm"):
-        _convert_smollm(reader, folder, progress)
+    if _is_plain_smollm(reader):
+        _write_llama_weights(reader, folder, progress)
+        _write_llama_config(reader, folder)
+        _write_smollm_tokenizer(reader, folder)
     else:
         _convert_by_transformers(gguf_file, folder, progress)
+    config_file = folder / "tokenizer_config.json"  # the file's own words: transformers 5.17 mistakes bos for eos
+    config = (read_json(config_file) if config_file.exists() else {}) | _special_tokens(reader)
+    config_file.write_text(json.dumps(config, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _convert_smollm(reader: Any, folder: Path, progress: Progress) -> None:
+def _meta(reader: Any, key: str, default: Any = None) -> Any:
+    """A metadata field of the file."""
+    field = reader.fields.get(key)
+    return default if field is None else field.contents()
+
+
+def _is_plain_smollm(reader: Any) -> bool:
+    """True for what is converted here: Llama weights without extras and the SmolLM tokenizer."""
+    keys = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre", "llama.rope.scaling.type")
+    known = [_meta(reader, key) for key in keys] == ["llama", "gpt2", "smollm", None]
+    return known and all(_llama_name(tensor.name) for tensor in reader.tensors)
+
+
+def _special_tokens(reader: Any) -> dict[str, str]:
+    """Roles and tokens, as tokenizer_config.json names them."""
+    tokens = _meta(reader, "tokenizer.ggml.tokens")
+    roles = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
+    ids = {role: _meta(reader, f"tokenizer.ggml.{key}_token_id") for key, role in roles.items()}
+    return {role: tokens[i] for role, i in ids.items() if i is not None}
+
+
+def _write_llama_weights(reader: Any, folder: Path, progress: Progress) -> None:
+    import gguf
+    import numpy as np
     from safetensors.torch import save_file
 
-    def meta(key: str, default: Any = None) -> Any:
-        field = reader.fields.get(key)
-        return default if field is None else field.contents()
-
-    heads = meta("llama.attention.head_count")
-    kv_heads = meta("llama.attention.head_count_kv", heads)
+    heads = _meta(reader, "llama.attention.head_count")
+    paired = {"attn_q.weight": heads, "attn_k.weight": _meta(reader, "llama.attention.head_count_kv", heads)}
     tensors: dict[str, Tensor] = {}
     for i, stored in enumerate(reader.tensors):
-        name, tensor = _llama_name(stored.name), _dequantize(stored)
-        if stored.name.endswith(("attn_q.weight", "attn_k.weight")):  # GGUF rotates pairs, we rotate halves
-            rows = tensor.unflatten(0, (heads if "attn_q" in stored.name else kv_heads, -1, 2))
-            tensor = rows.transpose(1, 2).reshape(tensor.shape)
-        tensors[name] = tensor.to(torch.bfloat16).contiguous()
+        rows = np.array(gguf.dequantize(stored.data, stored.tensor_type))  # a copy: the file is read-only
+        tensor = torch.from_numpy(rows)
+        for suffix, num_heads in paired.items():
+            if stored.name.endswith(suffix):  # GGUF rotates neighbouring rows of a head, we rotate its halves
+                tensor = tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        tensors[_llama_name(stored.name)] = tensor.to(torch.bfloat16).contiguous()
         progress("converting weights", i + 1, len(reader.tensors))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    special = {name: meta(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
-    hidden = meta("llama.embedding_length")
+
+def _write_llama_config(reader: Any, folder: Path) -> None:
+    hidden, heads = _meta(reader, "llama.embedding_length"), _meta(reader, "llama.attention.head_count")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
-        "vocab_size": tensors["model.embed_tokens.weight"].shape[0],
+        "vocab_size": len(_meta(reader, "tokenizer.ggml.tokens")),
         "hidden_size": hidden,
-        "intermediate_size": meta("llama.feed_forward_length"),
-        "num_hidden_layers": meta("llama.block_count"),
+        "intermediate_size": _meta(reader, "llama.feed_forward_length"),
+        "num_hidden_layers": _meta(reader, "llama.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": meta("llama.rope.dimension_count", hidden // heads),
+        "num_key_value_heads": _meta(reader, "llama.attention.head_count_kv", heads),
+        "head_dim": _meta(reader, "llama.rope.dimension_count", hidden // heads),
         "hidden_act": "silu",
-        "max_position_embeddings": meta("llama.context_length"),
-        "rms_norm_eps": meta("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta("llama.rope.freq_base", 10_000.0),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
-        "bos_token_id": special["bos"],
-        "eos_token_id": special["eos"],
-        "pad_token_id": special["padding"],
+        "max_position_embeddings": _meta(reader, "llama.context_length"),
+        "rms_norm_eps": _meta(reader, "llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": _meta(reader, "llama.rope.freq_base", 10_000.0),
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
+        "bos_token_id": _meta(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _meta(reader, "tokenizer.ggml.eos_token_id"),
     }
-    tokens = meta("tokenizer.ggml.tokens")
-    names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
-    tokenizer_config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    tokenizer_config |= {names[key]: tokens[i] for key, i in special.items() if i is not None}
-    if meta("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(meta("tokenizer.chat_template"), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1, ensure_ascii=False))
-    tokenizer = _smollm_tokenizer(tokens, meta("tokenizer.ggml.token_type"), meta("tokenizer.ggml.merges"))
+
+
+def _write_smollm_tokenizer(reader: Any, folder: Path) -> None:
+    """Byte-level BPE after splitting off single digits, as SmolLM was trained (transformers forgets the digits)."""
+    from gguf import TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, types = _meta(reader, "tokenizer.ggml.tokens"), _meta(reader, "tokenizer.ggml.token_type")
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in _meta(reader, "tokenizer.ggml.merges"))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, types, strict=True):
+        if kind != TokenType.NORMAL:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)])
     tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def _dequantize(stored: Any) -> Tensor:
-    import gguf
-    import numpy as np
-
-    return torch.from_numpy(np.array(gguf.dequantize(stored.data, stored.tensor_type)))  # a copy: the file is read-only
+    if template := _meta(reader, "tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 def _llama_name(name: str) -> str:
-    """llama.cpp's name of a tensor in the checkpoint's naming."""
-    if name in _OUTER:
-        return _OUTER[name]
-    blk, number, part, suffix = name.split(".")
-    assert blk == "blk", name
-    return f"model.layers.{number}.{_INNER[part]}.{suffix}"
+    """llama.cpp's name of a tensor in the checkpoint's naming; empty for what a plain Llama does not have."""
+    match name.split("."):
+        case ["blk", number, part, "weight"] if part in _INNER:
+            return f"model.layers.{number}.{_INNER[part]}.weight"
+    return _OUTER.get(name, "")
 
 
 _OUTER = {
@@ -180,24 +207,6 @@ _INNER = {
 }
 
 
-def _smollm_tokenizer(tokens: list[str], types: list[int], merges: list[str]) -> Any:
-    """Byte-level BPE after splitting off single digits, as SmolLM was trained."""
-    from gguf import TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind != TokenType.NORMAL]
-    for token, kind in added:
-        mark = AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
-        (tokenizer.add_special_tokens if mark.special else tokenizer.add_tokens)([mark])
-    return tokenizer
-
-
 def _convert_by_transformers(gguf_file: Path, folder: Path, progress: Progress) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -205,19 +214,21 @@ def _convert_by_transformers(gguf_file: Path, folder: Path, progress: Progress) 
     from sharesd.models.quiet import quiet_transformers
 
     where, name = str(gguf_file.parent), gguf_file.name
-    progress(f"converting {name} (takes a while)", 0, 2)
-    with quiet_transformers():
-        try:
+    what = f"converting {name} by transformers"
+    progress(what, 0, 2)
+    try:
+        with quiet_transformers(), redirect_stderr(StringIO()):  # one of its progress bars knows no switch
             model = AutoModelForCausalLM.from_pretrained(
                 where, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
             )
             tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
-        except (ValueError, KeyError, NotImplementedError) as error:
-            raise ValueError(
-                f"transformers {transformers.__version__} cannot convert {gguf_file} ({error}); "
-                "give a safetensors checkpoint"
-            ) from error
-        progress(f"converting {name} (takes a while)", 1, 2)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot convert {gguf_file} ({error}); "
+            "give a safetensors checkpoint"
+        ) from error
+    progress(what, 1, 2)
+    with quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    progress(f"converting {name} (takes a while)", 2, 2)
+    progress(what, 2, 2)

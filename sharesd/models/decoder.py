@@ -152,6 +152,7 @@ class Decoder(nn.Module):
         self.config = config
         self.name = f"{config.architecture} (native)"
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
+        self.step_widths: frozenset[int] = frozenset()
         self.embed = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=device) for kind in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
@@ -165,6 +166,8 @@ class Decoder(nn.Module):
             self.register_buffer(f"sin_{i}", sin, persistent=False)
         self.run_block: Callable[..., Tensor] = call_block
         """(block, x, cos, sin, k_cache, v_cache, lengths) -> x. Compilation and offloading put theirs here."""
+        self.run_stack: Callable[..., Tensor] = self._run_stack
+        """(x, [(cos, sin) of every rope], cache) -> x: all blocks. Compilation puts its own here."""
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
         """An empty cache in the model's dtype and on its device."""
@@ -174,8 +177,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BT: Tensor, cache: StaticKVCache, keep_BR: Tensor | None = None) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
-        lengths_B = cache.lengths
-        positions_BT = lengths_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        positions_BT = cache.lengths[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         positions_BT = positions_BT.clamp(max=self.max_context - 1)  # padding rows may lie beyond; nobody reads them
         turns = [
             (self.get_buffer(f"cos_{i}")[positions_BT], self.get_buffer(f"sin_{i}")[positions_BT])
@@ -184,11 +186,15 @@ class Decoder(nn.Module):
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:
             x_BTD = x_BTD * self.embed_scale
-        for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
-            cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
-            x_BTD = self.run_block(block, x_BTD, cos_BTr, sin_BTr, k_BKSd, v_BKSd, lengths_B)
+        x_BTD = self.run_stack(x_BTD, turns, cache)
         if keep_BR is not None:
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
         logits_BRV = self.head(self.norm(x_BTD))
         cap = self.config.final_softcap
         return cap * torch.tanh(logits_BRV / cap) if cap else logits_BRV
+
+    def _run_stack(self, x_BTD: Tensor, turns: list[tuple[Tensor, Tensor]], cache: StaticKVCache) -> Tensor:
+        for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
+            cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
+            x_BTD = self.run_block(block, x_BTD, cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths)
+        return x_BTD

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -154,6 +154,11 @@ def _parse(family: str, config: Mapping[str, Any]) -> DecoderConfig:
     for rope in ropes:
         if rope["rope_type"] not in rope_rules.ROPE_TYPES:
             raise refuse(f"rope type {rope['rope_type']!r}")
+        for key in rope_rules.ROPE_TYPES[rope["rope_type"]]:
+            if key not in rope:
+                raise ValueError(
+                    f"config.json of this {family} checkpoint has rope {rope['rope_type']!r} without {key!r}"
+                )
         if rope.get("partial_rotary_factor", 1.0) != 1.0 and family != "phi3":
             raise refuse(f"partial_rotary_factor {rope['partial_rotary_factor']}")
     max_positions = need("max_position_embeddings")
@@ -216,7 +221,9 @@ def _ropes(family: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], .
     return (normal(full, theta), normal(sliding, config.get("rope_local_base_freq", 10_000.0)))
 
 
-def _layers(family: str, config: Mapping[str, Any], num_layers: int, refuse) -> tuple[LayerKind, ...]:
+def _layers(
+    family: str, config: Mapping[str, Any], num_layers: int, refuse: Callable[[str], Unsupported]
+) -> tuple[LayerKind, ...]:
     """Window and rope of every layer."""
     window = config.get("sliding_window") or 0
     if family == "llama":

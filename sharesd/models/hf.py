@@ -49,6 +49,7 @@ class HFModel(nn.Module):
         self.vocab_size: int = config.vocab_size
         self.max_context: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_CONTEXT
         self.eos_ids: tuple[int, ...] = ()
+        self.step_widths: frozenset[int] = frozenset()
         self._takes = inspect.signature(model.forward).parameters
         self._shapes = _kv_shapes(model)
 

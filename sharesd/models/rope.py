@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor",),
+}
+"""Scaling rules and the parameters that each cannot do without."""
 
 
 def frequencies(rope: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:

@@ -1,21 +1,13 @@
-// y = x W^T + b for a few rows of x on the CPU. Weights are packed so that the lanes of a vector are neighbouring outputs;
-// every output is summed over k in order, one accumulator, whatever the number of rows, the tile or the thread. A row's
-// result is therefore the same bits in a plain step and in a wide verify step, for every dtype and shape.
+// y = x W^T + b for a few rows of x. Weights are packed so that the lanes of a vector are neighbouring outputs; every output
+// is summed over k in order, one accumulator, whatever the number of rows, the tile or the thread. A row's result is
+// therefore the same bits in a plain step and in a wide verify step, for every dtype and shape.
 //
 // Packed weights: [N / L][K / P][L][P], padded with zeros; L lanes (16, or 8 of float64), P = 2 for bfloat16, else 1.
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
+#pragma once
+#include "types.h"
 
-namespace {
+namespace sharesd {
 
-struct bf16 { uint16_t bits; };
-typedef _Float16 f16;
-typedef float vfloat __attribute__((vector_size(64)));
-typedef double vdouble __attribute__((vector_size(64)));
 typedef uint32_t vuint __attribute__((vector_size(64)));
 
 template <typename T> struct Kernel {  // one step: acc += x[k] * w[k], all lanes
@@ -70,21 +62,6 @@ template <> struct Kernel<bf16> {
   }
 };
 
-inline void narrow(float x, bf16* y) {  // round to nearest even; NaN stays NaN
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-template <typename W, typename T> inline void narrow(W x, T* y) { *y = static_cast<T>(x); }
-
-inline float widen(bf16 x) {
-  uint32_t u = static_cast<uint32_t>(x.bits) << 16;
-  float f;
-  std::memcpy(&f, &u, 4);
-  return f;
-}
-template <typename T> inline T widen(T x) { return x; }
-
 // Rows m..m+M of x against vector blocks n..n+B of the weights.
 template <typename T, int M, int B>
 void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K) {
@@ -123,30 +100,27 @@ void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int
   }
 }
 
+// Vector blocks begin..end of the outputs; several threads may share a product.
+template <typename T>
+void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end) {
+  int64_t n = begin;
+  for (; n + 4 <= end; n += 4) rows<T, 4>(x, w, bias, y, n, M, N, K);
+  for (; n < end; ++n) rows<T, 1>(x, w, bias, y, n, M, N, K);
+}
+
+template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Kernel<T>::W); }
+
+// The part of `total` blocks which a thread of `threads` takes.
+inline int64_t share(int64_t total, int64_t thread, int64_t threads) { return total * thread / threads; }
+
 template <typename T>
 void linear(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int threads) {
-  constexpr int64_t L = 64 / sizeof(typename Kernel<T>::W);
-  const int64_t blocks = (N + L - 1) / L, groups = (blocks + 3) / 4;
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t n = g * 4;
-    if (n + 4 <= blocks) {
-      rows<T, 4>(x, w, bias, y, n, M, N, K);
-    } else {
-      for (int64_t b = n; b < blocks; ++b) rows<T, 1>(x, w, bias, y, b, M, N, K);
-    }
+  const int64_t blocks = (N + lanes<T>() - 1) / lanes<T>();
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
+    linear_blocks(x, w, bias, y, M, N, K, share(blocks, me, all), share(blocks, me + 1, all));
   }
 }
 
-}  // namespace
-
-#define EXPORT(NAME, TYPE)                                                                                            \
-  extern "C" void NAME(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,       \
-                       int64_t threads) {                                                                             \
-    linear<TYPE>(static_cast<const TYPE*>(x), static_cast<const TYPE*>(w), static_cast<const TYPE*>(bias),            \
-                 static_cast<TYPE*>(y), M, N, K, static_cast<int>(threads));                                          \
-  }
-EXPORT(linear_bfloat16, bf16)
-EXPORT(linear_float16, f16)
-EXPORT(linear_float32, float)
-EXPORT(linear_float64, double)
+}  // namespace sharesd

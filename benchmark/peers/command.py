@@ -1,0 +1,182 @@
+"""The subcommand `peers`: flags, prompts, measuring, files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmark import questions as question_files
+from benchmark.environment import environment
+from benchmark.peers.catalogue import RUNTIMES
+from benchmark.peers.measure import Row, Say, measure
+from benchmark.peers.process import Worker
+from benchmark.peers.protocol import Settings
+from benchmark.records import replace_file, write_json
+from sharesd import options
+from sharesd.config import MODES
+from sharesd.console import console, err_console, loading_bars
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand `peers`."""
+    text = "other runtimes beside ours: transformers, OpenVINO GenAI, llama.cpp"
+    parser = subparsers.add_parser("peers", help=text, description=f"Measure greedy decoding speed of {text}.")
+    parser.set_defaults(run=run, parser=parser)
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--peers",
+        default=",".join(RUNTIMES),
+        metavar="LIST",
+        help="runtimes to measure, with commas; those that are not installed are named in the table",
+    )
+    group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
+    group.add_argument("--num-questions", type=_count, default=4, metavar="N", help="first turns of N questions")
+    group.add_argument("--max-new-tokens", type=_count, default=64, metavar="N", help="exactly so many per prompt")
+    group.add_argument("--repeats", type=_count, default=3, metavar="R", help="measure R times; report the median")
+    group.add_argument(
+        "--threads", type=_count, metavar="N", help="threads of every runtime on CPU (default: physical cores)"
+    )
+    group.add_argument("--out-dir", metavar="DIR", help="where results go (default: results/peers-DATE-TIME)")
+    options.add_model_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, write peers.json and peers.md; returns 1 where nothing could be measured."""
+    names = runtimes_of(args.peers)
+    if args.max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
+    config = options.engine_config(args, modes=MODES)
+    found = question_files.load("mtbench", args.questions, args.num_questions)
+    out_dir = _out_dir(args.out_dir)
+
+    from benchmark.conversation import prompt_format, prompt_ids, require_room
+    from benchmark.peers.figures import figures
+    from benchmark.peers.report import failures, markdown, rich_table
+    from sharesd.models.resolve import resolve
+    from sharesd.tokenizer import load_tokenizer
+
+    with loading_bars() as progress:
+        tokenizer = load_tokenizer(resolve(config.target, progress=progress))
+    first_turns = [replace(question, turns=question.turns[:1]) for question in found.questions]
+    require_room(tokenizer, first_turns, max_new_tokens=args.max_new_tokens, max_context=config.max_context)
+    prompts = [prompt_ids(tokenizer, question, []) for question in first_turns]
+    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=args.threads or num_cores())
+    rows = [Row(name, variant, RUNTIMES[name].missing) for name in names for variant in RUNTIMES[name].variants]
+    with _bar() as say:
+        measure(
+            rows,
+            prompts,
+            repeats=args.repeats,
+            open_worker=lambda name: Worker(RUNTIMES[name].module, settings),
+            say=say,
+        )
+    report = {
+        "settings": {
+            "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
+            "model": EMBEDDED if config.target is None else Path(config.target).name or config.target,
+            "questions": found.label,
+            "num_prompts": len(prompts),
+            "prompt_tokens": [len(prompt) for prompt in prompts],
+            "prompt_format": prompt_format(tokenizer),
+            "num_tokens": settings.num_tokens,
+            "dtype": settings.dtype,
+            "device": config.device,
+            "num_threads": settings.num_threads,
+            "repeats": args.repeats,
+            "num_draft": config.num_draft,
+            "quant": str(config.quant),
+            "compile": config.compile,
+        },
+        "environment": {
+            **environment("cpu"),
+            "num_threads": settings.num_threads,
+            **{RUNTIMES[name].distribution: _version(RUNTIMES[name].distribution) for name in names},
+        },
+        "rows": figures(rows, num_prompts=len(prompts), repeats=args.repeats),
+    }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_json(out_dir / "peers.json", report)
+    replace_file(out_dir / "peers.md", markdown(report))
+    console.print(rich_table(report))
+    for line in failures(report):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {out_dir / 'peers.md'}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if any(row.failure is None for row in rows) else 1
+
+
+def runtimes_of(text: str) -> list[str]:
+    """The runtimes in a list with commas, each once; ValueError for an unknown one."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in RUNTIMES:
+            raise ValueError(f"--peers names {name!r}; choose from {', '.join(RUNTIMES)}")
+    return names
+
+
+def num_cores() -> int:
+    """Physical cores that this process may use."""
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, psutil.cpu_count(logical=False) or usable)
+
+
+@contextmanager
+def _bar() -> Iterator[Say]:
+    """Progress on stderr, drawn between measurements only; a line per runtime's way where there is no terminal."""
+    columns: Sequence[Any] = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    on_terminal = err_console.is_terminal
+    with Progress(
+        *columns, console=err_console, transient=True, auto_refresh=False, disable=not on_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+
+        def say(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total, refresh=True)
+            if not on_terminal:
+                err_console.print(f"{done}/{total} {what}", highlight=False, soft_wrap=True)
+
+        yield say
+
+
+def _out_dir(text: str | None) -> Path:
+    """Where to write, known to be possible before anything is measured."""
+    if text is None:
+        return Path("results") / f"peers-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out-dir {text} cannot be made ({error.strerror}); name another folder") from error
+    return folder
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)

@@ -1,0 +1,53 @@
+"""What a measurement ends with: summary.json, report.md, pictures, and a table on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmark import records
+from benchmark.job import Job
+from benchmark.plots import draw_plots
+from benchmark.records import Key, TurnRecord
+from benchmark.report import markdown
+from benchmark.summary import summarize
+from benchmark.table import rich_table
+from sharesd.console import console, err_console
+
+
+def write_results(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
+    """Write all files from what is there, and show the table."""
+    summary = summary_of(job, state, done)
+    records.write_json(job.out_dir / "summary.json", summary)
+    plots = draw_plots(job.out_dir, summary)
+    records.replace_file(job.out_dir / "report.md", markdown(summary, plots))
+    console.print(rich_table(summary))
+    for mode, figures in summary["modes"].items():
+        share = figures["identical_to_naive"]
+        if share is not None and share < 1 and job.params.acceptance == "match":
+            err_console.print(f"[bold red]{mode} did not give the text of naive everywhere; see the report[/]")
+    console.print(f"report: {job.out_dir / 'report.md'}", highlight=False, soft_wrap=True)
+
+
+def summary_of(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> dict[str, Any]:
+    """The contents of summary.json: figures of the records and facts of the sessions."""
+    sessions = state["sessions"]
+    first = sessions[0]
+    missing = sum(key not in found for found in done.values() for key in job.keys)
+    modes = summarize(done, job.keys, num_draft=job.config.num_draft)
+    shared = {
+        "load_seconds": first["load_seconds"],
+        "peak_memory_bytes": max(session["peak_memory_bytes"] for session in sessions),
+        "weight_bytes": first["weight_bytes"],
+        "kv_bytes": first["kv_bytes"],
+    }
+    facts = ("dtype", "device", "compile", "max_context", "architecture", "prompt_format")
+    return {
+        "environment": state["environment"],
+        "settings": {**state["settings"], **{name: first[name] for name in facts}},
+        "status": {"complete": missing == 0, "num_missing_turns": missing},
+        "num_sessions": len(sessions),
+        "ready_seconds": first["ready_seconds"],
+        "recompiles": sum(session["recompiles"] for session in sessions),
+        "modes": {mode: {**figures, **shared, **first["modes"][mode]} for mode, figures in modes.items()},
+    }

@@ -1,0 +1,53 @@
+"""The headline of a summary as a table on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from benchmark.text import number, percent, size, times
+
+HEADLINE = ("mode", "tok/s", "speedup", "tau", "alpha", "identical", "first token", "extra mem")
+"""Columns of the headline table, here and in the report."""
+
+
+def headline(summary: Mapping[str, Any]) -> list[list[str]]:
+    """One row per mode, in the order of HEADLINE."""
+    return [
+        [
+            mode,
+            number(figures["tokens_per_second"]),
+            times(figures["speedup_vs_naive"]),
+            number(figures["mean_tokens_per_round"], 2),
+            number(figures["alpha"], 3),
+            percent(figures["identical_to_naive"]),
+            f"{1e3 * figures['time_to_first_token_s']['median']:.0f} ms",
+            size(extra_bytes(figures)),
+        ]
+        for mode, figures in summary["modes"].items()
+    ]
+
+
+def extra_bytes(figures: Mapping[str, Any]) -> int | None:
+    """Bytes of weights and KV on top of naive decoding."""
+    weights, kv = figures.get("extra_weight_bytes"), figures.get("extra_kv_bytes")
+    return None if weights is None or kv is None else weights + kv
+
+
+def rich_table(summary: Mapping[str, Any]) -> Table:
+    """The headline for the terminal."""
+    settings = summary["settings"]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{settings['model']} · {settings['questions']['label']}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in HEADLINE:
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for row in headline(summary):
+        table.add_row(*row)
+    return table

@@ -1,0 +1,128 @@
+// y = x W^T for weights of 4 or 8 bits and a few rows: the drafter's linears. Activations are rounded to 8 bits with one scale
+// for every 64 of them, so that products are integers (as llama.cpp does it for its 4-bit formats); sums of a group are
+// exact, groups are added in float32.
+//
+// w[n, k] = (code - middle) * scale[n, g] + offset[n, g], middle = 8 or 128.
+// 4 bits: codes [N / 16][K / 8][16 outputs][4 bytes]; a byte holds input k (low half) and input k + 4 (high half).
+// 8 bits: codes [N / 16][K / 4][16 outputs][4 inputs]. Scales and offsets: [N / 16][K / G][16] bfloat16 each.
+#pragma once
+#include "linear.h"
+
+namespace sharesd {
+
+constexpr int64_t kXGroup = 32;  // activations that share a scale; divides every group size of the weights
+
+typedef int32_t vint __attribute__((vector_size(64)));
+typedef uint8_t vbyte __attribute__((vector_size(64)));
+
+struct RoundedRows {  // M rows of x in 8 bits
+  std::vector<int8_t> codes;
+  std::vector<float> scale, sum;  // of every group; the sum is of what the codes stand for
+  std::vector<int32_t> total;     // sum of the codes
+};
+
+template <typename T>
+void round_rows(const T* x, int64_t M, int64_t K, RoundedRows& r) {
+  const int64_t groups = K / kXGroup;
+  r.codes.resize(M * K);
+  r.scale.resize(M * groups);
+  r.sum.resize(M * groups);
+  r.total.resize(M * groups);
+  for (int64_t g = 0; g < M * groups; ++g) {
+    float values[kXGroup], top = 0;
+    for (int64_t i = 0; i < kXGroup; ++i) {
+      values[i] = static_cast<float>(widen(x[g * kXGroup + i]));
+      top = std::max(top, std::fabs(values[i]));
+    }
+    const float scale = top / 127, inverse = top > 0 ? 127 / top : 0;
+    int32_t total = 0;
+    for (int64_t i = 0; i < kXGroup; ++i) {
+      const int32_t code = static_cast<int32_t>(std::nearbyintf(values[i] * inverse));
+      r.codes[g * kXGroup + i] = static_cast<int8_t>(code);
+      total += code;
+    }
+    r.scale[g] = scale;
+    r.total[g] = total;
+    r.sum[g] = scale * static_cast<float>(total);
+  }
+}
+
+// acc[lane] += sum over 4 inputs of w[lane][i] * x[i]
+inline void dot4(vint& acc, const vbyte& w, const int8_t* x) {
+#if defined(__AVX512VNNI__)
+  int32_t quad;
+  std::memcpy(&quad, x, 4);
+  acc = (vint)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(quad));
+#else
+  for (int lane = 0; lane < 16; ++lane)
+    for (int i = 0; i < 4; ++i) acc[lane] += static_cast<int32_t>(w[lane * 4 + i]) * x[i];
+#endif
+}
+
+template <int BITS, int B, typename T>
+void low_tile(const RoundedRows& x, int64_t m, const uint8_t* codes, const bf16* scales, const bf16* offsets, const T* bias,
+              T* y, int64_t n, int64_t N, int64_t K, int64_t G) {
+  constexpr int64_t kBytes = 16 * kXGroup * BITS / 8;  // of a block of outputs and a group of inputs
+  const int64_t groups = K / kXGroup, per = G / kXGroup, wide_groups = K / G;
+  const uint8_t* block[B];
+  vfloat acc[B] = {};
+  for (int b = 0; b < B; ++b) block[b] = codes + (n + b) * groups * kBytes;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t xg = m * groups + g;
+    const int8_t* xs = x.codes.data() + xg * kXGroup;
+    const int32_t start = -(BITS == 4 ? 8 : 128) * x.total[xg];
+    for (int b = 0; b < B; ++b) {
+      vint dot = vint{} + start;
+      for (int64_t i = 0; i < kBytes / 64; ++i) {
+        vbyte w;
+        std::memcpy(&w, block[b] + g * kBytes + i * 64, 64);
+        if (BITS == 4) {
+          dot4(dot, w & 15, xs + i * 8);
+          dot4(dot, (vbyte)((vuint)w >> 4) & 15, xs + i * 8 + 4);
+        } else {
+          dot4(dot, w, xs + i * 4);
+        }
+      }
+      vfloat s, o;
+      load(scales + ((n + b) * wide_groups + g / per) * 16, &s);
+      load(offsets + ((n + b) * wide_groups + g / per) * 16, &o);
+      acc[b] += (s * x.scale[xg]) * __builtin_convertvector(dot, vfloat) + o * x.sum[xg];
+    }
+  }
+  for (int b = 0; b < B; ++b)
+    for (int64_t l = 0; l < std::min<int64_t>(16, N - (n + b) * 16); ++l) {
+      const int64_t at = (n + b) * 16 + l;
+      narrow(bias ? acc[b][l] + static_cast<float>(widen(bias[at])) : acc[b][l], y + m * N + at);
+    }
+}
+
+template <typename T>
+void low_blocks(int bits, const RoundedRows& x, const uint8_t* codes, const bf16* scales, const bf16* offsets, const T* bias,
+                T* y, int64_t M, int64_t N, int64_t K, int64_t G, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end;) {
+    const bool four = n + 4 <= end;
+    for (int64_t m = 0; m < M; ++m) {
+      if (bits == 4 && four) low_tile<4, 4>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
+      if (bits == 4 && !four) low_tile<4, 1>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
+      if (bits == 8 && four) low_tile<8, 4>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
+      if (bits == 8 && !four) low_tile<8, 1>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
+    }
+    n += four ? 4 : 1;
+  }
+}
+
+template <typename T>
+void low_linear(const T* x, const uint8_t* codes, const bf16* scales, const bf16* offsets, const T* bias, T* y, int64_t M,
+                int64_t N, int64_t K, int64_t G, int64_t bits, int threads) {
+  RoundedRows rounded;
+  round_rows(x, M, K, rounded);
+  const int64_t blocks = (N + 15) / 16;
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
+    low_blocks(static_cast<int>(bits), rounded, codes, scales, offsets, bias, y, M, N, K, G, share(blocks, me, all),
+               share(blocks, me + 1, all));
+  }
+}
+
+}  // namespace sharesd

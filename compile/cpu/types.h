@@ -1,0 +1,80 @@
+// Number types of the CPU kernels: what is stored, and the wider type that sums are kept in.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#if !defined(_OPENMP)
+#error "build with OpenMP (-fopenmp)"
+#endif
+#include <omp.h>
+
+namespace sharesd {
+
+struct bf16 { uint16_t bits; };
+typedef _Float16 f16;
+
+// One 64-byte vector of the type that sums are kept in: float, or double for double.
+template <typename T> struct Wide { using type = float; };
+template <> struct Wide<double> { using type = double; };
+typedef float vfloat __attribute__((vector_size(64)));
+typedef double vdouble __attribute__((vector_size(64)));
+template <typename W> struct Vec { using type = vfloat; };
+template <> struct Vec<double> { using type = vdouble; };
+
+inline void load(const bf16* p, vfloat* out) {
+  typedef uint16_t v16 __attribute__((vector_size(32)));
+  typedef uint32_t v32 __attribute__((vector_size(64)));
+  v16 x;
+  std::memcpy(&x, p, 32);
+  v32 y = __builtin_convertvector(x, v32) << 16;
+  std::memcpy(out, &y, 64);
+}
+inline void load(const f16* p, vfloat* out) {
+  for (int i = 0; i < 16; ++i) (*out)[i] = static_cast<float>(p[i]);
+}
+inline void load(const float* p, vfloat* out) { std::memcpy(out, p, 64); }
+inline void load(const double* p, vdouble* out) { std::memcpy(out, p, 64); }
+
+inline float widen(bf16 x) {
+  uint32_t u = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+template <typename T> inline T widen(T x) { return x; }
+inline void narrow(float x, bf16* y) {  // round to nearest even; NaN stays NaN
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+template <typename W, typename T> inline void narrow(W x, T* y) { *y = static_cast<T>(x); }
+
+// exp of x <= 0 as 2^n times a polynomial of the remainder, so that it vectorises (error below 2 ulp).
+inline float exp_neg(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  float n = std::nearbyintf(x * 1.44269504f);
+  float r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666657f + r * (0.0416665853f + r * (0.00833345205f + r * 0.00138888f)))));
+  int32_t e = (static_cast<int32_t>(n) + 127) << 23;
+  float s;
+  std::memcpy(&s, &e, 4);
+  return p * s;
+}
+inline double exp_neg(double x) { return std::exp(x); }
+
+// Memory of n elements on a 64-byte border.
+template <typename T> class Aligned {
+ public:
+  explicit Aligned(int64_t n) : memory_(n + 64 / sizeof(T)) {}
+  T* data() { return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64); }
+
+ private:
+  std::vector<T> memory_;
+};
+
+}  // namespace sharesd

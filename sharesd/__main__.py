@@ -1,0 +1,8 @@
+"""`python -m sharesd`."""
+
+import sys
+
+from sharesd.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

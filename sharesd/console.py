@@ -1,0 +1,107 @@
+"""What the commands share with the terminal: messages on stderr, one line for an error, progress bars of loading."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from sharesd.models.progress import Progress
+
+PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark")
+"""Whose log messages LOGLEVEL is about; libraries show their errors only."""
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+console = Console()
+"""Results."""
+err_console = Console(stderr=True)
+"""Everything else: progress, log messages, errors."""
+
+log = logging.getLogger(__name__)
+
+
+def main_guard(main: Callable[[], int | None]) -> int:
+    """Run a command; returns its exit status, 0 for None.
+
+    ValueError, OSError, RuntimeError and running out of memory become one line on stderr and status 2 (with
+    LOGLEVEL=DEBUG also a traceback), Ctrl-C one line and 130, a reader of stdout that went away 141.
+    """
+    try:
+        set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
+        return main() or 0
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 141
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        log.debug("where it happened", exc_info=True)
+        return _say(f"error: {describe(error)}", 2)
+
+
+def describe(error: BaseException) -> str:
+    """An error as one line that says what to do about it."""
+    message = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "out of memory" in message or "can't allocate memory" in message:
+        return f"out of memory ({message or 'MemoryError'}); use a smaller model, bfloat16 or a smaller --max-context"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ValueError):
+        return message
+    return f"{message or type(error).__name__} (LOGLEVEL=DEBUG shows where)"
+
+
+def set_up_logging(level: str) -> None:
+    """Log messages go to stderr: ours from `level` on, those of libraries and Python's warnings if they are errors.
+
+    ValueError for a level that does not exist.
+    """
+    if level.upper() not in LEVELS:
+        raise ValueError(f"LOGLEVEL is {level!r}; choose one of {', '.join(LEVELS)}")
+    handler = RichHandler(console=err_console, show_path=False, show_time=False)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.setLevel(level.upper())
+    logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for name in PACKAGES:
+        logging.getLogger(name).setLevel(level.upper())
+
+
+def add_log_file(path: Path) -> None:
+    """Write our messages from INFO on into a file too; its folder is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
+
+
+@contextmanager
+def loading_bars(enabled: bool = True) -> Iterator[Progress]:
+    """Progress bars on stderr for loading, converting and quantizing; gone at the end. Nothing off a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    show = enabled and err_console.is_terminal
+    with Bars(*columns, console=err_console, transient=True, disable=not show) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield progress
+
+
+def _say(line: str, status: int) -> int:
+    print(line, file=sys.stderr)
+    return status

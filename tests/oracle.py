@@ -1,0 +1,191 @@
+"""What the exactness tests compare with: tiny models, decoding written out plainly, and a drafter that knows the future.
+
+Legend: B rows, N draft tokens, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from torch import Tensor, nn
+
+from quant.attach import quantize_linears
+from quant.config import QuantConfig
+from quant.linear import Switch, SwitchLinear
+from sharesd import sampling
+from sharesd.cache import StaticKVCache
+from sharesd.config import SamplingParams
+from sharesd.drafters.base import Drafter
+from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.share import ShareDrafter
+from sharesd.engine import Engine
+from sharesd.models.base import CausalModel
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.sampler import Sampler
+from sharesd.sampling import TokenCounts
+from sharesd.tokenizer import Tokenizer
+from sharesd.tree import DraftTree, Verdict
+
+PIECES = [
+    *"abcdefghijklmnop",
+    " ",
+    "Ã",
+    "©",
+    *"the an he ing tion ab ba aba abab of .. , ! is it er".split(),
+    "Ġa",
+    "Ġth",
+]
+"""Tokens of one to four characters; two of them are the halves of an é."""
+VOCAB = 40
+MAX_CONTEXT = 96
+
+
+def tiny_decoder(seed: int = 0, *, dtype: torch.dtype = torch.float64, vocab: int = VOCAB, **sizes: int) -> Decoder:
+    """A random Llama whose next token depends on all tokens before it. No token ends the text."""
+    raw: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": None,
+        **sizes,
+    }
+    decoder = Decoder(DecoderConfig.from_hf(raw), dtype=dtype).eval().requires_grad_(False)
+    dice = torch.Generator().manual_seed(seed)
+    for tensor in decoder.parameters():
+        noise = torch.randn(tensor.shape, generator=dice, dtype=torch.float64)
+        tensor.copy_(noise * 2.5 * tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 1 + noise * 0.2)
+    decoder.eos_ids = ()
+    return decoder
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token for each of PIECES (byte-level, without merges); further ids have no token and no text."""
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(PIECES)}, []))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+def new_engine(
+    target: CausalModel,
+    drafter: Drafter | None = None,
+    *,
+    batch: int = 1,
+    max_context: int = MAX_CONTEXT,
+    cache: StaticKVCache | None = None,
+    **options: Any,
+) -> Engine:
+    """An eager engine. `cache` for drafters and engines that share one."""
+    width = 1 + (drafter.num_draft if drafter else 0)
+    return Engine(
+        target=target,
+        tokenizer=tiny_tokenizer(),
+        cache=cache or target.new_cache(batch, max_context + 2 * width),
+        drafter=drafter,
+        max_context=max_context,
+        **options,
+    )
+
+
+def share_engine(model: Decoder, switch: Switch, *, num_draft: int = 4, batch: int = 1, **options: Any) -> Engine:
+    """`share` with a model that has its switched linears already."""
+    max_context = options.get("max_context", MAX_CONTEXT)
+    cache = options.pop("cache", None) or model.new_cache(batch, max_context + 2 * (1 + num_draft))
+    return new_engine(
+        model, ShareDrafter(model, cache, switch, num_draft=num_draft, low_bytes=0), cache=cache, **options
+    )
+
+
+def classic_engine(
+    target: Decoder, draft: CausalModel, *, num_draft: int = 4, batch: int = 1, **options: Any
+) -> Engine:
+    """`classic` with any second model."""
+    slots = options.get("max_context", MAX_CONTEXT) + 2 * (1 + num_draft)
+    drafter = ClassicDrafter(draft, batch=batch, slots=slots, num_draft=num_draft, weight_bytes=0)
+    return new_engine(target, drafter, batch=batch, **options)
+
+
+def layer_of(path: str) -> int | None:
+    """Index of the layer that a linear of `Decoder` belongs to."""
+    return int(path.split(".")[1]) if path.startswith("blocks.") else None
+
+
+def quantized(model: Decoder, config: QuantConfig) -> tuple[Decoder, Switch]:
+    """A copy of the model with switched linears."""
+    twin, switch = copy.deepcopy(model), Switch()
+    quantize_linears(twin, config, switch, head_name="head", layer_of=layer_of)
+    return twin, switch
+
+
+def switched(model: Decoder, noise: float = 0.0) -> tuple[Decoder, Switch]:
+    """A copy of the model whose "quantized" linears are the full ones, plus some noise."""
+    twin, switch = copy.deepcopy(model), Switch()
+    dice = torch.Generator().manual_seed(1)
+    for path, linear in [(path, m) for path, m in twin.named_modules() if isinstance(m, nn.Linear)]:
+        low = copy.deepcopy(linear)
+        random = torch.randn(low.weight.shape, generator=dice, dtype=torch.float64)
+        low.weight.add_(noise * low.weight.std() * random)
+        twin.set_submodule(path, SwitchLinear(linear, low, switch))
+    return twin, switch
+
+
+@torch.inference_mode()
+def logits_of(model: CausalModel, tokens: Sequence[int]) -> Tensor:
+    """Logits [T, V] of one forward pass over a text, in a cache of its own."""
+    return model.forward(torch.tensor([tokens]), model.new_cache(1, len(tokens)))[0]
+
+
+@torch.inference_mode()
+def continue_plainly(model: CausalModel, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """`match` decoding without an engine: the whole text is read anew for every token. Knows no end tokens."""
+    tokens, V = list(prompt), model.vocab_size
+    bias_V = sampling.bias_vector(params, V, device="cpu")
+    for _ in range(params.max_new_tokens):
+        counts = TokenCounts(batch=1, vocab_size=V, device="cpu") if params.uses_penalties else None
+        if counts is not None:
+            counts.begin(torch.tensor([prompt]), torch.tensor([len(prompt)]))
+            counts.update(torch.tensor([[*tokens[len(prompt) :], 0]]), torch.tensor([len(tokens) - len(prompt)]))
+        logits_11V = sampling.process(logits_of(model, tokens)[None, -1:], params, bias_V=bias_V, counts=counts)
+        noise = sampling.gumbel(torch.tensor([params.seed]), torch.tensor([[len(tokens)]]), V)
+        tokens.append(int(sampling.choose(logits_11V, None if params.greedy else noise)))
+    return tokens[len(prompt) :]
+
+
+class OracleDrafter:
+    """Knows how each prompt goes on and guesses right at a given accuracy, by a fixed pattern of positions."""
+
+    name = "oracle"
+
+    def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:
+        """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""
+        self.futures, self.num_draft, self.accuracy = futures, num_draft, accuracy
+
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
+        self._rows = [self.futures.get(tuple(prompt), ()) for prompt in prompts]
+        self._at = [1] * len(prompts)  # the prefill gave the first token
+        self._vocab = sampler.vocab_size
+
+    def draft(self, root_B: Tensor) -> DraftTree:
+        at_BN = [[at + i for i in range(self.num_draft)] for at in self._at]
+        return DraftTree(torch.tensor([[self._guess(b, i) for i in at] for b, at in enumerate(at_BN)]))
+
+    def _guess(self, row: int, at: int) -> int:
+        token = self._rows[row][at] if at < len(self._rows[row]) else 0
+        right = (37 * at + 11 * row) % 64 < 64 * self.accuracy
+        return token if right else (token + 1) % self._vocab
+
+    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+        self._at = [at + num for at, num in zip(self._at, verdict.num_new.tolist(), strict=True)]
+
+    def extra_bytes(self) -> tuple[int, int]:
+        return 0, 0
