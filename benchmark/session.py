@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmark.measure import measure
 from benchmark.questions import Question
 from benchmark.records import Key, TurnRecord
 from sharesd.config import Mode
-from sharesd.console import add_log_file, err_console, loading_bars
+from sharesd.console import err_console, loading_bars, log_file
 from sharesd.engine import Engine
 from sharesd.load import Runtime
 
@@ -47,15 +48,14 @@ def measure_session(
     engines = _warm_engines(job, runtime)
     state = state or {"settings": job.settings, "environment": machine, "sessions": []}
     recorder = _Recorder(job, runtime, engines, state, done)
-    if job.log_dir is not None:
-        add_log_file(job.log_dir / f"{job.settings['benchmark']}-{datetime.now():%Y%m%d-%H%M%S}.log")
-    log.info("%s", job.settings["command"])
-    log.info("session: %s", recorder.session)
+    name = f"{job.settings['benchmark']}-{datetime.now():%Y%m%d-%H%M%S}.log"
+    logging_to = log_file(job.log_dir / name) if job.log_dir else nullcontext()
     try:
-        with recorder.display:
+        with logging_to, recorder.display:
+            log.info("%s", job.settings["command"])
+            log.info("session: %s", recorder.session)
             measure(engines, questions, job.params, runs=job.runs, done=done, watcher=recorder)
     except KeyboardInterrupt:
-        log.info("interrupted")
         return state, True
     finally:
         recorder.save()

@@ -42,6 +42,7 @@ def rich_table(summary: Mapping[str, Any]) -> Table:
     settings = summary["settings"]
     table = Table(
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         title=f"{settings['model']} · {settings['questions']['label']}",
         title_justify="left",
         title_style="bold",

@@ -75,15 +75,24 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(name).setLevel(level.upper())
 
 
-def add_log_file(path: Path) -> None:
-    """Write our messages from INFO on into a file too; its folder is made if it is missing."""
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Our messages from INFO on go into a file too; its folder is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    for name in PACKAGES:
-        logger = logging.getLogger(name)
+    loggers = [logging.getLogger(name) for name in PACKAGES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+        handler.close()
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class AnswerWriter:
         self._waiting[chunk.row].append(chunk)
         while not self._open or self._waiting[self._row]:
             if not self._open:
-                if self._row + 1 == len(self._titles) or not self._waiting[self._row + 1]:
+                if self._row + 1 == len(self._titles):
                     return
                 self._begin()
             self._write(self._waiting[self._row].pop(0))

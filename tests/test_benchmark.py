@@ -1,4 +1,4 @@
-"""The benchmarks: figures checked by hand, interrupted and resumed measurements, mistakes, a whole run on a tiny model."""
+"""The benchmarks: figures checked by hand, interrupted and resumed runs, mistakes, all modes on a tiny model."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ class TestSummary:
 
     def test_median_of_runs(self) -> None:
         naive = keyed(*(turn(1, run=run, decoded=10, decode_s=1.0) for run in (1, 2, 3)))
-        share = keyed(*(turn(1, run=run, decoded=10, decode_s=s) for run, s in ((1, 0.5), (2, 0.1), (3, 0.4))))
+        share = keyed(
+            *(turn(1, run=i + 1, decoded=10, decode_s=s, accepted_at=[0, 0]) for i, s in enumerate((0.5, 0.1, 0.4)))
+        )
         figures = summary.summarize({"naive": naive, "share": share}, list(naive), num_draft=2)["share"]
         assert figures["num_runs"] == 3
         assert figures["tokens_per_second"] == pytest.approx(25)
@@ -286,7 +288,7 @@ def answers(mode: str) -> list[str]:
 
 
 class TestCommand:
-    def test_all_modes(self, run: Run) -> None:
+    def test_all_modes(self, run: Run, model: Path) -> None:
         status, out, err = run("--runs", "2", "--log-dir", "logs")
         assert status == 0, err
         assert "report: out/report.md" in out and "Warning" not in err
@@ -320,7 +322,7 @@ class TestCommand:
         assert len(share["acceptance_by_position"]) == 4 and found["modes"]["naive"]["acceptance_by_position"] == []
         assert all(Path(f"out/{name}.png").read_bytes().startswith(PNG) for name in ("speed", "acceptance"))
         report = Path("out/report.md").read_text()
-        assert "# tiny0 on questions.jsonl" in report and "| share |" in report and "MT-Bench;" not in report
+        assert f"# {model.name} on questions.jsonl" in report and "| share |" in report and "MT-Bench;" not in report
         [log] = Path("logs").iterdir()
         assert "share run 2 question two turn 2: 8 tokens" in log.read_text()
 
@@ -450,7 +452,7 @@ class TestCommand:
 
 
 def test_table_fits_80_columns() -> None:
-    modes = summary.summarize({"naive": NAIVE, "classic": NAIVE, "share": SHARE}, list(NAIVE), num_draft=2)
+    modes = summary.summarize({"naive": NAIVE, "classic": SHARE, "share": SHARE}, list(NAIVE), num_draft=2)
     for figures in modes.values():
         figures |= {"extra_weight_bytes": 123_456_789_012, "extra_kv_bytes": 0}
     settings = {"model": "m", "questions": {"label": "q"}}

@@ -209,7 +209,8 @@ def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
 
 
 def test_chat_goes_on_after_a_change_of_mode(talk: Talk, folder: Path) -> None:
-    talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[0])
+    elsewhere = ("/mode naive", "/reset", PROMPTS[1], "/mode share", "/reset")  # another text in the same cache
+    talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, PROMPTS[0], PROMPTS[1])
     engine = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")).engine()
     fresh = [engine.complete([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
     assert [done.token_ids for done in fresh] == [done.token_ids for done in talk.answers]
@@ -274,25 +275,27 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
     params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=3)
     for mode in runtime.modes:
         engine = runtime.engine(mode)  # type: ignore[arg-type]
-        ids = engine.tokenizer.encode(PROMPTS[0])
-        (whole,) = engine.complete([ids], params)
+        ids, other = (engine.tokenizer.encode(prompt) for prompt in PROMPTS)
+        (whole,), (whole_other,) = engine.complete([ids], params), engine.complete([other], params)
         for fail_at in range(1, 30, 7):
-            engine.forget()
+            engine.complete([other], params)
             real, calls = type(engine.target).forward, 0
 
             def forward(*args: Any, real: Callable = real, fail_at: int = fail_at) -> Any:
                 nonlocal calls
                 calls += 1
+                logits = real(*args)
                 if calls == fail_at:
                     raise KeyboardInterrupt
-                return real(*args)
+                return logits
 
             with monkeypatch.context() as patch:
                 patch.setattr(type(engine.target), "forward", forward)
                 (part,) = answering.answer(engine, [ids], params, lambda chunk: None)
             assert part.finish_reason is None and whole.text.startswith(part.text)
-            (again,) = engine.complete([ids], params, reuse=True)
-            assert again.token_ids == whole.token_ids
+            for prompt, expected in ((other, whole_other), (ids, whole)):
+                (again,) = engine.complete([prompt], params, reuse=True)
+                assert again.token_ids == expected.token_ids
 
 
 def test_ctrl_c_ends_generate_with_what_there_is(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Smoke checks of every entry point, then the test suite. Flags go to pytest, e.g. -k lossless.
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
+
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+step() { printf '\n== %s\n' "$*"; }
+
+step "style and types"
+ruff check .
+ruff format --check .
+mypy sharesd compile quant offload multigpu benchmark
+
+step "generate: the three modes give one text"
+for mode in naive classic share; do
+  python -m sharesd generate "Name three colours of the rainbow." --mode "$mode" --max-new-tokens 24 >"$out/$mode.txt"
+done
+cat "$out/naive.txt"
+cmp "$out/naive.txt" "$out/classic.txt"
+cmp "$out/naive.txt" "$out/share.txt"
+
+step "chat: two turns, a change of mode"
+printf 'Hello! Who are you?\n/mode naive\nSay that again, shorter.\n/stats\n/exit\n' |
+  python -m sharesd chat --mode share --max-new-tokens 24
+
+step "benchmark: mtbench on two questions"
+python -m benchmark mtbench --num-questions 2 --max-new-tokens 16 --out-dir "$out/mtbench"
+
+step "wrong input is one line and status 2"
+for wrong in "sharesd generate hello --mode fast" "sharesd generate hello --target no/such/folder/here" \
+  "benchmark mtbench --questions no-such-file.jsonl"; do
+  status=0
+  python -m $wrong >"$out/stdout" 2>"$out/stderr" || status=$?
+  cat "$out/stderr"
+  [ "$status" = 2 ] && [ "$(wc -l <"$out/stderr")" = 1 ] || { echo "python -m $wrong: status $status"; exit 1; }
+done
+
+step "tests"
+python -m pytest "$@"

@@ -1,0 +1,290 @@
+"""Compiled steps in bfloat16: all modes emit the same tokens, rows have the same bits at any width, nothing compiles twice.
+
+Legend: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import classic_engine, layer_of, new_engine, share_engine, switched, tiny_decoder
+from tiny import make_checkpoint
+from torch import Tensor, nn
+
+from compile import native
+from compile.linear import pack_linears
+from compile.regions import CompiledBlocks, compile_step, no_recompiles, structure
+from compile.stack import NativeStack, Unsuited
+from quant.attach import quantize_linears
+from quant.config import QuantConfig
+from quant.linear import Switch
+from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
+from sharesd.load import Runtime
+from sharesd.models.decoder import Decoder
+
+MODES: tuple[Mode, ...] = ("naive", "classic", "share")
+PROMPTS = ["why is the sky blue", [7], "the cat sat on the mat, and the sky was", [5, 6, 7, 8], [9] * 33]
+GREEDY = SamplingParams(max_new_tokens=40)
+SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95, seed=3)
+NUM_DRAFT = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread; quantized weights are kept in a folder that goes away (the kernels' library is loaded before)."""
+    native.library()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def new_runtime(checkpoint: Path, mode: CompileMode, modes: tuple[Mode, ...] = MODES, **options: Any) -> Runtime:
+    config = EngineConfig(
+        target=str(checkpoint), device="cpu", compile=mode, num_draft=NUM_DRAFT, max_context=128, **options
+    )
+    return Runtime(config, modes)
+
+
+@pytest.fixture(scope="module", params=["native", "regional", "full"])
+def runtime(request: pytest.FixtureRequest, checkpoint: Path) -> Runtime:
+    return new_runtime(checkpoint, request.param)
+
+
+# ---- what users get
+
+
+def test_all_modes_emit_the_same_tokens_and_nothing_compiles_after_warm_up(runtime: Runtime) -> None:
+    engines = {mode: runtime.engine(mode, warm=SAMPLED) for mode in MODES}
+    with no_recompiles():
+        for params in (GREEDY, SAMPLED):
+            naive, classic, share = (engines[mode].complete(PROMPTS, params) for mode in MODES)
+            for theirs in (classic, share):
+                assert [c.token_ids for c in theirs] == [c.token_ids for c in naive]
+            assert len({tuple(c.token_ids) for c in naive}) == len(PROMPTS)
+            for mode in ("classic", "share"):
+                assert 0 < engines[mode].stats.alpha < 1
+        for length in range(1, 12):  # every width that steps have, and others
+            engines["share"].complete([list(range(length))], GREEDY)
+
+
+def test_a_chat_in_changing_modes_is_the_same_and_compiles_nothing(runtime: Runtime) -> None:
+    engines = {mode: runtime.engine(mode) for mode in MODES}
+    text = [3, 4, 5, 6, 7]
+    with no_recompiles():
+        for turn in range(6):
+            engine = engines[MODES[turn % 3]]
+            (kept,) = engine.complete([text], SamplingParams(max_new_tokens=9), reuse=True)
+            again = engines[MODES[(turn + 1) % 3]].complete([text], SamplingParams(max_new_tokens=9), reuse=True)
+            assert again[0].token_ids == kept.token_ids
+            text = [*text, *kept.token_ids, turn]
+
+
+def test_rows_of_a_step_have_the_same_bits_at_any_width(runtime: Runtime) -> None:
+    model, width = runtime._step, 1 + NUM_DRAFT
+    tokens = torch.tensor([[11, 12, 13, 14, 15, 16, 17, 18, 19, 20]])
+    with torch.inference_mode():
+        caches = [model.new_cache(1, runtime.cache.slots) for _ in range(2)]
+        for cache in caches:
+            model.forward(tokens, cache)
+            cache.lengths += tokens.shape[1]
+        following = torch.tensor([[21, 22, 23, 24]])
+        wide = model.forward(following, caches[0])
+        for t in range(width):
+            one = model.forward(following[:, t : t + 1], caches[1])
+            assert torch.equal(one[:, 0], wide[:, t])
+            caches[1].lengths += 1
+        live = tokens.shape[1] + width
+        for ours, theirs in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
+            assert torch.equal(ours[:, :, :live], theirs[:, :, :live])
+
+
+def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Path) -> None:
+    """A skipped layer has other modules than the rest: the same compiled function would read the wrong weights."""
+    quant = QuantConfig(bits=4, group_size=32, skip_layers=(0,), skip_projs=("down",), head_bits=8)
+    for mode in ("native", "regional"):
+        runtime = new_runtime(checkpoint, mode, ("naive", "share"), quant=quant)
+        naive, share = (runtime.engine(m).complete(PROMPTS[:3], SAMPLED) for m in ("naive", "share"))
+        assert [c.token_ids for c in share] == [c.token_ids for c in naive]
+        assert runtime.engine("share").stats.alpha > 0.3
+
+
+# ---- a drafter with the target's own weights
+
+
+def compiled(model: Decoder, how: str, switch: Switch | None = None) -> Decoder:
+    """The model as `load.Runtime` would run it on a CPU."""
+    low = (lambda: switch.low) if switch else (lambda: False)
+    pack_linears(model)
+    if how == "native":
+        ropes = [kind.rope for kind in model.config.layers]
+        model.run_stack = NativeStack(model.blocks, ropes=ropes, activation=model.config.activation, low=low)
+    else:
+        model.step_widths = frozenset({1, 2, 1 + NUM_DRAFT})
+        model.run_block = CompiledBlocks({1, 2, 1 + NUM_DRAFT}, low)
+    return model
+
+
+def wide_decoder(seed: int = 3) -> Decoder:
+    return tiny_decoder(seed, dtype=torch.bfloat16, hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.mark.parametrize("how", ["native", "regional"])
+def test_drafts_by_the_targets_own_weights_are_all_accepted(how: str) -> None:
+    """bfloat16, compiled, widths 1 and 4: a single bit that depends on the width would show up as a miss."""
+    prompts = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1], [5] * 6]
+    plain = new_engine(compiled(wide_decoder(), how))
+    model, switch = switched(wide_decoder())
+    share = share_engine(compiled(model, how, switch), switch, num_draft=NUM_DRAFT)
+    classic = classic_engine(compiled(wide_decoder(), how), compiled(wide_decoder(), how), num_draft=NUM_DRAFT)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_new_tokens=1 + 8 * (1 + NUM_DRAFT), temperature=temperature)
+        want = [c.token_ids for c in plain.complete(prompts, params)]
+        for engine in (share, classic):
+            assert [c.token_ids for c in engine.complete(prompts, params)] == want
+            assert engine.stats.acceptance_by_position == [1.0] * NUM_DRAFT and engine.stats.alpha == 1
+
+
+# ---- the parts
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
+    "phi3": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "hidden_act": "gelu"},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
+}
+
+
+def family(name: str, dtype: torch.dtype) -> Decoder:
+    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return tiny_decoder(1, dtype=dtype, **{**sizes, **FAMILIES[name]})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
+    plain = family(name, dtype)
+    stack = compiled(copy.deepcopy(plain), "native")
+    tokens = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        caches = [m.new_cache(2, 64) for m in (plain, stack)]
+        for cache in caches:
+            cache.lengths += torch.tensor([0, 5])
+        wanted, ours = (m.forward(tokens, cache) for m, cache in zip((plain, stack), caches, strict=True))
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}[dtype]
+    error = (ours - wanted).double().norm() / wanted.double().norm()
+    assert error < tolerance / 5
+    if dtype in (torch.float64, torch.float32):
+        for a, b in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:
+    model = compiled(family(name, dtype), "native")
+    tokens = torch.randint(0, 40, (3, 17), generator=torch.Generator().manual_seed(0))
+    starts = torch.tensor([0, 9, 30])
+
+    def run(rows: slice, width: int, slots: int = 64) -> Tensor:
+        cache = model.new_cache(len(starts[rows]), slots)
+        for tensor in (*cache.k, *cache.v):
+            tensor.copy_(torch.arange(cache.slots)[:, None] % 7 - 3)
+        cache.lengths += starts[rows]
+        parts = []
+        for i in range(0, 17, width):
+            parts.append(model.forward(tokens[rows, i : i + width], cache))
+            cache.lengths += width
+        return torch.cat(parts, 1)
+
+    with torch.inference_mode():
+        together = run(slice(0, 3), 17)
+        for width in (1, 2, 4, 5, 16):
+            assert torch.equal(run(slice(0, 3), width), together)
+        for b in range(3):
+            for width in (1, 17):
+                assert torch.equal(run(slice(b, b + 1), width, 96), together[b : b + 1])
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(run(slice(0, 3), 5), together)
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, checkpoint: Path) -> None:
+    runtime = new_runtime(checkpoint, "native", ("share",), quant=QuantConfig(bits=bits, group_size=32, head_bits=bits))
+    reference = new_runtime(checkpoint, "off", ("share",), quant=QuantConfig(bits=bits, group_size=32, head_bits=bits))
+    tokens = torch.tensor([[3, 9, 27, 81, 5]])
+    logits = []
+    with torch.inference_mode():
+        for each in (runtime, reference):
+            with each._switch.use_low():
+                logits.append(each.target.forward(tokens, each.target.new_cache(1, 32)).float())
+        full = runtime.target.forward(tokens, runtime.target.new_cache(1, 32)).float()
+    error, distance = ((logits[i] - x).norm() / full.norm() for i, x in ((0, logits[1]), (0, full)))
+    assert error < 0.1
+    if bits == 4:
+        assert error < distance / 2
+
+
+def test_the_stack_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(Unsuited, match="no linear of kind Linear"):
+        model = wide_decoder()
+        NativeStack(model.blocks, ropes=[0, 0], activation="silu")
+
+
+def test_structure_tells_blocks_apart() -> None:
+    model = tiny_decoder(0)
+    same = structure(model.blocks[0])
+    assert structure(model.blocks[1]) == same
+    quantize_linears(model, QuantConfig(group_size=32, skip_layers=(0,)), Switch(), head_name="head", layer_of=layer_of)
+    assert structure(model.blocks[0]) == same != structure(model.blocks[1])
+    for attribute, value in (("window", 4), ("use_rope", False), ("softcap", 2.0)):
+        other = copy.deepcopy(model.blocks[0])
+        setattr(other.attn, attribute, value)
+        assert structure(other) != same
+
+
+def test_no_recompiles_notices_a_compilation() -> None:
+    double = compile_step(lambda x: x * 2 + 1)
+    with pytest.raises(RuntimeError, match="1 graphs were compiled after warm-up"), no_recompiles():
+        double(torch.ones(3))
+    with no_recompiles():
+        double(torch.zeros(3))
+    with pytest.raises(ZeroDivisionError), no_recompiles():
+        raise ZeroDivisionError
+
+
+def test_compiled_functions_are_their_own() -> None:
+    """Two forms of one function, of different shapes, never share or replace each other's code."""
+
+    def add(module: nn.Module, x: Tensor) -> Tensor:
+        return x + module.amount  # type: ignore[operator]
+
+    modules = [nn.Module(), nn.Module()]
+    for amount, module in enumerate(modules):
+        module.amount = amount  # type: ignore[assignment]
+    forms = [compile_step(add) for _ in modules]
+    for _ in range(2):
+        for amount, (form, module) in enumerate(zip(forms, modules, strict=True)):
+            assert form(module, torch.zeros(2 + amount)).tolist() == [amount] * (2 + amount)
