@@ -2,71 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from benchmark import summary
 from benchmark.questions import Question
 from benchmark.records import Key, TurnRecord
-from benchmark.text import number
+from benchmark.text import duration, number
 from sharesd.console import err_console
 
 
 class Display:
-    """A bar per mode with its speed so far; off a terminal, a line per question instead."""
+    """A bar per mode with its speed so far, and where the measurement is; off a terminal, a line per question."""
 
     def __init__(
         self, done: Mapping[str, Mapping[Key, TurnRecord]], *, num_questions: int, num_turns: int, runs: int
     ) -> None:
         """`done` is looked at after every turn; `num_turns` is that of one mode over all runs."""
-        self._done, self._num_questions, self._runs = done, num_questions, runs
+        self._done, self._num_questions, self._num_turns, self._runs = done, num_questions, num_turns, runs
         self._bars = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"),
-            TimeElapsedColumn(),
-            console=err_console,
-            auto_refresh=False,
-            transient=True,
-            disable=not err_console.is_terminal,
+            TextColumn("{task.fields[speed]}"),
         )
-        self._tasks = {mode: self._bars.add_task(mode, total=num_turns, now="") for mode in done}
-        for mode in done:
-            self._show(mode)
+        self._tasks = {mode: self._bars.add_task(mode, total=num_turns, speed="") for mode in done}
+        self._where = Text(style="dim")
+        self._live = Live(Group(self._bars, self._where), console=err_console, auto_refresh=False, transient=True)
+        self._started, self._num_before = time.monotonic(), self._num_done()
 
     def __enter__(self) -> Display:
-        self._bars.start()
+        if err_console.is_terminal:
+            for mode in self._tasks:
+                self.finished(mode)
+            self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bars.stop()
+        self._live.stop()
 
     def starts(self, mode: str, run: int, index: int, question: Question, turn: int) -> None:
         """Point at the turn that is about to be measured."""
-        where = f"question {index + 1}/{self._num_questions} {question.category}, turn {turn}"
-        self._show(mode, f"{where}, run {run}/{self._runs}" if self._runs > 1 else where)
-        self._bars.refresh()
+        if err_console.is_terminal:
+            where = f"{self._place(run, index, question)}, turn {turn}, {mode}"
+            self._where.plain = f"{where}   {self._times()}"
+            self._live.refresh()
 
     def finished(self, mode: str) -> None:
         """Count a turn."""
-        self._show(mode)
+        self._bars.update(self._tasks[mode], completed=len(self._done[mode]), speed=self._speed(mode))
 
     def answered(self, run: int, index: int, question: Question) -> None:
         """Without a terminal: say how far it is."""
-        if err_console.is_terminal:
-            self._bars.refresh()
-            return
-        prefix = f"run {run}/{self._runs}, " if self._runs > 1 else ""
-        speeds = "  ".join(f"{mode} {self._figures(mode)}" for mode in self._tasks)
-        where = f"{prefix}question {index + 1}/{self._num_questions} {question.category}"
-        err_console.print(f"{where}: {speeds}", highlight=False, soft_wrap=True)
+        if not err_console.is_terminal:
+            speeds = "  ".join(f"{mode} {self._speed(mode)}" for mode in self._tasks)
+            line = f"{self._place(run, index, question)}: {speeds}"
+            err_console.print(line, highlight=False, soft_wrap=True)
 
-    def _show(self, mode: str, where: str = "") -> None:
-        now = f"{self._figures(mode)}  {where}" if self._done[mode] else where
-        self._bars.update(self._tasks[mode], completed=len(self._done[mode]), now=now)
+    def _place(self, run: int, index: int, question: Question) -> str:
+        where = f"question {index + 1}/{self._num_questions} {question.category}"
+        return f"run {run}/{self._runs}, {where}" if self._runs > 1 else where
 
-    def _figures(self, mode: str) -> str:
-        turns: Sequence[TurnRecord] = list(self._done[mode].values())
-        return f"{number(summary.tokens_per_second(turns))} tok/s, tau {number(summary.tau(turns), 2)}"
+    def _speed(self, mode: str) -> str:
+        turns = self._done[mode].values()
+        return f"{number(summary.tokens_per_second(turns))} tok/s, tau {number(summary.tau(turns), 2)}" if turns else ""
+
+    def _times(self) -> str:
+        """Time passed, and the time left if all turns take what those of this session took."""
+        passed, measured = time.monotonic() - self._started, self._num_done() - self._num_before
+        left = self._num_turns * len(self._done) - self._num_done()
+        return duration(passed) + (f", about {duration(passed / measured * left)} left" if measured else "")
+
+    def _num_done(self) -> int:
+        return sum(map(len, self._done.values()))

@@ -29,3 +29,10 @@ def size(num_bytes: float | None) -> str:
     if num_bytes == 0:
         return "0"
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """`4:05`, or `1:04:05` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

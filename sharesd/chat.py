@@ -151,10 +151,9 @@ class Chat:
             note(f"mode {name}")
 
     def _switch(self, mode: Mode) -> None:
-        """Go on with a mode's engine. All engines write into one KV cache: what this one knows of it is outdated."""
+        """Go on with a mode's engine."""
         if mode not in self._engines:
             self._engines[mode] = start_engine(self._runtime, mode, self._params)
-        self._engines[mode].forget()
         self._mode = mode
 
     def _stats(self) -> None:

@@ -104,7 +104,7 @@ def loading_bars(enabled: bool = True) -> Iterator[Progress]:
         tasks: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
+            if what not in tasks or (done < total and bars.tasks[tasks[what]].finished):  # a second model, perhaps
                 tasks[what] = bars.add_task(what, total=total)
             bars.update(tasks[what], completed=done, total=total)
 

@@ -123,7 +123,7 @@ def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
         table.add_row(label, *(rows.get(label, "") for rows in shown))
     table.add_section()
     table.add_row("loading", f"{report.load_seconds:.1f} s")
-    table.add_row("compiling and warming up", f"{report.compile_seconds:.1f} s")
+    table.add_row("compiling", f"{report.compile_seconds:.1f} s")
     return table
 
 
@@ -166,9 +166,9 @@ def _shown(stats: Stats) -> dict[str, str]:
     if not stats.num_draft:
         return rows | {"verify": f"{verify:.1f} ms", "overhead": f"{overhead:.1f} ms"}
     return rows | {
-        "tau (tokens per round)": f"{stats.tau:.2f} of {1 + stats.num_draft}",
-        "alpha (acceptance)": f"{stats.alpha:.2f}",
-        "accepted by position": " ".join(f"{share:.2f}" for share in stats.acceptance_by_position),
+        "tau (tokens/round)": f"{stats.tau:.2f} of {1 + stats.num_draft}",
+        "alpha (accepted)": f"{stats.alpha:.2f}",
+        "by position": " ".join(f"{share:.2f}" for share in stats.acceptance_by_position),
         "draft": f"{draft:.1f} ms",
         "verify": f"{verify:.1f} ms",
         "overhead": f"{overhead:.1f} ms",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from tiny import make_checkpoint
 
@@ -449,6 +453,33 @@ class TestCommand:
         (folder / WEIGHT_FILES[0]).write_bytes(b"nothing")
         status, _, err = run("--target", str(folder))
         assert status == 2 and "is damaged" in err.splitlines()[-1] and not Path("out").exists()
+
+
+def test_other_benchmarks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("gsm8k.jsonl").write_text('{"question": "why is the sky blue"}\n')
+    Path("humaneval.jsonl").write_text('{"task_id": "x/1", "prompt": "def f():"}\n')
+    for name, category in (("gsm8k", "math"), ("humaneval", "coding")):
+        tiny = ["--target", str(model), "--compile", "off", "--max-new-tokens", "4", "--max-context", "256"]
+        given = [name, "--questions", f"{name}.jsonl", "--mode", "naive,share", "--out-dir", f"out-{name}"]
+        assert main([*given, *tiny]) == 0, capsys.readouterr().err
+        figures = json.loads(Path(f"out-{name}/summary.json").read_text())["modes"]["share"]
+        assert list(figures["by_category"]) == [category] and figures["num_compared"] == 1
+
+
+def test_log_level_that_does_not_exist(tmp_path: Path) -> None:
+    environment = {**os.environ, "LOGLEVEL": "loud", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmark", "mtbench"], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    complaint = "error: LOGLEVEL is 'loud'; choose one of DEBUG, INFO, WARNING, ERROR, CRITICAL\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", complaint)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(run: Run) -> None:
+    status, _, err = run("--device", "cuda")
+    assert status == 2 and "finds no GPU; use --device cpu" in err.splitlines()[-1] and not Path("out").exists()
 
 
 def test_table_fits_80_columns() -> None:
