@@ -107,9 +107,9 @@ def _announce(job: Job) -> None:
     questions = job.settings["questions"]
     runs = f", {job.runs} runs" if job.runs > 1 else ""
     err_console.print(
-        f"{job.settings['model']}: {questions['num_questions']} of {questions['num_available']} questions of "
-        f"{questions['label']} ({questions['num_turns']} turns{runs}) in {', '.join(job.modes)}; "
-        f"--num-questions takes another number, or all",
+        f"{job.settings['model']} in {', '.join(job.modes)}: {questions['label']}, the first "
+        f"{questions['num_questions']} of {questions['num_available']} ({questions['num_turns']} turns{runs}); "
+        "--num-questions takes another number, or all",
         highlight=False,
         soft_wrap=True,
     )

@@ -22,7 +22,9 @@ _SHAPE, _STRIDES = c_int64 * 7, c_int64 * 6
 _ARGTYPES = (*[c_void_p] * 7, _SHAPE, _STRIDES, c_double, c_int64, c_double)
 
 
-def new_kv(batch: int, heads: int, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def new_kv(
+    batch: int, heads: int, slots: int, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Zeroed keys and values [B, K, S, d] in the memory layout that `attend` wants on this device."""
     slots = -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
     v = torch.zeros(batch, heads, slots, size, dtype=dtype, device=device)

@@ -25,7 +25,8 @@ class Clock:
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """Time between two marks that the device has passed (the caller has synchronised since)."""
-        if isinstance(start, torch.cuda.Event):
-            return start.elapsed_time(end) / 1e3
-        assert isinstance(end, float)
-        return end - start
+        if isinstance(start, float):
+            assert isinstance(end, float)
+            return end - start
+        assert not isinstance(end, float)
+        return start.elapsed_time(end) / 1e3

@@ -84,6 +84,10 @@ class LowPackedLinear(nn.Module):
     w = (code - middle) * scale + offset with one scale and offset (bfloat16) for each group of inputs of an output.
     """
 
+    codes: Tensor  # uint8 [N / 16, K * bits / 32, 16, 4]
+    scale: Tensor  # [N / 16, G, 16]
+    offset: Tensor  # [N / 16, G, 16]
+
     def __init__(self, codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, bias_N: Tensor | None, bits: int) -> None:
         """`codes_NK` is uint8, below 16 with 4 bits; middle is 8 or 128. Inputs must be a multiple of 32."""
         super().__init__()
@@ -106,7 +110,7 @@ class LowPackedLinear(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and offsets."""
-        return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes
+        return sum(t.nbytes for t in (self.codes, self.scale, self.offset))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.sharesd.low_linear(
@@ -140,4 +144,6 @@ LIBRARY.define(
     "int out_features, int group_size, int bits) -> Tensor"
 )
 LIBRARY.impl("low_linear", _low_linear_cpu, "CPU")
-LIBRARY.impl("low_linear", lambda x, c, s, o, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta")
+LIBRARY.impl(
+    "low_linear", lambda x, c, s, o, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta"
+)

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def library() -> ctypes.CDLL:
     """The shared library of all CPU kernels. Raises RuntimeError where no compiler can make it."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
-        raise RuntimeError("no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX")
+        raise RuntimeError(
+            "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"
+        )
     key = hashlib.sha256()
     for source in sorted(SOURCE_FOLDER.iterdir()):
         key.update(source.read_bytes())
@@ -50,7 +53,9 @@ def library() -> ctypes.CDLL:
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
-            raise RuntimeError(f"the C++ compiler {compiler} does not run ({error}); set CXX to one that does") from error
+            raise RuntimeError(
+                f"the C++ compiler {compiler} does not run ({error}); set CXX to one that does"
+            ) from error
         if done.returncode:
             raise RuntimeError(f"{compiler} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
         os.replace(built, target)
@@ -59,11 +64,15 @@ def library() -> ctypes.CDLL:
 
 def _cpu_features() -> str:
     """What -march=native depends on, so that a cache folder shared between machines stays right."""
-    return repr(sorted(torch.cpu.get_capabilities().items())) if hasattr(torch.cpu, "get_capabilities") else platform.processor()
+    return (
+        repr(sorted(torch.cpu.get_capabilities().items()))
+        if hasattr(torch.cpu, "get_capabilities")
+        else platform.processor()
+    )
 
 
 @cache
-def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> ctypes._CFuncPtr:
+def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> Callable[..., None]:
     """The function `name`_`dtype` of the library, e.g. attend_bfloat16."""
     function = getattr(library(), f"{name}_{str(dtype).removeprefix('torch.')}")
     function.argtypes, function.restype = argtypes, None

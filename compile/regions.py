@@ -81,7 +81,11 @@ def structure(module: nn.Module) -> tuple:
     parts: list[object] = []
     for name, child in module.named_modules():
         constants = {k: v for k, v in vars(child).items() if isinstance(v, (int, float, bool, str, type(None)))}
-        tensors = [(k, t.shape, t.dtype, t.stride()) for k, t in (*child._parameters.items(), *child._buffers.items()) if t is not None]
+        tensors = [
+            (k, t.shape, t.dtype, t.stride())
+            for k, t in (*child._parameters.items(), *child._buffers.items())
+            if t is not None
+        ]
         parts.append((name, type(child).__qualname__, tuple(sorted(constants.items(), key=str)), tuple(tensors)))
     return tuple(parts)
 

@@ -7,7 +7,7 @@ Works on modules shaped like this: a block has `attn` (`qkv`, `o`, perhaps `q_no
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_double, c_void_p
 from typing import Any
 
@@ -31,7 +31,7 @@ class NativeStack:
 
     def __init__(
         self,
-        blocks: Sequence[Any],
+        blocks: Iterable[Any],
         *,
         ropes: Sequence[int],
         activation: str,
@@ -39,7 +39,8 @@ class NativeStack:
     ) -> None:
         """`ropes` says which table of angles each block uses. Raises Unsuited where the kernel does not know a module."""
         self._low = low
-        self._modules = list(blocks)  # keeps alive what the table points at
+        blocks = list(blocks)
+        self._modules = blocks  # keeps alive what the table points at
         self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
         assert self._table.shape[1] == _BLOCK_WORDS
         attn, norm = blocks[0].attn, blocks[0].attn_norm
@@ -102,9 +103,11 @@ def _lowered(linear: Any) -> Any:
 def _words(linear: Any) -> list[int]:
     """The words of `struct Linear`."""
     if isinstance(linear, PackedLinear):
-        tensors, bits, group = (linear.weight, None, None, linear.bias), 0, 0
+        tensors: tuple = (linear.weight, None, None, linear.bias)
+        bits, group = 0, 0
     elif isinstance(linear, LowPackedLinear):
-        tensors, bits, group = (linear.codes, linear.scale, linear.offset, linear.bias), linear.bits, linear.group_size
+        tensors = (linear.codes, linear.scale, linear.offset, linear.bias)
+        bits, group = linear.bits, linear.group_size
     else:
         raise Unsuited(f"the CPU kernel has no linear of kind {type(linear).__name__}")
     addresses = [0 if t is None else t.data_ptr() for t in tensors]

@@ -104,7 +104,9 @@ def quantized_copy(
     """A second model with quantized linears. It shares all other weights with `model`, which keeps its own linears."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
-    report = make_low(twin, config, head_name=head_name, layer_of=layer_of, progress=progress, cache_dir=cache_dir, build=build)
+    report = make_low(
+        twin, config, head_name=head_name, layer_of=layer_of, progress=progress, cache_dir=cache_dir, build=build
+    )
     return twin, report
 
 

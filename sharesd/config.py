@@ -128,4 +128,6 @@ class EngineConfig:
         _at_least("max_batch", self.max_batch, 1)
         _at_least("max_context", self.max_context, 16)
         if self.draft is not None and self.mode != "classic":
-            raise ValueError(f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic")
+            raise ValueError(
+                f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"
+            )

@@ -8,7 +8,7 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -87,7 +87,7 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
-    ) -> Iterator[TokenChunk]:
+    ) -> Generator[TokenChunk, None, None]:
         """Decode prompts (texts or token ids), as many together as the cache has rows; yields chunks as they come.
 
         `reuse` keeps the KV of the longest beginning that a prompt shares with what its row decoded last (chat turns),
@@ -119,7 +119,7 @@ class Engine:
 
     def _decode(
         self, prompts: list[list[int]], first_index: int, params: SamplingParams, reuse: bool
-    ) -> Iterator[TokenChunk]:
+    ) -> Generator[TokenChunk, None, None]:
         """One group of at most `cache.batch` prompts."""
         stats, started = self.stats, time.perf_counter()
         rows = Rows(
@@ -205,8 +205,17 @@ class Engine:
                 gumbel=self._gumbel,
             )
             width = self.fixed_width or 1 + self.num_draft
-            self._rounds[key] = sampler, Round(
-                self.target, self.cache, self.drafter, sampler, self._state, verify_width=width, capture=self.capture
+            self._rounds[key] = (
+                sampler,
+                Round(
+                    self.target,
+                    self.cache,
+                    self.drafter,
+                    sampler,
+                    self._state,
+                    verify_width=width,
+                    capture=self.capture,
+                ),
             )
         return self._rounds[key]
 

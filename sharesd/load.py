@@ -76,7 +76,7 @@ class Runtime:
         self.target = self._load(folder)
         if "share" in self.modes:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
-        self.weight_bytes = sum(p.nbytes for p in self.target.parameters())
+        self.weight_bytes = _num_bytes(self.target)
         self.max_context = min(config.max_context, self.target.max_context)
         native = isinstance(self.target, Decoder)
         exact_at_any_width = native and self.device.type == "cpu"
@@ -191,8 +191,6 @@ class Runtime:
             model = self._load(resolve(self.config.target))
             self._reports["classic"] = self._quantize(make_low, model)
         self._pack(model)
-        assert isinstance(model, nn.Module)
-        weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         if model.max_context < self.max_context:
             raise ValueError(
                 f"the draft model's context is {model.max_context} tokens; set max_context to that, or less"
@@ -202,7 +200,7 @@ class Runtime:
             batch=self.config.max_batch,
             slots=self._slots,
             num_draft=num_draft,
-            weight_bytes=weight_bytes,
+            weight_bytes=_num_bytes(model),
         )
 
     def _engine(self, mode: Mode) -> Engine:
@@ -223,6 +221,13 @@ def build(config: EngineConfig | None = None, *, progress: Progress = silent) ->
     """An engine, loaded, compiled and warmed up."""
     config = config or EngineConfig()
     return Runtime(config, progress=progress).engine()
+
+
+def _num_bytes(model: CausalModel) -> int:
+    """Bytes of a model's weights and tables, shared ones once."""
+    assert isinstance(model, nn.Module)
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.nbytes for t in tensors.values())
 
 
 def _device(name: str) -> torch.device:

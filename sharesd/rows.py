@@ -38,7 +38,8 @@ class Rows:
     def take_first(self, tokens: list[int], logprobs: list[list[float]] | None) -> list[TokenChunk]:
         """The tokens that the prefill gave."""
         return [
-            self._emit(row, [tokens[row]], ["target"], logprobs and logprobs[row]) for row in range(len(self.tokens))
+            self._emit(row, [tokens[row]], ["target"], logprobs[row] if logprobs else None)
+            for row in range(len(self.tokens))
         ]
 
     def take_round(self, counted: list[list[int]], logprobs: list[list[float]] | None) -> list[TokenChunk]:
@@ -51,8 +52,8 @@ class Rows:
             num_new = counted[row][0]
             ids = counted[row][1 : 1 + num_new]
             last: Source = "target" if not stats.num_draft else "bonus" if num_new > stats.num_draft else "recovered"
-            sources: list[Source] = [*["accepted"] * (num_new - 1), last]
-            chunk = self._emit(row, ids, sources, logprobs and logprobs[row][:num_new])
+            accepted: list[Source] = ["accepted"] * (num_new - 1)
+            chunk = self._emit(row, ids, [*accepted, last], logprobs[row][:num_new] if logprobs else None)
             count = len(chunk.token_ids)
             stats.rounds += 1
             stats.decoded_tokens += count

@@ -1,4 +1,4 @@
-"""What the exactness tests compare with: tiny models, decoding written out plainly, and a drafter that knows the future.
+"""What the exactness tests compare with: tiny models, decoding written out, and a drafter that knows the future.
 
 Legend: B rows, N draft tokens, T tokens, V vocabulary.
 """
@@ -32,15 +32,8 @@ from sharesd.sampling import TokenCounts
 from sharesd.tokenizer import Tokenizer
 from sharesd.tree import DraftTree, Verdict
 
-PIECES = [
-    *"abcdefghijklmnop",
-    " ",
-    "Ã",
-    "©",
-    *"the an he ing tion ab ba aba abab of .. , ! is it er".split(),
-    "Ġa",
-    "Ġth",
-]
+_WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
+PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
 """Tokens of one to four characters; two of them are the halves of an é."""
 VOCAB = 40
 MAX_CONTEXT = 96

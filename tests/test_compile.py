@@ -1,4 +1,4 @@
-"""Compiled steps in bfloat16: all modes emit the same tokens, rows have the same bits at any width, nothing compiles twice.
+"""Compiled steps in bfloat16: modes emit the same tokens, rows the same bits at any width, and nothing compiles twice.
 
 Legend: B rows, T tokens, V vocabulary.
 """

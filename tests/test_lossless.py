@@ -1,4 +1,4 @@
-"""Every mode emits the tokens of plain decoding, in float64: whatever the draft, its length, the batch, and where it stops.
+"""Every mode emits the tokens of plain decoding, in float64: whatever the draft, its length, the batch and the stops.
 
 Legend: B rows, K draft tokens per round, V vocabulary.
 """

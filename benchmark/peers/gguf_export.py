@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from compile.native import cache_root

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Protocol
 
 from benchmark.peers.process import PeerError
 from benchmark.peers.protocol import Sample
+
+Key = tuple[int, int]
+"""(repeat, prompt)"""
 
 
 @dataclass(slots=True)
@@ -19,8 +23,8 @@ class Row:
     variant: str
     failure: str | None = None
     """Why there are no numbers."""
-    samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
-    """(repeat, prompt) -> answer."""
+    samples: dict[Key, Sample] = field(default_factory=dict)
+    """Its answers."""
 
     @property
     def name(self) -> str:
@@ -47,29 +51,35 @@ def measure(
 
     Each runtime has one process, opened when first needed and again if it died. Only one of them works at any time.
     """
-    total = len(rows) * (1 + repeats * len(prompts))
-    done = 0
-    with ExitStack() as stack:
-        workers = _Workers(open_worker)
-        stack.callback(workers.close)
+    steps = list(_steps(rows, len(prompts), repeats))
+    workers = _Workers(open_worker)
+    try:
+        for done, (row, key) in enumerate(steps):
+            if row.failure is not None:
+                continue
+            say(f"{row.name}: {_what(key, len(prompts), repeats)}", done, len(steps))
+            with workers.of(row) as worker:
+                if key is None:
+                    worker.prepare(row.variant, prompts[0])
+                else:
+                    row.samples[key] = worker.measure(row.variant, prompts[key[1]])
+    finally:
+        workers.close()
 
-        def step(row: Row, what: str, ask: Callable[[Asked], None]) -> None:
-            nonlocal done
-            if row.failure is None:
-                say(f"{row.name}: {what}", done, total)
-                workers.ask(row, ask)
-            done += 1
 
-        for row in rows:
-            step(row, "loading and warming up", lambda worker, row=row: worker.prepare(row.variant, prompts[0]))
-        for repeat in range(repeats):
-            for index, prompt in enumerate(prompts):
-                for row in _rotated(rows, repeat * len(prompts) + index):
+def _steps(rows: Sequence[Row], num_prompts: int, repeats: int) -> Iterator[tuple[Row, Key | None]]:
+    """First all are warmed up (None), then measured."""
+    for row in rows:
+        yield row, None
+    for i, key in enumerate(product(range(repeats), range(num_prompts))):
+        for row in (*rows[i % len(rows) :], *rows[: i % len(rows)]):
+            yield row, key
 
-                    def take(worker: Asked, row: Row = row, key: tuple[int, int] = (repeat, index)) -> None:
-                        row.samples[key] = worker.measure(row.variant, prompts[key[1]])
 
-                    step(row, f"prompt {index + 1} of {len(prompts)}, repeat {repeat + 1} of {repeats}", take)
+def _what(key: Key | None, num_prompts: int, repeats: int) -> str:
+    if key is None:
+        return "loading and warming up"
+    return f"prompt {key[1] + 1} of {num_prompts}, repeat {key[0] + 1} of {repeats}"
 
 
 class _Workers:
@@ -79,12 +89,14 @@ class _Workers:
         self._open_worker = open_worker
         self._open: dict[str, Asked] = {}
 
-    def ask(self, row: Row, ask: Callable[[Asked], None]) -> None:
-        """Ask a row's process; what goes wrong is noted in the row."""
+    @contextmanager
+    def of(self, row: Row) -> Iterator[Asked]:
+        """The process that serves a row; what goes wrong within the block is noted in the row."""
+        worker = self._open.get(row.runtime)
         try:
-            if row.runtime not in self._open:
-                self._open[row.runtime] = self._open_worker(row.runtime)
-            ask(self._open[row.runtime])
+            if worker is None:
+                worker = self._open[row.runtime] = self._open_worker(row.runtime)
+            yield worker
         except PeerError as error:
             row.failure = str(error)
             if error.dead and row.runtime in self._open:
@@ -94,8 +106,3 @@ class _Workers:
         """End all processes."""
         for worker in self._open.values():
             worker.close()
-
-
-def _rotated(rows: Sequence[Row], by: int) -> list[Row]:
-    by %= len(rows)
-    return [*rows[by:], *rows[:by]]

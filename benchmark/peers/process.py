@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from benchmark.peers.protocol import Sample, Settings
 
 LIMIT_S = 900.0
@@ -66,7 +68,9 @@ class Worker:
 
     def measure(self, variant: str, prompt: list[int]) -> Sample:
         """One answer; PeerError where there is none."""
-        return Sample(**self._ask({"do": "measure", "variant": variant, "prompt": prompt})["sample"])
+        watch = _OthersWatch(self._process.pid)
+        answer = self._ask({"do": "measure", "variant": variant, "prompt": prompt})
+        return Sample(**{**answer["sample"], "others_busy": watch.share()})
 
     def close(self) -> None:
         """End the process."""
@@ -110,3 +114,21 @@ class Worker:
         lines = self._noise.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"its process ended {how}{f': {last}' if last else ''}"[:300]
+
+
+class _OthersWatch:
+    """How busy the machine's CPUs are with anything but one process, from now on."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._before = self._now()
+
+    def share(self) -> float:
+        """Between 0 and 1."""
+        all_s, idle_s, own_s = (b - a for a, b in zip(self._before, self._now(), strict=True))
+        return max(0.0, all_s - idle_s - own_s) / all_s if all_s > 0 else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        machine, own = psutil.cpu_times(), self._process.cpu_times()
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        return sum(machine), idle, own.user + own.system

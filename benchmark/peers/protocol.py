@@ -53,6 +53,8 @@ class Sample:
     """From the request to these: reading the prompt, and the first round where a runtime starts with one."""
     decode_s: float
     """From these to the last token."""
+    others_busy: float = 0.0
+    """Share of the machine's CPU time that other processes took meanwhile."""
 
     @property
     def num_decoded(self) -> int:

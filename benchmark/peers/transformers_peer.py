@@ -26,8 +26,7 @@ class TransformersPeer:
 
         torch.set_num_threads(settings.num_threads)
         self._settings, config = settings, settings.config
-        device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
-        self._device = torch.device("cpu" if device == "auto" else device)
+        self._device = torch.device(config.device)
         with quiet_transformers():
             model: Any = AutoModelForCausalLM.from_pretrained(
                 resolve(config.target),
