@@ -28,7 +28,13 @@ from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
-PROMPTS = ["why is the sky blue", [7], "the cat sat on the mat, and the sky was", [5, 6, 7, 8], [9] * 33]
+PROMPTS: list[str | list[int]] = [
+    "why is the sky blue",
+    [7],
+    "the cat sat on the mat, and the sky was",
+    [5, 6, 7, 8],
+    [9] * 33,
+]
 GREEDY = SamplingParams(max_new_tokens=40)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95, seed=3)
 NUM_DRAFT = 3
@@ -69,6 +75,7 @@ def runtime(request: pytest.FixtureRequest, checkpoint: Path) -> Runtime:
 
 def test_all_modes_emit_the_same_tokens_and_nothing_compiles_after_warm_up(runtime: Runtime) -> None:
     engines = {mode: runtime.engine(mode, warm=SAMPLED) for mode in runtime.modes}
+    assert engines["share"].drafter.model is engines["share"].target, "drafts are compiled, too"
     with no_recompiles():
         for params in (GREEDY, SAMPLED):
             naive, *others = (engines[mode].complete(PROMPTS, params) for mode in runtime.modes)
@@ -108,6 +115,14 @@ def test_rows_of_a_step_have_the_same_bits_at_any_width(runtime: Runtime) -> Non
         live = tokens.shape[1] + width
         for ours, theirs in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
             assert torch.equal(ours[:, :, :live], theirs[:, :, :live])
+
+
+def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Path) -> None:
+    """With one mode loaded, some forms of its widths do not exist: full weights at width 1."""
+    engine = new_runtime(checkpoint, "regional", ("share",)).engine()
+    with no_recompiles():
+        for length in range(1, 3 + NUM_DRAFT):
+            engine.complete([list(range(length))], GREEDY)
 
 
 def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Path) -> None:

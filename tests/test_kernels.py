@@ -55,8 +55,8 @@ class Case(NamedTuple):
         return one.fresh()
 
     def tokens(self, start: int, end: int) -> Case:
-        parts = (t[:, start:end] for t in self[:3])
-        return Case(*parts, self.k_cache, self.v_cache, self.lengths + start)
+        q, k, v = (t[:, start:end] for t in (self.q, self.k, self.v))
+        return self._replace(q=q, k=k, v=v, lengths=self.lengths + start)
 
 
 def copy_of(cache: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def check_attention(case: Case, **options: Any) -> None:
     settings = {"scale": case.q.shape[-1] ** -0.5, **options}
     ours = case.fresh()
     out = attend(*ours, **settings)
-    wide = Case(*(t.double() for t in case[:5]), case.lengths)
+    wide = Case(*(t.double() if t.is_floating_point() else t for t in case))
     wanted = attend_reference(*wide, **settings)
     tolerance = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -169,13 +169,13 @@ def test_a_querys_bits_depend_on_nothing_beside_it(
 def test_attention_takes_slices_of_a_projection(dtype: torch.dtype) -> None:
     """Queries, keys and values as views of one tensor, and with heads that lie apart."""
     case = make_case(dtype, T=3, lengths=(5, 9))
-    merged = torch.cat(case[:3], 2)
+    wanted = attend(*case.fresh(), scale=0.25)
+    merged = torch.cat((case.q, case.k, case.v), 2)
     views = merged.split((4, 2, 2), dim=2)
     assert not views[0].is_contiguous()
-    wanted = attend(*case.fresh(), scale=0.25)
-    assert torch.equal(attend(*views, *case.fresh()[3:], scale=0.25), wanted)
-    apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in case[:3]]
-    assert torch.equal(attend(*apart, *case.fresh()[3:], scale=0.25), wanted)
+    apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (case.q, case.k, case.v)]
+    for q, k, v in (views, apart):
+        assert torch.equal(attend(*case.fresh()._replace(q=q, k=k, v=v), scale=0.25), wanted)
 
 
 @EACH_DTYPE
@@ -269,13 +269,14 @@ def test_pack_linears_replaces_all_but_the_kept() -> None:
     class Special(nn.Linear):
         pass
 
-    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8, bias=False)), Special(8, 8), nn.Linear(8, 4))
+    inner = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model = nn.Sequential(nn.Linear(4, 8), inner, Special(8, 8), nn.Linear(8, 4))
     model.requires_grad_(False)
     x = inputs(torch.float32, 3, 4)
     wanted = model(x)
     kept = model[3]
     assert pack_linears(model, keep=(kept,)) == 2
-    assert [type(m).__name__ for m in (model[0], model[1][0], model[2], model[3])] == [
+    assert [type(m).__name__ for m in (model[0], inner[0], model[2], model[3])] == [
         "PackedLinear",
         "PackedLinear",
         "Special",

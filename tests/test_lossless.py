@@ -5,6 +5,7 @@ Legend: B rows, K draft tokens per round, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from sharesd.config import SamplingParams
 from sharesd.engine import Engine
 from sharesd.output import Completion
 from sharesd.sampler import Sampler
+from sharesd.sampling import probs_of, process
 from sharesd.stats import Stats
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -298,8 +300,8 @@ def test_logprobs_are_the_targets_own(sampling: str) -> None:
         done = oracle(sampling, num_draft, accuracy, batch=3).complete(PROMPTS, params)
         assert [c.logprobs for c in done] == [c.logprobs for c in naive]
     stopped = replace(params, stop_token_ids=(naive[0].token_ids[7],))
-    (done,) = oracle(sampling, 8, 1.0).complete(PROMPTS[:1], stopped)
-    assert done.logprobs == (naive[0].logprobs or [])[: len(done.token_ids)]
+    (cut,) = oracle(sampling, 8, 1.0).complete(PROMPTS[:1], stopped)
+    assert cut.logprobs == (naive[0].logprobs or [])[: len(cut.token_ids)]
 
 
 # ---- real drafters
@@ -308,7 +310,7 @@ def test_logprobs_are_the_targets_own(sampling: str) -> None:
 @cache
 def drafting(kind: str, batch: int, num_draft: int) -> Engine:
     """An engine with a drafter of this kind; `exact` ones are always right."""
-    options = {"batch": batch, "num_draft": num_draft}
+    options: dict[str, Any] = {"batch": batch, "num_draft": num_draft}
     if kind.startswith("share, hqq"):
         bits = int(kind[-1])
         return share_engine(*quantized(MODEL, QuantConfig(bits=bits, group_size=32)), **options)
@@ -467,8 +469,29 @@ def test_abandoned_and_other_calls_leave_no_traces(mode: str) -> None:
         assert ids(engines[mode].complete([text], params, reuse=True)) == want[len(text)]
 
 
-def test_reuse_of_rows_with_different_beginnings() -> None:
-    """One row keeps nearly all of a full context while another reads a long prompt anew."""
+def test_a_classic_drafter_knows_what_it_has_read() -> None:
+    """A copy of the target stays always right when other modes and other conversations use the cache in between."""
+    draft = copy.deepcopy(MODEL)
+    cache = MODEL.new_cache(1, MAX_CONTEXT + 10)
+    naive, classic = new_engine(MODEL, cache=cache), classic_engine(MODEL, draft, cache=cache)
+    params, text = params_of("sampled", 11), list(PROMPTS[1])  # ends with a full draft, whose last token it did not read
+    for turn, engine in enumerate((classic, classic, naive, classic, classic, classic)):
+        if turn == 4:
+            naive.complete([text[:9]], params, reuse=True)
+        (done,) = engine.complete([text], params, reuse=True)
+        assert engine is naive or engine.stats.acceptance_by_position == [1.0] * 4, turn
+        text += [*done.token_ids[: 11 - turn // 3], turn]
+
+
+def test_reuse_of_rows_with_different_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row keeps nearly all of a full context while another reads a long prompt anew; both fit their slots."""
+    forward = type(MODEL).forward
+
+    def check(model: Any, tokens_BT: Tensor, cache: Any, *rest: Any) -> Tensor:
+        assert int(cache.lengths.max()) + tokens_BT.shape[1] <= cache.slots
+        return forward(model, tokens_BT, cache, *rest)
+
+    monkeypatch.setattr(type(MODEL), "forward", check)
     engine, fresh = share_engine(*quantized(MODEL, QuantConfig(group_size=32)), batch=3), new_engine(MODEL, batch=3)
     long = [1 + i % 37 for i in range(MAX_CONTEXT - 4)]
     params = params_of("sampled", 4)
@@ -490,8 +513,6 @@ def every_seed(self: Sampler, seed: int, prompts_BL: Tensor, lengths_B: Tensor) 
 
 def joint_probabilities(model: Any, prompt: Sequence[int], params: SamplingParams) -> Tensor:
     """Exact probabilities [V, ..., V] of the first NUM_TOKENS tokens."""
-    from sharesd.sampling import probs_of, process
-
     joint, prefixes = torch.ones(1, dtype=torch.float64), torch.tensor([list(prompt)])
     with torch.inference_mode():
         for _ in range(NUM_TOKENS):

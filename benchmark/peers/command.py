@@ -8,23 +8,25 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmark import questions as question_files
 from benchmark.environment import environment
 from benchmark.peers.catalogue import RUNTIMES
+from benchmark.peers.figures import Figures, figures
 from benchmark.peers.measure import Row, Say, measure
 from benchmark.peers.process import Worker
 from benchmark.peers.protocol import Settings
+from benchmark.peers.report import markdown, remarks, rich_table
 from benchmark.records import replace_file, write_json
 from sharesd import options
-from sharesd.config import MODES
+from sharesd.config import Mode
 from sharesd.console import console, err_console, loading_bars
 
 EMBEDDED = "SmolLM2-135M-Instruct"
@@ -58,19 +60,18 @@ def run(args: argparse.Namespace) -> int:
     names = runtimes_of(args.peers)
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
-    config = options.engine_config(args, modes=MODES)
-    found = question_files.load("mtbench", args.questions, args.num_questions)
+    config = options.engine_config(args, modes=get_args(Mode))
+    asked = question_files.load("mtbench", args.questions, args.num_questions)
     out_dir = _out_dir(args.out_dir)
 
     from benchmark.conversation import prompt_format, prompt_ids, require_room
-    from benchmark.peers.figures import figures
-    from benchmark.peers.report import failures, markdown, rich_table
     from sharesd.models.resolve import resolve
     from sharesd.tokenizer import load_tokenizer
 
+    config = replace(config, device=_device(config.device))  # the same for all
     with loading_bars() as progress:
         tokenizer = load_tokenizer(resolve(config.target, progress=progress))
-    first_turns = [replace(question, turns=question.turns[:1]) for question in found.questions]
+    first_turns = [replace(question, turns=question.turns[:1]) for question in asked.questions]
     require_room(tokenizer, first_turns, max_new_tokens=args.max_new_tokens, max_context=config.max_context)
     prompts = [prompt_ids(tokenizer, question, []) for question in first_turns]
     settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=args.threads or num_cores())
@@ -84,34 +85,15 @@ def run(args: argparse.Namespace) -> int:
             say=say,
         )
     report = {
-        "settings": {
-            "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
-            "model": EMBEDDED if config.target is None else Path(config.target).name or config.target,
-            "questions": found.label,
-            "num_prompts": len(prompts),
-            "prompt_tokens": [len(prompt) for prompt in prompts],
-            "prompt_format": prompt_format(tokenizer),
-            "num_tokens": settings.num_tokens,
-            "dtype": settings.dtype,
-            "device": config.device,
-            "num_threads": settings.num_threads,
-            "repeats": args.repeats,
-            "num_draft": config.num_draft,
-            "quant": str(config.quant),
-            "compile": config.compile,
-        },
-        "environment": {
-            **environment("cpu"),
-            "num_threads": settings.num_threads,
-            **{RUNTIMES[name].distribution: _version(RUNTIMES[name].distribution) for name in names},
-        },
-        "rows": figures(rows, num_prompts=len(prompts), repeats=args.repeats),
+        "settings": _settings(args, settings, asked.label, prompts, prompt_format(tokenizer)),
+        "environment": _environment(names, settings),
+        "rows": [_row(row, found) for row, found in zip(rows, figures(rows), strict=True)],
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     write_json(out_dir / "peers.json", report)
     replace_file(out_dir / "peers.md", markdown(report))
     console.print(rich_table(report))
-    for line in failures(report):
+    for line in remarks(report):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {out_dir / 'peers.md'}", markup=False, highlight=False, soft_wrap=True)
     return 0 if any(row.failure is None for row in rows) else 1
@@ -132,6 +114,53 @@ def num_cores() -> int:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, psutil.cpu_count(logical=False) or usable)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _settings(
+    args: argparse.Namespace, settings: Settings, label: str, prompts: Sequence[list[int]], prompt_format: str
+) -> dict[str, Any]:
+    config = settings.config
+    return {
+        "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
+        "model": EMBEDDED if config.target is None else Path(config.target).name or config.target,
+        "questions": label,
+        "num_prompts": len(prompts),
+        "prompt_tokens": [len(prompt) for prompt in prompts],
+        "prompt_format": prompt_format,
+        "num_tokens": settings.num_tokens,
+        "dtype": settings.dtype,
+        "device": config.device,
+        "num_threads": settings.num_threads,
+        "repeats": args.repeats,
+        "num_draft": config.num_draft,
+        "quant": str(config.quant),
+        "compile": config.compile,
+    }
+
+
+def _environment(names: Sequence[str], settings: Settings) -> dict[str, Any]:
+    """The machine, and the versions of the runtimes."""
+    versions = {RUNTIMES[name].distribution: _version(RUNTIMES[name].distribution) for name in names}
+    return {**environment(settings.config.device), "num_threads": settings.num_threads, **versions}
+
+
+def _row(row: Row, found: Figures | None) -> dict[str, Any]:
+    """A row of peers.json."""
+    samples = [{"repeat": r, "prompt": p, **asdict(sample)} for (r, p), sample in row.samples.items()]
+    return {
+        "runtime": row.runtime,
+        "variant": row.variant,
+        "how": RUNTIMES[row.runtime].variants[row.variant],
+        "failure": row.failure,
+        "figures": asdict(found) if found else None,
+        "samples": [{name: value for name, value in s.items() if name != "token_ids"} for s in samples],
+    }
 
 
 @contextmanager

@@ -140,5 +140,3 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
         writer.add_bos_token_id(config["bos_token_id"])
     if eos:
         writer.add_eos_token_id(eos[0])
-
-

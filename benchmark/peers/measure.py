@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Protocol
@@ -52,19 +51,26 @@ def measure(
     Each runtime has one process, opened when first needed and again if it died. Only one of them works at any time.
     """
     steps = list(_steps(rows, len(prompts), repeats))
-    workers = _Workers(open_worker)
+    workers: dict[str, Asked] = {}
     try:
         for done, (row, key) in enumerate(steps):
             if row.failure is not None:
                 continue
             say(f"{row.name}: {_what(key, len(prompts), repeats)}", done, len(steps))
-            with workers.of(row) as worker:
+            try:
+                if row.runtime not in workers:
+                    workers[row.runtime] = open_worker(row.runtime)
                 if key is None:
-                    worker.prepare(row.variant, prompts[0])
+                    workers[row.runtime].prepare(row.variant, prompts[0])
                 else:
-                    row.samples[key] = worker.measure(row.variant, prompts[key[1]])
+                    row.samples[key] = workers[row.runtime].measure(row.variant, prompts[key[1]])
+            except PeerError as error:
+                row.failure = str(error)
+                if error.dead and row.runtime in workers:
+                    workers.pop(row.runtime).close()
     finally:
-        workers.close()
+        for worker in workers.values():
+            worker.close()
 
 
 def _steps(rows: Sequence[Row], num_prompts: int, repeats: int) -> Iterator[tuple[Row, Key | None]]:
@@ -80,29 +86,3 @@ def _what(key: Key | None, num_prompts: int, repeats: int) -> str:
     if key is None:
         return "loading and warming up"
     return f"prompt {key[1] + 1} of {num_prompts}, repeat {key[0] + 1} of {repeats}"
-
-
-class _Workers:
-    """The open processes by runtime."""
-
-    def __init__(self, open_worker: Callable[[str], Asked]) -> None:
-        self._open_worker = open_worker
-        self._open: dict[str, Asked] = {}
-
-    @contextmanager
-    def of(self, row: Row) -> Iterator[Asked]:
-        """The process that serves a row; what goes wrong within the block is noted in the row."""
-        worker = self._open.get(row.runtime)
-        try:
-            if worker is None:
-                worker = self._open[row.runtime] = self._open_worker(row.runtime)
-            yield worker
-        except PeerError as error:
-            row.failure = str(error)
-            if error.dead and row.runtime in self._open:
-                self._open.pop(row.runtime).close()
-
-    def close(self) -> None:
-        """End all processes."""
-        for worker in self._open.values():
-            worker.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,7 @@ class Worker:
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.num_threads))
         self._limit_s = limit_s
-        self._noise = tempfile.TemporaryFile()
+        self._noise = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmark.peers.worker", module],
             stdin=subprocess.PIPE,
@@ -79,10 +80,8 @@ class Worker:
         if process.poll() is None:
             process.kill()  # it holds nothing that needs care, and may be busy
         process.wait()
-        try:
+        with suppress(BrokenPipeError):  # a request that nobody read
             process.stdin.close()
-        except BrokenPipeError:
-            pass  # a request that nobody read
         process.stdout.close()
         self._noise.close()
 

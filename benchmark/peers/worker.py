@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TextIO
 
 from benchmark.peers.protocol import Peer, Settings
@@ -40,9 +41,9 @@ def serve(open_peer: Callable[[Settings], Peer], requests: Iterable[str], replie
         return session.answer(**json.loads(line))
 
     lines = iter(requests)
-    reply(lambda: begin(next(lines)))
+    reply(partial(begin, next(lines)))
     for line in lines:
-        reply(lambda line=line: answer(line))
+        reply(partial(answer, line))
 
 
 class _Session:
