@@ -90,7 +90,7 @@ def new_engine(
     )
 
 
-def share_engine(model: Decoder, switch: Switch, *, num_draft: int = 4, batch: int = 1, **options: Any) -> Engine:
+def share_engine(model: CausalModel, switch: Switch, *, num_draft: int = 4, batch: int = 1, **options: Any) -> Engine:
     """`share` with a model that has its switched linears already."""
     max_context = options.get("max_context", MAX_CONTEXT)
     cache = options.pop("cache", None) or model.new_cache(batch, max_context + 2 * (1 + num_draft))

@@ -98,6 +98,13 @@ def test_a_chat_in_changing_modes_is_the_same_and_compiles_nothing(runtime: Runt
             text = [*text, *done.token_ids, turn]
 
 
+def test_share_costs_no_kv_and_little_weight(runtime: Runtime) -> None:
+    drafter, quant = runtime.engine("share").drafter, runtime.report("share").quant
+    assert drafter is not None and quant is not None
+    assert drafter.extra_bytes() == (quant.low_bytes, 0) and 0 < quant.low_bytes <= 0.35 * quant.full_bytes
+    assert runtime.engine("naive").cache is runtime.engine("share").cache
+
+
 def test_rows_of_a_step_have_the_same_bits_at_any_width(runtime: Runtime) -> None:
     model, width = runtime._step, 1 + NUM_DRAFT
     tokens = torch.tensor([[11, 12, 13, 14, 15, 16, 17, 18, 19, 20]])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from compile import native
 from compile.attention import SLOT_MULTIPLE, attend, attend_reference, new_kv
-from compile.linear import PackedLinear, pack_linears
+from compile.linear import LOW_INPUTS, LowPackedLinear, PackedLinear, pack_linears
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -283,6 +283,41 @@ def test_pack_linears_replaces_all_but_the_kept() -> None:
         "Linear",
     ]
     torch.testing.assert_close(model(x), wanted)
+
+
+# ---- linears of 4 and 8 bits
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("N", "K", "group_size"), [(16, 32, 32), (40, 128, 64), (17, 96, 96), (100, 256, 128), (1, 64, 32)]
+)
+def test_low_linear_multiplies_rounded_activations(
+    N: int, K: int, group_size: int, bits: int, dtype: torch.dtype
+) -> None:
+    dice = torch.Generator().manual_seed(N)
+    codes = torch.randint(0, 2**bits, (N, K), generator=dice, dtype=torch.uint8)
+    scale, offset = (torch.randn(N, K // group_size, generator=dice).bfloat16() for _ in range(2))
+    bias = inputs(dtype, N)
+    low = LowPackedLinear(codes, scale, offset, bias, bits)
+    x = inputs(dtype, 9, K)
+    x[4] = 0  # a group without any activation
+    groups = x.double().view(9, -1, LOW_INPUTS)
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    rounded = ((groups / step).nan_to_num().round() * step).view(9, K)
+    wide = [t.double().repeat_interleave(group_size, 1) for t in (scale, offset)]
+    weight = (codes.double() - 2 ** (bits - 1)) * wide[0] + wide[1]
+    wanted = F.linear(rounded, weight, bias.double())
+    y = low(x)
+    assert y.dtype == dtype
+    tolerance = {torch.float64: 1e-4, torch.float32: 1e-4}.get(dtype, 1e-2)  # sums are float32 at most
+    assert (y.double() - wanted).norm() < tolerance * wanted.norm()
+    assert (y.double() - F.linear(x.double(), weight, bias.double())).norm() < 2e-2 * wanted.norm()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(torch.cat([low(x[m : m + 1]) for m in range(9)]), y) and torch.equal(low(x[2:7]), y[2:7])
+    assert low.nbytes == sum(buffer.nbytes for name, buffer in low.named_buffers() if name != "bias")
 
 
 # ---- building

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ from oracle import (
 )
 from torch import Tensor
 
+from quant.attach import quantize_linears
 from quant.config import QuantConfig
+from quant.linear import Switch
 from sharesd.config import SamplingParams
 from sharesd.engine import Engine
 from sharesd.output import Completion
@@ -474,7 +477,10 @@ def test_a_classic_drafter_knows_what_it_has_read() -> None:
     draft = copy.deepcopy(MODEL)
     cache = MODEL.new_cache(1, MAX_CONTEXT + 10)
     naive, classic = new_engine(MODEL, cache=cache), classic_engine(MODEL, draft, cache=cache)
-    params, text = params_of("sampled", 11), list(PROMPTS[1])  # ends with a full draft, whose last token it did not read
+    params, text = (
+        params_of("sampled", 11),
+        list(PROMPTS[1]),
+    )  # ends with a full draft, whose last token it did not read
     for turn, engine in enumerate((classic, classic, naive, classic, classic, classic)):
         if turn == 4:
             naive.complete([text[:9]], params, reuse=True)
@@ -583,3 +589,47 @@ def test_oracle_drafts_without_probabilities_are_greedy_at_zero(rule: str) -> No
 
 def test_the_tokenizer_of_these_tests_has_text_for_nearly_all_tokens() -> None:
     assert VOCAB - 4 <= len(PIECES) <= VOCAB and len(set(PIECES)) == len(PIECES)
+
+
+# ---- models served by transformers
+
+
+@pytest.mark.parametrize("sampling", ["greedy, penalties", "min-p, penalties"])
+def test_the_fallback_is_exact_at_one_width(sampling: str, tmp_path: Path) -> None:
+    """Learned positions, Conv1D linears; every step has `fixed_width` rows, some of them beyond the last position."""
+    import transformers  # takes seconds
+
+    from sharesd.models.hf import load_hf
+
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=32, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    for tensor in base.parameters():
+        tensor.data.mul_(12 if tensor.ndim > 1 else 1)
+    base.save_pretrained(tmp_path)
+    model, switch = load_hf(tmp_path, dtype=torch.float64), Switch()
+    quantize_linears(
+        model,
+        QuantConfig(bits=4, group_size=32),
+        switch,
+        head_name="model.lm_head",
+        layer_of=lambda path: int(path.split(".")[3]) if ".h." in path else None,
+    )
+    options: dict[str, Any] = {"batch": 3, "max_context": 32, "fixed_width": 8}
+    params = params_of(sampling, 40, logprobs=True)
+    prompts = [[*PROMPTS[1], *PROMPTS[1]], *PROMPTS[:2]]
+    cache = model.new_cache(3, 32 + 2 * 8)
+    naive = new_engine(model, cache=cache, **options)
+    share = share_engine(model, switch, cache=cache, **options)
+    done = naive.complete(prompts, params)
+    want = ids(done)
+    assert [len(p) + len(t) for p, t in zip(prompts, want, strict=True)] == [32] * 3
+    assert all(len(set(tokens)) > 3 for tokens in want)
+    assert ids(share.complete(prompts, params)) == want and 0.2 < share.stats.alpha < 1
+    for prompt, completion in zip(prompts, done, strict=True):
+        with torch.inference_mode():
+            logits = model.model(torch.tensor([[*prompt, *completion.token_ids]]), use_cache=False).logits
+        direct = logits[0, len(prompt) - 1 : -1].log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+        torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), direct, rtol=1e-5, atol=1e-5)

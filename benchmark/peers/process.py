@@ -100,7 +100,7 @@ class Worker:
             in_time = late.is_alive()
             late.cancel()
         if not line:
-            raise PeerError(self._last_words() if in_time else f"no answer within {self._limit_s:.0f} s", dead=True)
+            raise PeerError(self._last_words() if in_time else f"no answer within {self._limit_s:g} s", dead=True)
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])

@@ -38,8 +38,14 @@ NOISY = 0.1
 
 def rich_table(report: Mapping[str, Any]) -> Table:
     """The rows that have figures, for the terminal."""
-    style = {"title": _title(report), "title_justify": "left", "title_style": "bold"}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **style)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title=_title(report),
+        title_justify="left",
+        title_style="bold",
+    )
     for i, name in enumerate(COLUMNS):
         table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
     for row in report["rows"]:
