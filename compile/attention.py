@@ -47,7 +47,7 @@ def attend(
 ) -> Tensor:
     """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
 
-    Query t of a row sees slots <= lengths + t, and of those only the last `window` (0 = all). `softcap` > 0 squashes the
+    Query t of a row sees slots <= lengths + t, of those the last `window` only (0 = all). `softcap` > 0 squashes the
     scores to softcap * tanh(score / softcap) before masking (Gemma 2). On a CPU the result of a query is the same bits
     whatever T, S, B or the number of threads.
     """

@@ -16,7 +16,7 @@ WARM_CALLS = 2
 class Replayed(Generic[T]):
     """Calls `function`; where `capture` is set, as a CUDA graph from the third call on.
 
-    The function takes no arguments, must not synchronise, and works on tensors that keep their place. What it returns is
+    The function takes no arguments, must not synchronise, and works on tensors which stay in place. What it returns is
     overwritten by the next call.
     """
 

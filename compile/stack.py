@@ -37,7 +37,7 @@ class NativeStack:
         activation: str,
         low: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`ropes` says which table of angles each block uses. Raises Unsuited where the kernel does not know a module."""
+        """`ropes` names the table of angles of each block. Raises Unsuited where the kernel does not know a module."""
         self._low = low
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the table points at

@@ -1,6 +1,6 @@
 """The static KV cache. Rollback is a number: lengths move, nothing is zeroed, cropped or copied.
 
-Slots below a row's length hold verified KV of every emitted token but the last one (the root). Whatever lies at or above
+Slots below a row's length hold verified KV of every emitted token but the last one (the root). Whatever lies above
 it is scratch: drafts write there, the verify step overwrites them, masks hide the rest.
 """
 

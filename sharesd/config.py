@@ -41,7 +41,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the likeliest; 0 = none."""
     repetition_penalty: float = 1.0
-    """Divide positive logits (multiply negative ones) of tokens in the prompt or the output; 1 = none (Keskar et al. 2019)."""
+    """Divide positive, multiply negative logits of tokens in the prompt or the output (Keskar et al. 2019); 1 = no."""
     presence_penalty: float = 0.0
     """Subtract from logits of tokens that the output already has."""
     frequency_penalty: float = 0.0
@@ -96,7 +96,8 @@ class EngineConfig:
     target: str | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "share"
-    """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model drafts."""
+    """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
+    drafts."""
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     num_draft: int = 4
@@ -109,7 +110,7 @@ class EngineConfig:
     """How the drafter's linears are quantized."""
     compile: CompileMode = "auto"
     """`native`: all blocks in one call of a C++ kernel (CPU). `regional`: one block compiled by Inductor and reused.
-    `full`: the whole step in one Inductor graph. `off`: eager. `auto`: native on a CPU where the kernel knows the model,
+    `full`: the whole step in one Inductor graph. `off`: eager. `auto`: native on a CPU if the kernel knows the model,
     else regional. On CUDA rounds are also captured in graphs, unless it is off."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""

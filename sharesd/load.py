@@ -99,8 +99,13 @@ class Runtime:
             raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
         engine = self._engines[mode]
         started = time.perf_counter()
-        endless = {"ignore_eos": True, "stop": (), "stop_token_ids": ()}
-        params = replace(warm or SamplingParams(), max_new_tokens=3 * (1 + engine.num_draft), **endless)
+        params = replace(
+            warm or SamplingParams(),
+            max_new_tokens=3 * (1 + engine.num_draft),
+            ignore_eos=True,
+            stop=(),
+            stop_token_ids=(),
+        )
         prompt = [i % self.target.vocab_size for i in range(min(8, self.max_context // 2))]
         engine.complete([prompt] * self.cache.batch, params)
         engine.forget()

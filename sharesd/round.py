@@ -48,7 +48,9 @@ class Round:
         verify_width: int,
         capture: bool,
     ) -> None:
-        assert drafter is None or verify_width > drafter.num_draft, "a step has a row for the root and every draft token"
+        assert drafter is None or verify_width > drafter.num_draft, (
+            "a step has a row for the root and every draft token"
+        )
         self._target, self._cache, self._drafter, self._sampler = target, cache, drafter, sampler
         self._state, self._width = state, verify_width
         self._tree = DraftTree(state.root_B[:, None][:, :0])

@@ -1,6 +1,6 @@
 """How one call samples: its parameters, seeds, penalties and noise, joined into two decisions, draft and accept.
 
-Absolute positions count from the start of the prompt. The root of a round lies at position n (the cache's length); row t
+Absolute positions count from the start of the prompt. The root of a round lies at position n (the cache length); row t
 of the verify step, and draft step t, choose the token at position n + t + 1.
 
 Legend: B rows, N draft tokens, T = N + 1 verify rows, V vocabulary.
@@ -55,7 +55,7 @@ class Sampler:
         return sampling.choose(logits_B1V, noise)[:, 0]
 
     def draft(self, logits_BV: Tensor, drafted_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A model drafter's next token [B] after root and `drafted`, and its distribution [B, V] where acceptance needs it.
+        """A model drafter's next token [B] after root and `drafted`; its distribution [B, V] where acceptance needs it.
 
         With `match` it uses the target's own noise of that position, so that both choose alike where they can.
         """

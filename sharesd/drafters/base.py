@@ -20,7 +20,7 @@ class Drafter(Protocol):
     num_draft: int  # N, nodes of every draft
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
-        """New prompts, one list of token ids per row. The first `num_kept` tokens of each are known from the last call."""
+        """New prompts, one list of token ids per row. The first `num_kept` tokens of each are known already."""
         ...
 
     def draft(self, root_B: Tensor) -> DraftTree:

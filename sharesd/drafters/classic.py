@@ -1,4 +1,4 @@
-"""A second model drafts (Leviathan et al. 2022; Chen et al. 2023): any smaller one, or a quantized copy of the target."""
+"""A second model drafts (Leviathan et al. 2022; Chen et al. 2023): a smaller one, or a quantized copy of the target."""
 
 from __future__ import annotations
 
