@@ -25,6 +25,8 @@ NUM_QUESTIONS = 16
 ALL = "all"
 EMBEDDED = "SmolLM2-135M-Instruct (embedded)"
 RUN_FILE = "run.json"
+NAME_KEY = "sharesd_name"
+"""Entry of config.json which says how reports call a checkpoint that ShareSD has written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ def job_of(args: argparse.Namespace) -> Job:
     settings = {
         "benchmark": args.benchmark,
         "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
-        "model": EMBEDDED if config.target is None else Path(config.target).name or config.target,
+        "model": model_name(config.target),
         "target": config.target,
         "draft": config.draft,
         "modes": list(modes),
@@ -100,6 +102,21 @@ def job_of(args: argparse.Namespace) -> Job:
         resume=args.resume,
         settings=settings,
     )
+
+
+def model_name(target: str | None) -> str:
+    """How reports call a target: the name in its config.json where ShareSD wrote one, else that of folder or hub id."""
+    if target is None:
+        return EMBEDDED
+    file = Path(target).expanduser() / "config.json"
+    if file.is_file():
+        try:
+            name = json.loads(file.read_text(encoding="utf-8")).get(NAME_KEY)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{file} cannot be read as JSON ({error}); download the checkpoint again") from error
+        if name is not None:
+            return str(name)
+    return Path(target).name or target
 
 
 def previous_state(job: Job) -> dict[str, Any]:

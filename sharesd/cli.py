@@ -1,4 +1,4 @@
-"""The command line: `python -m sharesd generate | chat`.
+"""The command line: `python -m sharesd generate | chat | cache`.
 
 torch is imported only once all arguments are known to be right.
 """
@@ -14,7 +14,7 @@ from importlib import metadata
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from sharesd import __version__
+from sharesd import __version__, cache_command
 from sharesd.config import MODES, Mode
 from sharesd.console import err_console
 from sharesd.options import (
@@ -85,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_model_options(chat)
     add_sampling_options(chat, max_new_tokens=1024)
+
+    cache_command.add_parser(commands)
     return parser
 
 

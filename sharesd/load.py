@@ -82,7 +82,7 @@ class Runtime:
         exact_at_any_width = native and self.device.type == "cpu"
         self._fixed_width = None if exact_at_any_width else max(EXACT_WIDTH, 1 + config.num_draft)
         self._pack(self.target)
-        self._gumbel = sampling.gumbel if self.compile in ("off", "native") else compile_step(sampling.gumbel)
+        self._gumbel = self._noise()
         width = max(1 + config.num_draft, self._fixed_width or 0)
         self._slots = self.max_context + 2 * width
         self.cache = self.target.new_cache(config.max_batch, self._slots)
@@ -121,6 +121,11 @@ class Runtime:
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
         )
+
+    def _noise(self) -> Callable[..., Tensor]:
+        if self.device.type == "cpu":
+            return sampling.native_gumbel
+        return sampling.gumbel if self.compile == "off" else compile_step(sampling.gumbel)
 
     def _load(self, folder: Path) -> CausalModel:
         return load_model(

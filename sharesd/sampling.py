@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile.noise import hashed_gumbel
 from sharesd.config import SamplingParams
 
 _WORD = 0xFFFFFFFF
@@ -66,6 +67,15 @@ def gumbel(
     token_V = torch.arange(vocab_size, device=positions_BT.device)
     word_BTV = _scramble(token_V, (low_BT1, high_BT1, low_BT1, high_BT1, low_BT1))
     return -torch.log(-torch.log1p(-_unit(word_BTV, dtype)))
+
+
+def native_gumbel(
+    seeds_B: Tensor, positions_BT: Tensor, vocab_size: int, *, stream: Stream = Stream.TARGET
+) -> Tensor:
+    """`gumbel` in float32 by the CPU kernel: a tenth of the time, equal but for units in the last place."""
+    low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
+    keys_RJ = torch.stack([low_BT, high_BT, low_BT, high_BT, low_BT], -1).view(-1, 5)
+    return hashed_gumbel(keys_RJ, _MULTIPLIERS, vocab_size).view(*positions_BT.shape, vocab_size)
 
 
 def uniform(

@@ -6,9 +6,11 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -419,6 +421,7 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     def wait_for(text: str) -> None:
         nonlocal shown
         while text not in shown:
+            assert select.select([ours], [], [], 60)[0], f"waited for {text!r} after {shown!r}"
             shown += os.read(ours, 65536).decode()
         shown = shown[shown.index(text) + len(text) :]
 
@@ -438,6 +441,7 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     os.write(ours, b"\x03")
     wait_for("stopped")
     wait_for("> ")
+    time.sleep(1)  # readline shows its prompt before it listens; a signal in between waits for the next key
     os.write(ours, b"\x03")
     wait_for("Ctrl-C again leaves")
     wait_for("> ")

@@ -29,6 +29,7 @@ from sharesd.sampling import (
     fork,
     gumbel,
     logprobs_of,
+    native_gumbel,
     probs_of,
     process,
     uniform,
@@ -366,3 +367,12 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     result = logprobs_of(logits, tokens)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected)
+
+
+def test_the_native_noise_is_the_noise():
+    seeds_B, positions_BT = torch.tensor([7, 2**40]), torch.tensor([[0, 1, 999], [5, 6, 2**28]])
+    plain = gumbel(seeds_B, positions_BT, 1003)
+    native = native_gumbel(seeds_B, positions_BT, 1003)
+    assert torch.allclose(plain, native, rtol=1e-5, atol=2e-6)
+    alone = native_gumbel(seeds_B[1:], positions_BT[1:, 1:2], 1003)
+    assert torch.equal(alone[0, 0], native[1, 1])  # the same bits whatever the number of rows

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmark import questions as question_files
 from benchmark.environment import environment
+from benchmark.job import model_name
 from benchmark.peers.catalogue import RUNTIMES
 from benchmark.peers.figures import Figures, figures
 from benchmark.peers.measure import Row, Say, measure
@@ -128,7 +129,7 @@ def _settings(
     config = settings.config
     return {
         "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
-        "model": EMBEDDED if config.target is None else Path(config.target).name or config.target,
+        "model": EMBEDDED if config.target is None else model_name(config.target),
         "questions": label,
         "num_prompts": len(prompts),
         "prompt_tokens": [len(prompt) for prompt in prompts],

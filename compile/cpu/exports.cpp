@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "lowbit.h"
+#include "noise.h"
 #include "stack.h"
 
 using sharesd::bf16;
@@ -30,3 +31,8 @@ EXPORT(bfloat16, bf16)
 EXPORT(float16, f16)
 EXPORT(float32, float)
 EXPORT(float64, double)
+
+extern "C" void gumbel_float32(const int64_t* keys, const int64_t* multipliers, float* out, int64_t R, int64_t J, int64_t V,
+                               int64_t threads) {
+  sharesd::gumbel(keys, multipliers, out, R, J, V, static_cast<int>(threads));
+}
