@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent / "cpu"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
+FORMAT = 2
+"""Of the kept file: the library, then the SHA-256 of it, which loaders of libraries do not look at."""
 
 
 def cache_root() -> Path:
@@ -39,11 +41,13 @@ def library() -> ctypes.CDLL:
     key = hashlib.sha256()
     for source in sorted(SOURCE_FOLDER.iterdir()):
         key.update(source.read_bytes())
-    key.update(repr((compiler, FLAGS, platform.machine(), _cpu_features())).encode())
+    key.update(repr((FORMAT, compiler, FLAGS, platform.machine(), _cpu_features())).encode())
     target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
     if target.exists():
         try:
-            return ctypes.CDLL(str(target))
+            if _is_sealed(target):  # the system would load, or crash on, whatever begins like a library
+                return ctypes.CDLL(str(target))
+            log.warning("rebuilding %s, which does not hold what was built", target)
         except OSError as error:
             log.warning("rebuilding %s, which does not load: %s", target, error)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +62,15 @@ def library() -> ctypes.CDLL:
             ) from error
         if done.returncode:
             raise RuntimeError(f"{compiler} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
+        with built.open("ab") as file:
+            file.write(hashlib.sha256(built.read_bytes()).digest())
         os.replace(built, target)
     return ctypes.CDLL(str(target))
+
+
+def _is_sealed(library_file: Path) -> bool:
+    content, size = library_file.read_bytes(), hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _cpu_features() -> str:

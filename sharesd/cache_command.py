@@ -6,7 +6,6 @@ ShareSD gives are counted and deleted.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ PARTS = {
     "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so", "tmp????????")),
     "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}", _PARTIAL)),
     "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors", f"hqq-{_KEY}*.tmp")),
-    "calibration": Part(holds="calibration", names=("*.json", "*.safetensors", _PARTIAL)),
     "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf", _PARTIAL)),
     "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*", _PARTIAL)),
 }
@@ -57,7 +55,9 @@ class Contents:
 def add_parser(commands: Any) -> None:
     """Add the subcommand with its two actions."""
     parser = commands.add_parser(
-        "cache", help="show or delete what is kept on disk", description="What ShareSD keeps; SHARESD_CACHE_DIR moves it."
+        "cache",
+        help="show or delete what is kept on disk",
+        description="What ShareSD keeps; SHARESD_CACHE_DIR moves it.",
     )
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(title="actions", required=True, metavar="info | clear")

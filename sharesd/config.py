@@ -100,8 +100,10 @@ class EngineConfig:
     drafts."""
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
-    num_draft: int = 4
-    """Draft tokens per round."""
+    num_draft: int | None = None
+    """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
+    max_draft: int = 8
+    """Draft tokens per round at most, where their number is chosen."""
     dtype: DType = "auto"
     """`auto`: bfloat16."""
     device: str = "auto"
@@ -125,10 +127,17 @@ class EngineConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("compile", self.compile, get_args(CompileMode))
-        _at_least("num_draft", self.num_draft, 1)
+        if self.num_draft is not None:
+            _at_least("num_draft", self.num_draft, 1)
+        _at_least("max_draft", self.max_draft, 1)
         _at_least("max_batch", self.max_batch, 1)
         _at_least("max_context", self.max_context, 16)
         if self.draft is not None and self.mode != "classic":
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"
             )
+
+    @property
+    def most_draft(self) -> int:
+        """Draft tokens per round at most."""
+        return self.max_draft if self.num_draft is None else self.num_draft

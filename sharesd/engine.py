@@ -22,6 +22,7 @@ from sharesd.config import SamplingParams
 from sharesd.drafters.base import Drafter
 from sharesd.models.base import CausalModel
 from sharesd.output import Completion, TokenChunk
+from sharesd.policy import Policy
 from sharesd.prefill import prefill
 from sharesd.round import Round, RowState
 from sharesd.rows import Rows
@@ -43,24 +44,28 @@ class Engine:
         cache: StaticKVCache,
         drafter: Drafter | None,
         max_context: int,
-        fixed_width: int | None = None,
+        auto_length: bool = False,
+        widths: Sequence[int] | None = None,
         capture: bool = False,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
     ) -> None:
         """`cache` has a row per prompt decoded together; its slots must hold `max_context` and one verify step.
 
-        `fixed_width` is the number of rows of every step, the same in all modes, where the target does not give a row
-        the same bits at any width. `capture` replays rounds as CUDA graphs. `gumbel` may be a compiled form.
+        `auto_length` leaves the number of draft tokens of each round to a policy; else it is the drafter's `num_draft`.
+        `widths` are the numbers of rows that a step may have (it is padded to the next), or None = any. It is a single
+        one, the same in all modes, where the target does not give a row the same bits at any width. `capture` replays
+        rounds as CUDA graphs. `gumbel` may be a compiled form.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
-        self.max_context, self.fixed_width, self.capture = max_context, fixed_width, capture
+        self.max_context, self.capture = max_context, capture
+        self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
         self.stats = Stats()
         """Of the last call of `generate`."""
-        self._gumbel = gumbel
+        self.gumbel = gumbel
         self._device = cache.lengths.device
         self._clock = Clock(self._device)
-        self._state = RowState(torch.zeros_like(cache.lengths), torch.zeros_like(cache.lengths))
-        self._rounds: dict[tuple, tuple[Sampler, Round]] = {}
+        self.state = RowState(torch.zeros_like(cache.lengths), torch.zeros_like(cache.lengths))
+        self._ways: dict[tuple, _Way] = {}
 
     @property
     def mode(self) -> str:
@@ -69,8 +74,12 @@ class Engine:
 
     @property
     def num_draft(self) -> int:
-        """Draft tokens per round."""
+        """Draft tokens per round at most."""
         return self.drafter.num_draft if self.drafter else 0
+
+    def policy(self, sampling: SamplingParams) -> Policy:
+        """What chooses the length of drafts for this way of sampling."""
+        return self._way(sampling).policy
 
     def forget(self) -> None:
         """Drop what `reuse` would find in the cache."""
@@ -133,8 +142,11 @@ class Engine:
             stats=stats,
         )
         turn = self.cache.turn = object()
+        padding: list[list[int]] = [[0]] * (self.cache.batch - len(prompts))  # idle rows hold one token
+        way = self._way(params)
         with torch.inference_mode():
-            round_, first, logprobs = self._prefill(prompts, params, reuse)
+            first, logprobs = self._prefill(prompts + padding, way.sampler, params, reuse)
+        num_idle = 0  # rounds since the drafter took part
         try:
             chunks = rows.take_first(first, logprobs)
             stats.prefill_s += time.perf_counter() - started
@@ -145,7 +157,13 @@ class Engine:
                     raise RuntimeError("another call has used the cache meanwhile; end or close one before the next")
                 started = time.perf_counter()
                 if stale:
-                    self._state.active_B.copy_(torch.tensor(rows.live + [False] * (self.cache.batch - len(rows.live))))
+                    self.state.active_B.copy_(torch.tensor(rows.live + [False] * len(padding)))
+                num_draft = way.policy.next_length()
+                if num_draft:
+                    assert self.drafter is not None
+                    self.drafter.catch_up(rows.tokens + padding, num_idle > 0)
+                num_idle = 0 if num_draft else num_idle + 1
+                round_ = way.round(num_draft)
                 with torch.inference_mode():
                     marks = [self._clock.mark()]
                     round_.draft()
@@ -154,26 +172,27 @@ class Engine:
                     marks.append(self._clock.mark())
                     counted = result.counted_BX.tolist()  # the one host synchronisation of a round
                     logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
-                chunks = rows.take_round(counted, logprobs)
+                accepted = [counted[row][0] - 1 for row, live in enumerate(rows.live) if live]
+                chunks = rows.take_round(counted, logprobs, num_draft)
                 stale = any(chunk.finish_reason for chunk in chunks)
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
+                overhead_s = time.perf_counter() - started - draft_s - verify_s
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
-                stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
+                stats.overhead_s += overhead_s
+                way.policy.record(num_draft, num_draft, accepted, draft_s, verify_s + overhead_s)
                 yield from chunks
         finally:
             # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.
             if self.cache.turn is turn:
                 idle: list[list[int]] = [[] for _ in range(self.cache.batch - len(prompts))]
-                self.cache.held, self.cache.held_by = [row[:-1] for row in rows.tokens] + idle, self.drafter
+                self.cache.held = [row[:-1] for row in rows.tokens] + idle
+                self.cache.held_by = None if num_idle else self.drafter
 
     def _prefill(
-        self, prompts: list[list[int]], params: SamplingParams, reuse: bool
-    ) -> tuple[Round, list[int], list[list[float]] | None]:
-        """Read the prompts and choose each row's first token; also its log-probability, if asked for."""
-        batch = self.cache.batch
-        prompts = prompts + [[0]] * (batch - len(prompts))  # idle rows hold one token
-        sampler, round_ = self._round(params)
+        self, prompts: list[list[int]], sampler: Sampler, params: SamplingParams, reuse: bool
+    ) -> tuple[list[int], list[list[float]] | None]:
+        """Read a prompt per row and choose each row's first token; also its log-probability, if asked for."""
         lengths_B = torch.tensor([len(row) for row in prompts], device=self._device)
         longest = max(map(len, prompts))
         padded_BL = torch.tensor([row + [0] * (longest - len(row)) for row in prompts], device=self._device)
@@ -184,40 +203,54 @@ class Engine:
         logits_BV = prefill(self.target, self.cache, prompts, kept)
         root_B = sampler.first(logits_BV, self.cache.lengths)
         sampler.commit(root_B[:, None], torch.ones_like(root_B))
-        self._state.root_B.copy_(root_B)
+        self.state.root_B.copy_(root_B)
         if self.drafter is not None:
-            self.drafter.begin(prompts, kept if seen else [0] * batch, sampler)
+            self.drafter.begin(prompts, kept if seen else [0] * len(prompts), sampler)
         first = root_B.tolist()
         if not params.logprobs:
-            return round_, first, None
-        return round_, first, sampling.logprobs_of(logits_BV[:, None], root_B[:, None]).tolist()
+            return first, None
+        return first, sampling.logprobs_of(logits_BV[:, None], root_B[:, None]).tolist()
 
-    def _round(self, params: SamplingParams) -> tuple[Sampler, Round]:
-        """The device's part for this way of sampling; kept, since it may be captured in graphs."""
+    def _way(self, params: SamplingParams) -> _Way:
+        """What belongs to this way of sampling; kept, since its rounds may be captured in graphs."""
         bare = replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={})
-        key = (self.drafter, repr(bare), tuple(sorted(params.logit_bias.items())))
-        if key not in self._rounds:
-            sampler = Sampler(
-                params,
-                batch=self.cache.batch,
-                vocab_size=self.target.vocab_size,
-                device=self._device,
-                gumbel=self._gumbel,
+        key = (repr(bare), tuple(sorted(params.logit_bias.items())))
+        if key not in self._ways:
+            self._ways[key] = _Way(self, params)
+        return self._ways[key]
+
+
+class _Way:
+    """One way of sampling: its sampler, its rounds by draft length, and the policy that chooses among them."""
+
+    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+        self._engine = engine
+        self.sampler = Sampler(
+            params,
+            batch=engine.cache.batch,
+            vocab_size=engine.target.vocab_size,
+            device=engine.cache.lengths.device,
+            gumbel=engine.gumbel,
+        )
+        self.policy = Policy(max_draft=engine.num_draft, fixed=None if engine.auto_length else engine.num_draft)
+        self._rounds: dict[int, Round] = {}
+
+    def round(self, num_draft: int) -> Round:
+        """The round with drafts of this length."""
+        if num_draft not in self._rounds:
+            engine = self._engine
+            rows = 1 + num_draft
+            self._rounds[num_draft] = Round(
+                engine.target,
+                engine.cache,
+                engine.drafter if num_draft else None,
+                self.sampler,
+                engine.state,
+                num_draft=num_draft,
+                verify_width=next(width for width in engine.widths if width >= rows) if engine.widths else rows,
+                capture=engine.capture,
             )
-            width = self.fixed_width or 1 + self.num_draft
-            self._rounds[key] = (
-                sampler,
-                Round(
-                    self.target,
-                    self.cache,
-                    self.drafter,
-                    sampler,
-                    self._state,
-                    verify_width=width,
-                    capture=self.capture,
-                ),
-            )
-        return self._rounds[key]
+        return self._rounds[num_draft]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

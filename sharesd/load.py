@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from quant.attach import QuantReport, make_low, quantize_linears
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import sampling
+from sharesd.calibrate import warm_up
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
@@ -80,13 +81,17 @@ class Runtime:
         self.max_context = min(config.max_context, self.target.max_context)
         native = isinstance(self.target, Decoder)
         exact_at_any_width = native and self.device.type == "cpu"
-        self._fixed_width = None if exact_at_any_width else max(EXACT_WIDTH, 1 + config.num_draft)
+        most = 1 + config.most_draft
+        self._widths: tuple[int, ...] | None = None  # any
+        if not exact_at_any_width:
+            self._widths = (max(EXACT_WIDTH, most),)
+        elif self.compile in ("regional", "full"):
+            self._widths = (1, most)
         self._pack(self.target)
         self._gumbel = self._noise()
-        width = max(1 + config.num_draft, self._fixed_width or 0)
-        self._slots = self.max_context + 2 * width
+        self._slots = self.max_context + 2 * max(self._widths or (most,))
         self.cache = self.target.new_cache(config.max_batch, self._slots)
-        self._step = self._compile(self.target, {1, width, self._fixed_width or 1})
+        self._step = self._compile(self.target, {1, *(self._widths or ())})
         self._drafters: dict[Mode, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
         self.load_seconds = time.perf_counter() - started
@@ -99,16 +104,7 @@ class Runtime:
             raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
         engine = self._engines[mode]
         started = time.perf_counter()
-        params = replace(
-            warm or SamplingParams(),
-            max_new_tokens=3 * (1 + engine.num_draft),
-            ignore_eos=True,
-            stop=(),
-            stop_token_ids=(),
-        )
-        prompt = [i % self.target.vocab_size for i in range(min(8, self.max_context // 2))]
-        engine.complete([prompt] * self.cache.batch, params)
-        engine.forget()
+        warm_up(engine, warm or SamplingParams())
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
 
@@ -184,7 +180,7 @@ class Runtime:
         return model
 
     def _drafter(self, mode: Mode) -> Drafter | None:
-        num_draft = self.config.num_draft
+        num_draft = self.config.most_draft
         if mode == "naive":
             return None
         if mode == "share":
@@ -222,7 +218,8 @@ class Runtime:
             cache=self.cache,
             drafter=self._drafters[mode],
             max_context=self.max_context,
-            fixed_width=self._fixed_width,
+            auto_length=self.config.num_draft is None,
+            widths=self._widths,
             capture=native and self.device.type == "cuda" and self.compile != "off",
             gumbel=self._gumbel,
         )

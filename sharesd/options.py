@@ -78,7 +78,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
     )
     group.add_argument(
-        "--num-draft", type=_whole, default=_DEFAULTS.num_draft, metavar="K", help="draft tokens per round"
+        "--num-draft",
+        type=_length,
+        default="auto",
+        metavar="K",
+        help="draft tokens per round; auto: what pays best at the moment, 0 included",
     )
     group.add_argument(
         "--quant", default=_DEFAULTS.quant.spec, metavar="SPEC", help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts"
@@ -182,7 +186,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         target=getattr(args, "target", None),
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
-        num_draft=args.num_draft,
+        num_draft=None if args.num_draft == "auto" else args.num_draft,
         dtype=args.dtype,
         device=args.device,
         quant=QuantConfig.parse(args.quant, args.quant_skip),
@@ -236,6 +240,10 @@ def _checked(convert: Callable[[str], float], text: str, kind: str) -> float:
 
 def _whole(text: str) -> int:
     return int(_checked(int, text, "a whole number"))
+
+
+def _length(text: str) -> int | str:
+    return text if text == "auto" else _whole(text)
 
 
 def _number(text: str) -> float:

@@ -45,12 +45,13 @@ class Round:
         sampler: Sampler,
         state: RowState,
         *,
+        num_draft: int,
         verify_width: int,
         capture: bool,
     ) -> None:
-        assert drafter is None or verify_width > drafter.num_draft, (
-            "a step has a row for the root and every draft token"
-        )
+        """`drafter` is None for plain steps, where `num_draft` is 0."""
+        assert verify_width > num_draft, "a step has a row for the root and every draft token"
+        self.num_draft = num_draft
         self._target, self._cache, self._drafter, self._sampler = target, cache, drafter, sampler
         self._state, self._width = state, verify_width
         self._tree = DraftTree(state.root_B[:, None][:, :0])
@@ -59,7 +60,7 @@ class Round:
 
     def _draft(self) -> DraftTree:
         if self._drafter is not None:
-            self._tree = self._drafter.draft(self._state.root_B)
+            self._tree = self._drafter.draft(self._state.root_B, self.num_draft)
         return self._tree
 
     def _verify(self) -> RoundResult:

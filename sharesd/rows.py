@@ -42,7 +42,9 @@ class Rows:
             for row in range(len(self.tokens))
         ]
 
-    def take_round(self, counted: list[list[int]], logprobs: list[list[float]] | None) -> list[TokenChunk]:
+    def take_round(
+        self, counted: list[list[int]], logprobs: list[list[float]] | None, num_draft: int
+    ) -> list[TokenChunk]:
         """A round's results: for each row the number of new tokens, then the tokens."""
         stats, chunks = self._stats, []
         stats.steps += 1
@@ -51,11 +53,12 @@ class Rows:
                 continue
             num_new = counted[row][0]
             ids = counted[row][1 : 1 + num_new]
-            last: Source = "target" if not stats.num_draft else "bonus" if num_new > stats.num_draft else "recovered"
+            last: Source = "target" if not num_draft else "bonus" if num_new > num_draft else "recovered"
             accepted: list[Source] = ["accepted"] * (num_new - 1)
             chunk = self._emit(row, ids, [*accepted, last], logprobs[row][:num_new] if logprobs else None)
             count = len(chunk.token_ids)
             stats.rounds += 1
+            stats.drafted_tokens += num_draft
             stats.decoded_tokens += count
             stats.accept_lengths[self._first_index + row].append(count)
             for position in range(min(count, num_new - 1)):

@@ -69,9 +69,7 @@ def gumbel(
     return -torch.log(-torch.log1p(-_unit(word_BTV, dtype)))
 
 
-def native_gumbel(
-    seeds_B: Tensor, positions_BT: Tensor, vocab_size: int, *, stream: Stream = Stream.TARGET
-) -> Tensor:
+def native_gumbel(seeds_B: Tensor, positions_BT: Tensor, vocab_size: int, *, stream: Stream = Stream.TARGET) -> Tensor:
     """`gumbel` in float32 by the CPU kernel: a tenth of the time, equal but for units in the last place."""
     low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
     keys_RJ = torch.stack([low_BT, high_BT, low_BT, high_BT, low_BT], -1).view(-1, 5)

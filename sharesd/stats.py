@@ -11,7 +11,7 @@ class Stats:
     """Counters over the rounds of one or more calls. Times are seconds of wall clock."""
 
     num_draft: int = 0
-    """Draft tokens per round; 0 = plain decoding."""
+    """Draft tokens per round at most; 0 = plain decoding."""
     prompt_tokens: int = 0
     """Prompt tokens, those found in the cache included."""
     new_tokens: int = 0
@@ -20,6 +20,8 @@ class Stats:
     """Tokens emitted by rounds: new_tokens without the first of each row."""
     rounds: int = 0
     """Passes of the loop, counted per row that took part."""
+    drafted_tokens: int = 0
+    """Draft tokens that were verified."""
     steps: int = 0
     """Passes of the loop, whatever the number of rows."""
     accepted_at: list[int] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Stats:
     def merge(self, other: Stats) -> None:
         """Add another call's counts."""
         self.num_draft = max(self.num_draft, other.num_draft)
-        for name in ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "steps"):
+        for name in ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("prefill_s", "draft_s", "verify_s", "overhead_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

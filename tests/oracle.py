@@ -165,11 +165,14 @@ class OracleDrafter:
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
         self._rows = [self.futures.get(tuple(prompt), ()) for prompt in prompts]
-        self._at = [1] * len(prompts)  # the prefill gave the first token
+        self._starts = [len(prompt) for prompt in prompts]
         self._vocab = sampler.vocab_size
 
-    def draft(self, root_B: Tensor) -> DraftTree:
-        at_BN = [[at + i for i in range(self.num_draft)] for at in self._at]
+    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
+        self._at = [len(text) - start for text, start in zip(texts, self._starts, strict=True)]
+
+    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
+        at_BN = [[at + i for i in range(num_draft)] for at in self._at]
         return DraftTree(torch.tensor([[self._guess(b, i) for i in at] for b, at in enumerate(at_BN)]))
 
     def _guess(self, row: int, at: int) -> int:
@@ -178,7 +181,7 @@ class OracleDrafter:
         return token if right else (token + 1) % self._vocab
 
     def commit(self, root_B: Tensor, verdict: Verdict) -> None:
-        self._at = [at + num for at, num in zip(self._at, verdict.num_new.tolist(), strict=True)]
+        pass
 
     def extra_bytes(self) -> tuple[int, int]:
         return 0, 0

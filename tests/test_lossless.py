@@ -596,7 +596,7 @@ def test_the_tokenizer_of_these_tests_has_text_for_nearly_all_tokens() -> None:
 
 @pytest.mark.parametrize("sampling", ["greedy, penalties", "min-p, penalties"])
 def test_the_fallback_is_exact_at_one_width(sampling: str, tmp_path: Path) -> None:
-    """Learned positions, Conv1D linears; every step has `fixed_width` rows, some of them beyond the last position."""
+    """Learned positions, Conv1D linears; every step has 8 rows, some of them beyond the last position."""
     import transformers  # takes seconds
 
     from sharesd.models.hf import load_hf
@@ -617,7 +617,7 @@ def test_the_fallback_is_exact_at_one_width(sampling: str, tmp_path: Path) -> No
         head_name="model.lm_head",
         layer_of=lambda path: int(path.split(".")[3]) if ".h." in path else None,
     )
-    options: dict[str, Any] = {"batch": 3, "max_context": 32, "fixed_width": 8}
+    options: dict[str, Any] = {"batch": 3, "max_context": 32, "widths": (8,)}
     params = params_of(sampling, 40, logprobs=True)
     prompts = [[*PROMPTS[1], *PROMPTS[1]], *PROMPTS[:2]]
     cache = model.new_cache(3, 32 + 2 * 8)

@@ -11,20 +11,25 @@ from sharesd.tree import DraftTree, Verdict
 
 
 class Drafter(Protocol):
-    """Guesses tokens for the target. Lifecycle of a call: begin, then draft and commit once per round.
+    """Guesses tokens for the target. Lifecycle of a call: begin, then in each round catch_up, draft and commit, unless
+    the round is a plain step.
 
     Everything in draft and commit stays on the device; state lives in tensors that keep their place.
     """
 
     name: str
-    num_draft: int  # N, nodes of every draft
+    num_draft: int  # nodes of a draft at most
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
         """New prompts, one list of token ids per row. The first `num_kept` tokens of each are known already."""
         ...
 
-    def draft(self, root_B: Tensor) -> DraftTree:
-        """Guess N tokens after each row's root."""
+    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
+        """Before a draft: each row's tokens up to its root. `idle`: there were rounds without this drafter."""
+        ...
+
+    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
+        """Guess this many tokens after each row's root."""
         ...
 
     def commit(self, root_B: Tensor, verdict: Verdict) -> None:

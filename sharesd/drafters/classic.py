@@ -31,11 +31,20 @@ class ClassicDrafter:
         # Slots below the kept prefix are right but for its last token, which may never have been read.
         prefill(self.model, self.cache, prompts, [max(0, kept - 1) for kept in num_kept])
         self._before_B.copy_(torch.tensor([row[-1] if row else 0 for row in prompts]))
+        self._read = [max(0, len(row) - 1) for row in prompts]
 
-    def draft(self, root_B: Tensor) -> DraftTree:
+    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
+        known = [row[:-1] for row in texts]  # all but the root
+        if idle:
+            with torch.inference_mode():
+                prefill(self.model, self.cache, known, self._read)
+                self._before_B.copy_(torch.tensor([row[-1] for row in known]))
+        self._read = [len(row) - 1 for row in known]
+
+    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
         first_B2 = torch.stack([self._before_B, root_B], 1)
         self.cache.lengths -= 1
-        tree = draft_chain(self.model, self.cache, first_B2, self.num_draft, self._sampler)
+        tree = draft_chain(self.model, self.cache, first_B2, num_draft, self._sampler)
         self.cache.lengths += 1
         return tree
 

@@ -30,9 +30,12 @@ class ShareDrafter:
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def draft(self, root_B: Tensor) -> DraftTree:
+    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
+        pass  # the target's own steps have written what it reads
+
+    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
         with self.switch.use_low():
-            return draft_chain(self.model, self.cache, root_B[:, None], self.num_draft, self._sampler)
+            return draft_chain(self.model, self.cache, root_B[:, None], num_draft, self._sampler)
 
     def commit(self, root_B: Tensor, verdict: Verdict) -> None:
         pass

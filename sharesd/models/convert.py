@@ -24,7 +24,7 @@ from sharesd.models.progress import Progress, silent
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the converted folders; a new number makes old ones unused."""
 MANIFEST = "converted.json"
 
@@ -33,7 +33,7 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
     """The checkpoint folder of a .gguf file, converted now if that was not done before or if the copy is damaged."""
     home = cache_root() / "checkpoints"
     folder = home / f"{gguf_file.stem}-{_fingerprint(gguf_file)}"
-    if _is_complete(folder):
+    if _holds(folder, gguf_file):
         return folder
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -41,10 +41,11 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
             fresh = Path(scratch) / "checkpoint"
             fresh.mkdir()
             _convert(gguf_file, fresh, progress)
-            sizes = {file.name: file.stat().st_size for file in fresh.iterdir()}
-            (fresh / MANIFEST).write_text(json.dumps({"format": FORMAT, "sizes": sizes}))
-            if folder.exists() and not _is_complete(folder):
-                log.warning("%s is damaged; converting %s again", folder, gguf_file.name)
+            source = {"mtime_ns": gguf_file.stat().st_mtime_ns, "sha256": _sha256(gguf_file)}
+            files = {file.name: _sha256(file) for file in fresh.iterdir()}
+            (fresh / MANIFEST).write_text(json.dumps({"format": FORMAT, "source": source, "sha256": files}))
+            if folder.exists() and not _holds(folder, gguf_file):
+                log.warning("%s is damaged or outdated; converted %s again", folder, gguf_file.name)
                 folder.rename(Path(scratch) / "damaged")
             if not folder.exists():  # another process may have been faster
                 fresh.rename(folder)
@@ -67,14 +68,23 @@ def _fingerprint(file: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_complete(folder: Path) -> bool:
+def _holds(folder: Path, gguf_file: Path) -> bool:
+    """True if the folder holds what was written into it, and that was made from this file."""
     if not (folder / MANIFEST).exists():
         return False
     try:
-        sizes = read_json(folder / MANIFEST)["sizes"]
-    except (ValueError, KeyError):
+        manifest = read_json(folder / MANIFEST)
+        files, source = dict(manifest["sha256"]), dict(manifest["source"])
+    except (ValueError, KeyError, TypeError):
         return False
-    return all((folder / name).exists() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    if source.get("mtime_ns") != gguf_file.stat().st_mtime_ns and source.get("sha256") != _sha256(gguf_file):
+        return False
+    return all((folder / name).is_file() and _sha256(folder / name) == digest for name, digest in files.items())
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:

@@ -1,0 +1,496 @@
+"""Tables against brute force: what they find, how their trees look, what they learn, what they store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sharesd.tables import suffix
+from sharesd.tables.base import Guess, HitRates, Table, grow, outcomes
+from sharesd.tables.ngram import NgramTable
+from sharesd.tables.recycling import DEPTHS, RecycleTable
+from sharesd.tables.suffix import SuffixAutomaton, SuffixTable, build_datastore, open_datastore
+
+VOCAB = 512
+MAKERS: dict[str, Callable[[], Table]] = {
+    "ngram": lambda: NgramTable(8, 1, 4),
+    "recent": lambda: NgramTable(8, 2, 3, most_recent=True),
+    "suffix": SuffixTable,
+    "recycling": lambda: RecycleTable(VOCAB, 4),
+}
+every_table = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def random_text(seed: int, length: int, alphabet: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, alphabet, length).tolist()
+
+
+def natural_text(seed: int, length: int) -> list[int]:
+    """Phrases that come back, in between new tokens; ids below 500."""
+    rng = np.random.default_rng(seed)
+    phrases = [rng.integers(0, 400, rng.integers(2, 12)).tolist() for _ in range(40)]
+    text: list[int] = []
+    while len(text) < length:
+        text += phrases[int(rng.zipf(1.5)) % 40] if rng.random() < 0.8 else [int(rng.integers(400, 500))]
+    return text[:length]
+
+
+def ends_of(text: Sequence[int], part: Sequence[int]) -> list[int]:
+    """Where `part` ends in `text`, each as the index behind it."""
+    n = len(part)
+    return [i for i in range(n, len(text) + 1) if list(text[i - n : i]) == list(part)]
+
+
+def longest_earlier(text: Sequence[int], shortest: int, longest: int) -> tuple[int, list[int]]:
+    """Length of the longest suffix that occurs earlier, and where those occurrences end."""
+    for n in range(min(longest, len(text) - 1), shortest - 1, -1):
+        if ends := ends_of(text[:-1], text[len(text) - n :]):
+            return n, ends
+    return 0, []
+
+
+def check(guess: Guess, budget: int) -> None:
+    """A tree whose first n nodes are a tree, too, for all n."""
+    tokens, parents, scores = guess
+    assert len(tokens) == len(parents) == len(scores) <= budget
+    assert all(-1 <= parent < node for node, parent in enumerate(parents))
+    assert len(set(zip(parents, tokens, strict=True))) == len(tokens), "siblings with the same token"
+    assert all(a >= b for a, b in zip([1.0, *scores], scores, strict=False))
+    assert all(
+        0 < score <= (1.0 if parent < 0 else scores[parent]) for score, parent in zip(scores, parents, strict=True)
+    )
+
+
+def paths(guess: Guess) -> list[list[int]]:
+    found: list[list[int]] = []
+    for token, parent in zip(guess.tokens, guess.parents, strict=True):
+        found.append([*(found[parent] if parent >= 0 else []), token])
+    return found
+
+
+def play(table: Table, text: Sequence[int], prompt: int, budget: int, row: int = 0) -> float:
+    """Replay a text as if the target emitted it; mean tokens per round."""
+    table.begin(row, text[:prompt])
+    at, rounds = prompt, 0
+    while at < len(text):
+        guess = table.guess(row, budget)
+        check(guess, budget)
+        accepted = sum(hit for _, hit in outcomes(guess, text[at:]))
+        emitted = text[at : at + accepted + 1]
+        table.extend(row, emitted)
+        at, rounds = at + len(emitted), rounds + 1
+    return (len(text) - prompt) / rounds
+
+
+# ---- what all tables share
+
+
+def test_outcomes_are_told_of_decided_nodes_only() -> None:
+    guess = Guess([5, 6, 7, 8, 9], [-1, -1, 0, 2, 1], [0.5, 0.4, 0.3, 0.2, 0.1])
+    assert list(outcomes(guess, [5, 7, 1])) == [(0, True), (1, False), (2, True), (3, False)]
+    assert list(outcomes(guess, [6])) == [(0, False), (1, True)]
+    assert list(outcomes(guess, [1, 5])) == [(0, False), (1, False)]
+    assert list(outcomes(guess, [])) == list(outcomes(Guess([], [], []), [1, 2])) == []
+
+
+def test_grow_takes_the_most_probable_nodes() -> None:
+    chances = {(): [0.6, 0.3], (0,): [0.4, 0.4], (0, 0): [0.9], (1,): [0.95]}
+
+    def children(path: tuple[int, ...], least: float) -> list[tuple[float, int, tuple[int, ...]]]:
+        return [(p, i, (*path, i)) for i, p in enumerate(chances.get(path, []))]
+
+    guess, states = grow(5, (), children)
+    assert states == [(0,), (1,), (1, 0), (0, 0), (0, 1)]
+    assert guess.scores == pytest.approx([0.6, 0.3, 0.285, 0.24, 0.24])
+    assert guess.parents == [-1, -1, 1, 0, 0]
+    assert len(grow(99, (), children)[0].tokens) == 6
+    assert grow(0, (), children)[0] == Guess([], [], [])
+
+
+def test_children_without_a_chance_may_be_left_out() -> None:
+    rng = np.random.default_rng(0)
+    chances = {i: rng.dirichlet([0.3] * 5).tolist() for i in range(7)}
+
+    def children(state: int, least: float) -> list[tuple[float, int, int]]:
+        return [(p, i, (state * 5 + i) % 7) for i, p in enumerate(chances[state]) if p > least]
+
+    for budget in (1, 2, 5, 20):
+        assert grow(budget, 3, children) == grow(budget, 3, lambda state, _: children(state, 0.0))
+        assert grow(budget, 3, children)[0].scores == grow(40, 3, children)[0].scores[:budget]
+
+
+def test_hit_rates_follow_what_happens() -> None:
+    rates = HitRates([0.5, 0.2], weight=2.0, memory=50)
+    assert (rates[0], rates[1]) == (0.5, 0.2)
+    rates.learn(0, True)
+    assert rates[0] == pytest.approx(2 / 3, abs=0.01)
+    for i in range(1000):
+        rates.learn(0, i % 4 == 0)
+    assert rates[0] == pytest.approx(0.25, abs=0.05)
+    for _ in range(300):
+        rates.learn(0, True)
+    assert rates[0] > 0.95 and rates[1] == 0.2
+    never = HitRates([0.5])
+    for _ in range(300_000):
+        never.learn(0, False)
+    assert never[0] > 0
+    factor = HitRates([1.0])
+    for i in range(2000):
+        factor.learn(0, i % 10 < 4, expected=0.8)  # expectations twice too high
+    assert factor[0] == pytest.approx(0.5, abs=0.05)
+
+
+@every_table
+@pytest.mark.parametrize("budget", [1, 3, 16])
+def test_every_guess_is_a_sorted_tree(make: Callable[[], Table], budget: int) -> None:
+    for seed in range(4):
+        play(make(), random_text(seed, 120, 3), 1, budget)
+    assert play(make(), natural_text(0, 600), 50, budget) > 1.1
+
+
+@every_table
+def test_nothing_known_means_no_guess(make: Callable[[], Table]) -> None:
+    table = make()
+    for tokens in ([], [3], [1, 2, 3, 4]):
+        table.begin(0, tokens)
+        assert table.guess(0, 8) == Guess([], [], [])
+    assert table.guess(0, 0) == Guess([], [], [])
+    table.extend(0, [])
+    table.extend(0, [1])
+    assert table.guess(0, 1).tokens == ([2] if not (isinstance(table, NgramTable) and table.ngram_min > 1) else [])
+    assert table.guess(0, 0) == Guess([], [], [])
+
+
+@every_table
+def test_texts_of_rows_do_not_mix(make: Callable[[], Table]) -> None:
+    table, alone = make(), make()
+    texts = [random_text(7, 60, 4), [t + 100 for t in random_text(8, 60, 4)]]
+    for row in (0, 1):
+        table.begin(row, texts[row])
+        table.guess(0, 8)
+    alone.begin(1, texts[1])
+    assert table.guess(1, 8) == alone.guess(1, 8)
+    assert set(table.guess(0, 16).tokens) <= set(texts[0])
+    table.begin(0, [7])
+    assert table.guess(1, 8) == alone.guess(1, 8)
+
+
+@every_table
+def test_a_text_in_pieces_is_the_text_at_once(make: Callable[[], Table]) -> None:
+    text, table, whole = natural_text(2, 300), make(), make()
+    whole.begin(0, text)
+    table.begin(0, text[:100])
+    table.extend(0, text[100:130])
+    table.begin(0, text[:200])  # the next turn of a chat
+    for token in text[200:]:
+        table.extend(0, [token])
+    assert table.guess(0, 16) == whole.guess(0, 16)
+    whole.begin(0, [900 % VOCAB, *text[1:]])  # another beginning
+    table.begin(0, [900 % VOCAB, *text[1:]])
+    assert table.guess(0, 16) == whole.guess(0, 16)
+
+
+@every_table
+def test_hits_raise_scores_and_misses_lower_them(make: Callable[[], Table]) -> None:
+    loop = [1, 2, 3] * 5
+    table = make()
+    table.begin(0, loop)
+    fresh = table.guess(0, 3).scores[0]
+    for i in range(60):
+        table.guess(0, 3)
+        table.extend(0, [loop[i % 3]])
+    table.begin(0, loop)
+    assert fresh < table.guess(0, 3).scores[0] <= 1
+    for i in range(200):
+        table.begin(0, [1, 2, 3, 1, 2, 3])
+        table.guess(0, 3)
+        table.extend(0, [100 + i])
+    table.begin(0, [1, 2, 3, 1, 2, 3])
+    assert table.guess(0, 3).scores[0] < 0.3
+
+
+# ---- n-grams
+
+
+def test_the_example_of_vllm() -> None:
+    table = NgramTable(4, 2, 3)
+    table.begin(0, [1, 2, 3, 4, 2, 3])
+    guess = table.guess(0, 4)
+    assert guess.tokens == [4, 2, 3] and guess.parents == [-1, 0, 1]
+    assert guess.scores == pytest.approx([0.5, 0.25, 0.125])
+    assert table.guess(0, 2).tokens == [4, 2]
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 4), (2, 3), (3, 6)])
+def test_ngrams_match_brute_force(low: int, high: int, most_recent: bool) -> None:
+    for seed in range(8):
+        text = random_text(seed, 70, 2 + seed % 3)
+        table = NgramTable(5, low, high, most_recent)
+        table.begin(0, text[:1])
+        for end in range(1, len(text)):
+            _, ends = longest_earlier(text[:end], low, high)
+            start = (max(ends) if most_recent else min(ends)) if ends else end
+            assert table.guess(0, 16).tokens == text[start : min(start + 5, end)]
+            table.extend(0, [text[end]])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 1, 2), "num_draft is 0; it must be at least 1"),
+        ((4, 0, 2), "ngram_min is 0"),
+        ((4, 3, 2), "ngram_max is 2"),
+    ],
+)
+def test_wrong_sizes_of_ngrams_are_refused(sizes: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NgramTable(*sizes)
+
+
+# ---- suffixes
+
+
+def test_the_automaton_matches_brute_force() -> None:
+    for seed in range(8):
+        text, automaton = random_text(seed, 48, 2 + seed % 3), SuffixAutomaton()
+        for end, token in enumerate(text, 1):
+            automaton.append(token)
+            match = max(0, automaton.link[automaton.last])
+            assert automaton.length[match] == longest_earlier(text[:end], 1, end)[0]
+        for start in range(len(text)):  # every substring is there, and its count is exact: 48 tokens need no cut
+            state = 0
+            for end in range(start, len(text)):
+                state = automaton.next[state][text[end]]
+                assert automaton.count[state] == len(ends_of(text, text[start : end + 1]))
+
+
+def test_suffix_guesses_only_what_followed() -> None:
+    for seed in range(8):
+        text = random_text(seed, 60, 4)
+        table = SuffixTable()
+        table.begin(0, text)
+        n, ends = longest_earlier(text, 1, len(text))
+        guess = table.guess(0, 16)
+        assert {text[end] for end in ends if end < len(text)} <= set(guess.tokens[i] for i in roots(guess))
+        for path in paths(guess):  # each node follows the last token and the path before it somewhere in the text
+            assert len(ends_of(text, [text[-1], *path][:2])) > 0 and len(ends_of(text, path[-2:])) > 0
+
+
+def roots(guess: Guess) -> list[int]:
+    return [node for node, parent in enumerate(guess.parents) if parent < 0]
+
+
+def test_frequent_continuations_come_first_and_long_matches_go_deeper() -> None:
+    table = SuffixTable()
+    table.begin(0, [1, 2, 1, 3, 1, 2, 1, 2, 9, 1])
+    guess = table.guess(0, 2)
+    assert guess.tokens[0] == 2
+    phrase = list(range(10, 30))
+    long, short = SuffixTable(), SuffixTable()
+    long.begin(0, [*phrase, 1, *phrase[:10]])
+    short.begin(0, [*phrase, 1, phrase[9]])
+    assert long.guess(0, 10).tokens == phrase[10:20]
+    assert long.guess(0, 1).scores[0] >= short.guess(0, 1).scores[0]
+
+
+def test_a_hundred_thousand_tokens() -> None:
+    text = natural_text(1, 100_000)
+    table = SuffixTable()
+    table.begin(0, text)
+    automaton = table._rows[0].automaton
+    assert len(automaton.next) <= 2 * len(text)
+    assert sum(map(len, automaton.next)) <= 3 * len(text)
+    check(table.guess(0, 16), 16)
+    lookup = NgramTable(8, 2, 4)
+    lookup.begin(0, text)
+    assert len(lookup._rows[0].after) <= 3 * len(text)
+    check(lookup.guess(0, 16), 16)
+
+
+def test_periodic_text_costs_no_more_than_other_text() -> None:
+    table = SuffixTable()
+    table.begin(0, [5] * 50_000)  # the chain of links is as long as the text; an uncut walk would never end
+    assert table.guess(0, 4).tokens == [5] * 4
+    table.begin(0, [1, 2, 3] * 5_000)
+    assert table.guess(0, 6).tokens == [1, 2, 3] * 2
+
+
+# ---- corpus
+
+
+def stored(tmp_path: Path, tokens: Sequence[int]) -> suffix.Datastore:
+    build_datastore(tokens, tmp_path / "corpus.npy")
+    return open_datastore(tmp_path / "corpus.npy")
+
+
+def test_corpus_look_ups_match_brute_force(tmp_path: Path) -> None:
+    for seed, alphabet in enumerate((2, 3, 6)):
+        corpus = random_text(seed, 25 if alphabet < 6 else 400, alphabet)
+        datastore = stored(tmp_path, corpus)
+        assert datastore.num_tokens == len(corpus) and datastore.largest == max(corpus)
+        for probe in range(30):
+            text = random_text(100 + probe, 1 + probe, alphabet + 1)
+            places, matched = datastore.places(text)
+            n = next((n for n in range(min(len(text), 16), 0, -1) if ends_of(corpus, text[len(text) - n :])), 0)
+            assert matched == n
+            expected = [corpus[end] for end in ends_of(corpus, text[len(text) - n :]) if end < len(corpus)] if n else []
+            got = datastore.after(places)
+            if len(expected) < suffix.SAMPLES:
+                assert set(got) == set(expected) and sum(map(len, got.values())) == len(expected)
+            else:
+                assert set(got) <= set(expected)
+
+
+def test_the_corpus_helps_where_the_text_is_new(tmp_path: Path) -> None:
+    phrase = list(range(50, 80))
+    datastore = stored(tmp_path, np.array([1, 2, *phrase, 3], dtype=np.int32))
+    table = SuffixTable(datastore)
+    table.begin(0, [200, 201, 50, 51, 52])
+    guess = table.guess(0, 12)
+    check(guess, 12)
+    assert guess.tokens == phrase[3:15]
+    table.begin(0, [3])  # the corpus ends here
+    assert table.guess(0, 4) == Guess([], [], [])
+    assert play(SuffixTable(datastore), [200, *phrase], 1, 8) > play(SuffixTable(), [200, *phrase], 1, 8) == 1
+    play(SuffixTable(stored(tmp_path, natural_text(5, 3000))), natural_text(5, 300), 20, 16)
+
+
+def test_building_again_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
+    stored(tmp_path, [1, 2, 3])
+    assert stored(tmp_path, [4, 5]).num_tokens == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["corpus.npy"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([], "give at least one token"), ([1, -2], "token id -2"), ([1, 2**31], f"token id {2**31}"), ([0.5], "float64")],
+)
+def test_wrong_corpora_are_refused(tokens: list, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_datastore(tokens, tmp_path / "corpus.npy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.npy"
+    with pytest.raises(ValueError, match="corpus.npy does not exist; give a file"):
+        open_datastore(file)
+    build_datastore(random_text(0, 500, 9), file)
+    whole = file.read_bytes()
+    shuffled = np.load(file)
+    shuffled[1, :-1] = shuffled[1, -2::-1]
+    outside = np.load(file)
+    outside[1, :-1] = 10_000
+    wrong = [whole[:-100], whole[:40], b"", b"text", b"\0" * len(whole)]
+    for array in (shuffled, outside, np.zeros((2, 1), ">i4"), np.zeros(5, ">i4"), np.zeros((2, 9))):
+        np.save(file, array)
+        wrong.append(file.read_bytes())
+    for content in wrong:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="corpus.npy is not a datastore, or it is damaged; build it again"):
+            open_datastore(file)
+
+
+# ---- token recycling
+
+
+def learnt(**kwargs: int) -> RecycleTable:
+    table = RecycleTable(VOCAB, 3)
+    table.learn(np.array([1, 2, 3]), np.array([[2, 3, 4], [3, 5, 6], [1, 7, 8]]))
+    return table
+
+
+def test_recycling_grows_trees_over_the_targets_own_candidates() -> None:
+    table = learnt()
+    table.begin(0, [9, 1])
+    guess = table.guess(0, 7)
+    check(guess, 7)
+    assert [guess.tokens[i] for i in roots(guess)] == [2, 3, 4][: len(roots(guess))]
+    assert [2, 3] in paths(guess)
+    table.learn(np.array([1]), np.array([[40, 41, 42]]))
+    assert table.guess(0, 1).tokens == [40]
+    table.begin(0, [40])
+    assert table.guess(0, 7) == Guess([], [], [])
+
+
+def test_what_the_target_emitted_comes_first() -> None:
+    table = learnt()
+    table.begin(0, [2])
+    table.extend(0, [6, 1])
+    assert table.successors[2].tolist() == [6, 3, 5]
+    assert table.successors[6].tolist() == [1, -1, -1]
+    table.extend(0, [99])  # an unknown successor takes the place of the last
+    assert table.successors[1].tolist() == [99, 2, 3]
+    table.begin(1, [1, 5, 1, 6, 1, 5])  # prompts count, the newest pairs most
+    assert table.successors[1].tolist() == [5, 6, 99]
+
+
+def test_recycling_learns_by_level_and_rank() -> None:
+    table = learnt()
+    for _ in range(300):
+        table.learn(np.array([1]), np.array([[2, 3, 4]]))
+        table.begin(0, [1])
+        table.guess(0, 3)
+        table.extend(0, [4])  # always the third
+    assert table.rates[2] > 0.8 > 0.2 > max(table.rates[0], table.rates[1])
+    assert table.rates[3] > 0.3, "another level has learnt from this one"
+    table.learn(np.array([1]), np.array([[2, 3, 4]]))
+    table.begin(0, [1])
+    assert table.guess(0, 1).tokens == [4]
+
+
+def test_recycling_is_saved_and_loaded(tmp_path: Path) -> None:
+    table, file = learnt(), tmp_path / "deep" / "table.npz"
+    play(table, natural_text(3, 200), 10, 6)
+    table.save(file)
+    assert [entry.name for entry in file.parent.iterdir()] == ["table.npz"]
+    loaded, filled = RecycleTable(VOCAB, 3), RecycleTable.filled(file)
+    loaded.load(file)
+    for other in (loaded, filled):
+        assert np.array_equal(other.successors, table.successors)
+        assert (other.rates.hits, other.rates.tries) == (table.rates.hits, table.rates.tries)
+        for same in (table, other):
+            same.begin(5, [1])
+        assert other.guess(5, 9) == table.guess(5, 9)
+    assert (filled.vocab_size, filled.num_successors, filled.nbytes) == (VOCAB, 3, VOCAB * 3 * 4)
+
+
+def test_other_and_damaged_tables_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "table.npz"
+    with pytest.raises(ValueError, match="table.npz does not exist"):
+        RecycleTable.filled(file)
+    table = learnt()
+    table.save(file)
+    for V, k in ((VOCAB + 1, 3), (VOCAB, 4)):
+        with pytest.raises(ValueError, match=f"knows {VOCAB} tokens with 3 successors each, not {V} with {k}; give"):
+            RecycleTable(V, k).load(file)
+    whole = file.read_bytes()
+    good = {"format": np.array(1), "successors": table.successors, "rates": np.ones((2, DEPTHS * 3))}
+    bad = [
+        {"format": np.array(2)},
+        {"successors": table.successors.astype(np.int64)},
+        {"successors": np.full((VOCAB, 3), VOCAB, np.int32)},
+        {"successors": np.full((VOCAB, 3), 7, np.int32)},
+        {"rates": np.ones((2, 5))},
+        {"rates": np.full((2, DEPTHS * 3), math.nan)},
+    ]
+    wrong = [whole[: len(whole) // 2], whole[:100] + b"\xff" * 40 + whole[140:], b"", b"text"]
+    for change in bad:
+        np.savez(file, **(good | change))  # type: ignore[arg-type]
+        wrong.append(file.read_bytes())
+    for content in wrong:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="table.npz is not a token recycling table, or it is damaged; delete it"):
+            table.load(file)
+    assert table.successors[1].tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("V", "k", "message"), [(0, 4, "vocab_size is 0"), (9, 0, "num_successors is 0; it must be")])
+def test_wrong_sizes_of_recycling_are_refused(V: int, k: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RecycleTable(V, k)
