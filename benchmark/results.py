@@ -34,7 +34,7 @@ def summary_of(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Ke
     sessions = state["sessions"]
     first = sessions[0]
     missing = sum(key not in found for found in done.values() for key in job.keys)
-    modes = summarize(done, job.keys, num_draft=job.config.num_draft)
+    modes = summarize(done, job.keys, num_draft=job.config.most_draft)
     shared = {
         "load_seconds": first["load_seconds"],
         "peak_memory_bytes": max(session["peak_memory_bytes"] for session in sessions),

@@ -5,7 +5,9 @@ Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,16 @@ MAX_HEAD = 512
 """Largest head size of the CPU kernel."""
 
 _SHAPE, _STRIDES = c_int64 * 7, c_int64 * 6
-_ARGTYPES = (*[c_void_p] * 7, _SHAPE, _STRIDES, c_double, c_int64, c_double)
+_ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_double)
+
+_KEEP_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
+
+
+class Branches(NamedTuple):
+    """How new tokens that form trees see each other: each sees its own path and whatever lies below the length."""
+
+    depth_BT: Tensor  # int64: rows above each row on its path (0 for the root)
+    path_BTT: Tensor  # int64: those rows from the root on, itself last; the rest is never read
 
 
 def new_kv(
@@ -44,20 +55,19 @@ def attend(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    branches: Branches | None = None,
 ) -> Tensor:
     """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
 
     Query t of a row sees slots <= lengths + t, of those the last `window` only (0 = all). `softcap` > 0 squashes the
-    scores to softcap * tanh(score / softcap) before masking (Gemma 2). On a CPU the result of a query is the same bits
-    whatever T, S, B or the number of threads.
+    scores to softcap * tanh(score / softcap) before masking (Gemma 2). With `branches` a query sees slots < lengths and
+    those of its path. On a CPU the result of a query is the same bits whatever T, S, B, the number of threads, and its
+    place in a tree.
     """
+    tensors = (q_BTHd, k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, lengths_B)
     if q_BTHd.device.type == "cpu":
-        return torch.ops.sharesd.attend_(
-            q_BTHd, k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, lengths_B, scale, window, softcap
-        )
-    return attend_reference(
-        q_BTHd, k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, lengths_B, scale=scale, window=window, softcap=softcap
-    )
+        return torch.ops.sharesd.attend_(*tensors, *(branches or (None, None)), scale, window, softcap)
+    return attend_reference(*tensors, scale=scale, window=window, softcap=softcap, branches=branches)
 
 
 def attend_reference(
@@ -71,6 +81,7 @@ def attend_reference(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    branches: Branches | None = None,
 ) -> Tensor:
     """`attend` in plain tensor operations: what runs on CUDA (Inductor fuses it), and the oracle of the CPU kernel."""
     B, T, H, d = q_BTHd.shape
@@ -80,9 +91,19 @@ def attend_reference(
     k_cache_BKSd[rows_B1, :, slots_BT] = k_BTKd
     v_cache_BKSd[rows_B1, :, slots_BT] = v_BTKd
     slot_S = torch.arange(S, device=q_BTHd.device)
-    seen_BTS = slot_S <= slots_BT[:, :, None]
-    if window:
-        seen_BTS = seen_BTS & (slot_S > slots_BT[:, :, None] - window)
+    if branches is None:
+        seen_BTS = slot_S <= slots_BT[:, :, None]
+        if window:
+            seen_BTS = seen_BTS & (slot_S > slots_BT[:, :, None] - window)
+    else:
+        on_path_BTT = torch.arange(T, device=q_BTHd.device) <= branches.depth_BT[:, :, None]
+        places_BTT = (lengths_B[:, None, None] + branches.path_BTT).where(on_path_BTT, slots_BT[:, :, None])
+        depth_BTT = torch.arange(T, device=q_BTHd.device).where(on_path_BTT, branches.depth_BT[:, :, None])
+        position_BTS = slot_S.where(slot_S < lengths_B[:, None], -1)[:, None].repeat(1, T, 1)
+        position_BTS = position_BTS.scatter(2, places_BTT, lengths_B[:, None, None] + depth_BTT)
+        seen_BTS = position_BTS >= 0
+        if window:
+            seen_BTS &= position_BTS > (lengths_B[:, None] + branches.depth_BT)[:, :, None] - window
     if not softcap:
         out_BHTd = torch.nn.functional.scaled_dot_product_attention(
             q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
@@ -97,12 +118,13 @@ def attend_reference(
     return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
 
 
-def _attend_cpu(q, k, v, k_cache, v_cache, lengths, scale, window, softcap):
+def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, softcap):
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
     K, S = k_cache.shape[1:3]
     assert d <= MAX_HEAD, f"head size is {d}"
     assert k_cache.mT.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
+    assert path is None or (path.shape == (B, T, T) and path.is_contiguous() and depth.is_contiguous())
     out = q.new_empty((B, T, H, d))
     (q0, q1, _, _), (k0, k1, _, _), (v0, v1, _, _) = q.stride(), k.stride(), v.stride()
     kernel("attend", q.dtype, *_ARGTYPES)(
@@ -113,6 +135,8 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, scale, window, softcap):
         v_cache.data_ptr(),
         lengths.data_ptr(),
         out.data_ptr(),
+        None if depth is None else depth.data_ptr(),
+        None if path is None else path.data_ptr(),
         _SHAPE(B, T, H, K, S, d, torch.get_num_threads()),
         _STRIDES(q0, q1, k0, k1, v0, v1),
         scale,
@@ -124,7 +148,31 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, scale, window, softcap):
 
 LIBRARY.define(
     "attend_(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
-    "float scale, int window, float softcap) -> Tensor"
+    "Tensor? depth, Tensor? path, float scale, int window, float softcap) -> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
+
+
+def keep_rows(
+    keys: Sequence[Tensor], values: Sequence[Tensor], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
+) -> None:
+    """Of the rows last written behind `lengths`, those of an ascending path become the first `num` ones, in place."""
+    if keys[0].device.type == "cpu":
+        layers, path_BT, num_B = len(keys), path_BT.contiguous(), num_B.contiguous()
+        words = c_int64 * layers
+        kernel("keep_rows", keys[0].dtype, *_KEEP_ARGTYPES)(
+            (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values))),
+            layers,
+            words(*(k.shape[1] for k in keys)),
+            words(*(k.shape[3] for k in keys)),
+            *(len(lengths_B), keys[0].shape[2]),
+            *(lengths_B.data_ptr(), path_BT.data_ptr(), num_B.data_ptr()),
+            path_BT.shape[1],
+        )
+        return
+    rows_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
+    row_T = torch.arange(path_BT.shape[1], device=lengths_B.device)
+    from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
+    for cache in (*keys, *values):
+        cache[rows_B1, :, lengths_B[:, None] + row_T] = cache[rows_B1, :, from_BT]

@@ -38,7 +38,7 @@ class CompiledBlocks:
         kind = self._kinds.get(id(block))
         if kind is None:
             kind = self._kinds[id(block)] = self._signatures.setdefault(structure(block), len(self._signatures))
-        key = (kind, x_BTD.shape[0], x_BTD.shape[1], self._variant())
+        key = (kind, x_BTD.shape[0], x_BTD.shape[1], len(tensors), self._variant())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(block).forward)
@@ -55,15 +55,15 @@ class CompiledModel:
     def __getattr__(self, name: str):
         return getattr(self._model, name)
 
-    def forward(self, tokens_BT: Tensor, cache, keep_BR: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, cache, keep_BR: Tensor | None = None, branches=None) -> Tensor:
         """As the model's own forward."""
         if tokens_BT.shape[1] not in self._widths:
-            return self._model.forward(tokens_BT, cache, keep_BR)
-        key = (*tokens_BT.shape, None if keep_BR is None else keep_BR.shape[1], self._variant())
+            return self._model.forward(tokens_BT, cache, keep_BR, branches)
+        key = (*tokens_BT.shape, None if keep_BR is None else keep_BR.shape[1], branches is None, self._variant())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(self._model).forward)
-        return form(self._model, tokens_BT, cache, keep_BR)
+        return form(self._model, tokens_BT, cache, keep_BR, branches)
 
 
 def compile_step(function: Callable) -> Step:

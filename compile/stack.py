@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile.attention import Branches
 from compile.linear import LowPackedLinear, PackedLinear
 from compile.native import kernel
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 78
-_Step = ctypes.c_int64 * 19
+_Step = ctypes.c_int64 * 21
 
 
 class Unsuited(ValueError):
@@ -49,7 +50,9 @@ class NativeStack:
         self._activation = ACTIVATIONS.index(activation)
         self._constants = (norm.eps, attn.scale, attn.softcap)
 
-    def __call__(self, x_BTD: Tensor, turns: Sequence[tuple[Tensor, Tensor]], cache: Any) -> Tensor:
+    def __call__(
+        self, x_BTD: Tensor, turns: Sequence[tuple[Tensor, Tensor]], cache: Any, branches: Branches | None = None
+    ) -> Tensor:
         """The residual stream after all blocks. `turns` are the (cosines, sines) [B, T, r] of every rope.
 
         `cache` has `k` and `v` of every block, in the layout of `compile.attention.new_kv`, and `lengths`.
@@ -71,6 +74,7 @@ class NativeStack:
             *(B, T, H, K, cache.k[0].shape[2], d, turns[0][0].shape[-1], D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
+            *((0, 0) if branches is None else (t.data_ptr() for t in branches)),
         )
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
             ctypes.addressof(step), *self._constants

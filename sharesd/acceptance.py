@@ -23,6 +23,25 @@ def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> Verdict:
     return _verdict(target_tokens_BT, kept_BN.cumprod(-1).sum(-1))
 
 
+def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> Verdict:
+    """Walk from the root to the child that equals the target's choice, as far as there is one; then add the target's.
+
+    Children of a node differ, so at most one is kept, and a path's rows ascend since parents come before children.
+    """
+    assert tree.branches is not None
+    depth_BT, path_BTT = tree.branches
+    B, T = depth_BT.shape
+    row_T = torch.arange(T, device=depth_BT.device)
+    parent_BT = path_BTT.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[..., 0]
+    right_BT = torch.cat([tree.tokens[:, :1], tree.tokens], 1) == target_tokens_BT.gather(1, parent_BT)
+    right_BT[:, 0] = True
+    on_path_BTT = right_BT[:, None].expand(B, T, T).gather(2, path_BTT) | (row_T > depth_BT[..., None])
+    kept_BT = on_path_BTT.all(-1)
+    num_new_B = kept_BT.sum(-1)
+    path_BT = torch.where(kept_BT, row_T, T).sort(-1).values.clamp(max=T - 1)
+    return Verdict(tokens=target_tokens_BT.gather(1, path_BT), num_new=num_new_B, path=path_BT)
+
+
 def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
     """Speculative sampling (Leviathan et al. 2022; Chen et al. 2023): keep a draft token with probability min(1, p/q).
 
@@ -72,7 +91,7 @@ def _verdict(tokens_BT: Tensor, num_accepted_B: Tensor) -> Verdict:
 
 def _chain_probs(tree: DraftTree, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
     """p and q of the draft tokens, each [B, N]."""
-    assert tree.parents is None, "only match accepts trees"
+    assert tree.branches is None, "only match accepts trees"
     index_BN1 = tree.tokens[..., None]
     p_BN = target_probs_BTV[:, :-1].gather(-1, index_BN1)[..., 0]
     q_BN = torch.ones_like(p_BN) if tree.probs is None else tree.probs.gather(-1, index_BN1)[..., 0]

@@ -7,8 +7,9 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from compile.attention import new_kv
+from compile.attention import keep_rows, new_kv
 
 
 class StaticKVCache:
@@ -42,6 +43,10 @@ class StaticKVCache:
     def forget(self) -> None:
         """Drop what a later call could reuse."""
         self.held, self.held_by = [[] for _ in range(self.batch)], None
+
+    def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
+        """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
+        keep_rows(self.k, self.v, self.lengths, path_BT, num_B)
 
     @property
     def batch(self) -> int:

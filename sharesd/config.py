@@ -8,12 +8,16 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share"]
+Mode = Literal["naive", "classic", "share", "ngram", "suffix", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
+MODEL_DRAFTERS = ("share", "classic")
+"""Modes in which a model drafts."""
+TABLES = ("ngram", "suffix")
+"""Modes in which a table drafts."""
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:
@@ -97,7 +101,15 @@ class EngineConfig:
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "share"
     """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
-    drafts."""
+    drafts. `ngram`, `suffix`: tables of the text so far draft. `hybrid`: per round the best of `hybrid_with`."""
+    hybrid_with: tuple[str, ...] = ("share", "suffix")
+    """What `hybrid` chooses from: at most one of share and classic, and tables."""
+    ngram_min: int = 1
+    """`ngram`: shortest run of tokens that is looked up."""
+    ngram_max: int = 4
+    """`ngram`: longest run of tokens that is looked up."""
+    ngram_recent: bool = False
+    """`ngram`: continue the most recent match rather than the first."""
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     num_draft: int | None = None
@@ -130,6 +142,14 @@ class EngineConfig:
         if self.num_draft is not None:
             _at_least("num_draft", self.num_draft, 1)
         _at_least("max_draft", self.max_draft, 1)
+        _at_least("ngram_min", self.ngram_min, 1)
+        _at_least("ngram_max", self.ngram_max, self.ngram_min)
+        for name in self.hybrid_with:
+            _one_of("hybrid_with", name, (*MODEL_DRAFTERS, *TABLES))
+        if sum(name in MODEL_DRAFTERS for name in self.hybrid_with) > 1:
+            raise ValueError(
+                f"hybrid_with is {', '.join(self.hybrid_with)}; give one of {' and '.join(MODEL_DRAFTERS)}"
+            )
         _at_least("max_batch", self.max_batch, 1)
         _at_least("max_context", self.max_context, 16)
         if self.draft is not None and self.mode != "classic":

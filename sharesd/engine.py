@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from compile.clock import Clock
+from compile.graphs import Replayed
 from sharesd import sampling
 from sharesd.cache import StaticKVCache
 from sharesd.config import SamplingParams
@@ -29,6 +31,7 @@ from sharesd.rows import Rows
 from sharesd.sampler import Sampler
 from sharesd.stats import Stats
 from sharesd.tokenizer import Tokenizer
+from sharesd.tree import DraftTree
 
 Prompt = str | Sequence[int]
 
@@ -65,7 +68,7 @@ class Engine:
         self._device = cache.lengths.device
         self._clock = Clock(self._device)
         self.state = RowState(torch.zeros_like(cache.lengths), torch.zeros_like(cache.lengths))
-        self._ways: dict[tuple, _Way] = {}
+        self._ways: dict[tuple, Way] = {}
 
     @property
     def mode(self) -> str:
@@ -76,10 +79,6 @@ class Engine:
     def num_draft(self) -> int:
         """Draft tokens per round at most."""
         return self.drafter.num_draft if self.drafter else 0
-
-    def policy(self, sampling: SamplingParams) -> Policy:
-        """What chooses the length of drafts for this way of sampling."""
-        return self._way(sampling).policy
 
     def forget(self) -> None:
         """Drop what `reuse` would find in the cache."""
@@ -138,14 +137,13 @@ class Engine:
             tokenizer=self.tokenizer,
             eos_ids=(*self.target.eos_ids, *self.tokenizer.eos_ids),
             max_context=self.max_context,
-            drafter=self.drafter.name if self.drafter else None,
             stats=stats,
         )
         turn = self.cache.turn = object()
         padding: list[list[int]] = [[0]] * (self.cache.batch - len(prompts))  # idle rows hold one token
-        way = self._way(params)
+        way = self.way(params)
         with torch.inference_mode():
-            first, logprobs = self._prefill(prompts + padding, way.sampler, params, reuse)
+            first, logprobs = self._prefill(prompts + padding, way, params, reuse)
         num_idle = 0  # rounds since the drafter took part
         try:
             chunks = rows.take_first(first, logprobs)
@@ -158,29 +156,28 @@ class Engine:
                 started = time.perf_counter()
                 if stale:
                     self.state.active_B.copy_(torch.tensor(rows.live + [False] * len(padding)))
-                num_draft = way.policy.next_length()
-                if num_draft:
-                    assert self.drafter is not None
-                    self.drafter.catch_up(rows.tokens + padding, num_idle > 0)
-                num_idle = 0 if num_draft else num_idle + 1
-                round_ = way.round(num_draft)
+                num_draft = way.num_draft()
                 with torch.inference_mode():
                     marks = [self._clock.mark()]
-                    round_.draft()
+                    if num_draft:
+                        assert self.drafter is not None
+                        self.drafter.catch_up(rows.tokens + padding, num_idle > 0)
+                    tree = way.draft(num_draft)
                     marks.append(self._clock.mark())
-                    result = round_.verify()
+                    result = way.round(tree).verify(tree)
                     marks.append(self._clock.mark())
                     counted = result.counted_BX.tolist()  # the one host synchronisation of a round
                     logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
+                num_idle = 0 if num_draft else num_idle + 1
                 accepted = [counted[row][0] - 1 for row, live in enumerate(rows.live) if live]
-                chunks = rows.take_round(counted, logprobs, num_draft)
+                chunks = rows.take_round(counted, logprobs, tree)
                 stale = any(chunk.finish_reason for chunk in chunks)
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
                 overhead_s = time.perf_counter() - started - draft_s - verify_s
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
                 stats.overhead_s += overhead_s
-                way.policy.record(num_draft, num_draft, accepted, draft_s, verify_s + overhead_s)
+                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s)
                 yield from chunks
         finally:
             # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.
@@ -190,12 +187,13 @@ class Engine:
                 self.cache.held_by = None if num_idle else self.drafter
 
     def _prefill(
-        self, prompts: list[list[int]], sampler: Sampler, params: SamplingParams, reuse: bool
+        self, prompts: list[list[int]], way: Way, params: SamplingParams, reuse: bool
     ) -> tuple[list[int], list[list[float]] | None]:
         """Read a prompt per row and choose each row's first token; also its log-probability, if asked for."""
         lengths_B = torch.tensor([len(row) for row in prompts], device=self._device)
         longest = max(map(len, prompts))
         padded_BL = torch.tensor([row + [0] * (longest - len(row)) for row in prompts], device=self._device)
+        sampler = way.sampler
         sampler.begin(params.seed, padded_BL, lengths_B)
         kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self.cache.held, strict=True)]
         seen = self.drafter is not None and self.cache.held_by is self.drafter
@@ -205,22 +203,22 @@ class Engine:
         sampler.commit(root_B[:, None], torch.ones_like(root_B))
         self.state.root_B.copy_(root_B)
         if self.drafter is not None:
-            self.drafter.begin(prompts, kept if seen else [0] * len(prompts), sampler)
+            self.drafter.begin(prompts, kept if seen else [0] * len(prompts), sampler, way.policy)
         first = root_B.tolist()
         if not params.logprobs:
             return first, None
         return first, sampling.logprobs_of(logits_BV[:, None], root_B[:, None]).tolist()
 
-    def _way(self, params: SamplingParams) -> _Way:
+    def way(self, params: SamplingParams) -> Way:
         """What belongs to this way of sampling; kept, since its rounds may be captured in graphs."""
         bare = replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={})
         key = (repr(bare), tuple(sorted(params.logit_bias.items())))
         if key not in self._ways:
-            self._ways[key] = _Way(self, params)
+            self._ways[key] = Way(self, params)
         return self._ways[key]
 
 
-class _Way:
+class Way:
     """One way of sampling: its sampler, its rounds by draft length, and the policy that chooses among them."""
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
@@ -233,24 +231,46 @@ class _Way:
             gumbel=engine.gumbel,
         )
         self.policy = Policy(max_draft=engine.num_draft, fixed=None if engine.auto_length else engine.num_draft)
-        self._rounds: dict[int, Round] = {}
+        self._drafts: dict[int, Replayed[DraftTree]] = {}
+        self._rounds: dict[tuple, Round] = {}
 
-    def round(self, num_draft: int) -> Round:
-        """The round with drafts of this length."""
-        if num_draft not in self._rounds:
-            engine = self._engine
-            rows = 1 + num_draft
-            self._rounds[num_draft] = Round(
+    def num_draft(self) -> int:
+        """Nodes of the coming draft, or at most that many where the drafter decides; 0 = a plain step."""
+        drafter = self._engine.drafter
+        return self.policy.most() if drafter and drafter.on_host else self.policy.next_length()
+
+    def draft(self, num_draft: int) -> DraftTree:
+        """The draft of a round."""
+        engine, root_B = self._engine, self._engine.state.root_B
+        if num_draft == 0:
+            return DraftTree(root_B[:, None][:, :0])
+        drafter = engine.drafter
+        assert drafter is not None
+        if drafter.on_host:
+            return drafter.draft(root_B, num_draft)
+        if num_draft not in self._drafts:
+            function = partial(drafter.draft, root_B, num_draft)
+            self._drafts[num_draft] = Replayed(function, capture=engine.capture)
+        return self._drafts[num_draft]()
+
+    def round(self, tree: DraftTree) -> Round:
+        """The round for drafts of this shape."""
+        engine = self._engine
+        rows = 1 + tree.tokens.shape[1]
+        key = (rows, tree.branches and tree.depth)
+        if key not in self._rounds:
+            on_host = engine.drafter is not None and engine.drafter.on_host
+            self._rounds[key] = Round(
                 engine.target,
                 engine.cache,
-                engine.drafter if num_draft else None,
+                engine.drafter if rows > 1 else None,
                 self.sampler,
                 engine.state,
-                num_draft=num_draft,
+                tree,
                 verify_width=next(width for width in engine.widths if width >= rows) if engine.widths else rows,
-                capture=engine.capture,
+                capture=engine.capture and not on_host,
             )
-        return self._rounds[num_draft]
+        return self._rounds[key]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -22,15 +22,19 @@ from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import sampling
 from sharesd.calibrate import warm_up
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.engine import Engine
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import load_model, resolve
+from sharesd.tables.base import Table
+from sharesd.tables.ngram import NgramTable
+from sharesd.tables.suffix import SuffixTable
 from sharesd.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 
 log = logging.getLogger(__name__)
@@ -62,6 +66,7 @@ class Runtime:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured."""
         started = time.perf_counter()
         self.config, self.modes = config, tuple(modes or (config.mode,))
+        self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = _device(config.device), _dtype(config)
         self.compile = config.compile
         if config.compile == "auto":
@@ -75,7 +80,7 @@ class Runtime:
         self._reports: dict[str, QuantReport] = {}
         self._progress = progress
         self.target = self._load(folder)
-        if "share" in self.modes:
+        if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
         self.weight_bytes = _num_bytes(self.target)
         self.max_context = min(config.max_context, self.target.max_context)
@@ -92,7 +97,7 @@ class Runtime:
         self._slots = self.max_context + 2 * max(self._widths or (most,))
         self.cache = self.target.new_cache(config.max_batch, self._slots)
         self._step = self._compile(self.target, {1, *(self._widths or ())})
-        self._drafters: dict[Mode, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
+        self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
@@ -134,7 +139,7 @@ class Runtime:
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
         """Before any weights are read."""
-        if self.config.draft is not None and "classic" in self.modes:
+        if self.config.draft is not None and "classic" in self._needs:
             self._draft_folder = resolve(self.config.draft, progress=progress)
             require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
 
@@ -179,14 +184,30 @@ class Runtime:
         model.run_block = CompiledBlocks(widths, low)
         return model
 
-    def _drafter(self, mode: Mode) -> Drafter | None:
-        num_draft = self.config.most_draft
+    def _drafter(self, mode: str) -> Drafter | None:
+        num_draft, trees = self.config.most_draft, self.target.takes_trees
         if mode == "naive":
             return None
+        if mode in TABLES:
+            return HybridDrafter(mode, [self._table(mode)], num_draft=num_draft, trees=trees)
+        if mode == "hybrid":
+            tables = [self._table(name) for name in self.config.hybrid_with if name in TABLES]
+            models = [name for name in self.config.hybrid_with if name in MODEL_DRAFTERS]
+            model = self._drafter(models[0]) if models else None
+            return HybridDrafter(mode, tables, model, num_draft=num_draft, trees=trees)
         if mode == "share":
             return ShareDrafter(
                 self._step, self.cache, self._switch, num_draft=num_draft, low_bytes=self._reports["share"].low_bytes
             )
+        return self._classic(num_draft)
+
+    def _table(self, name: str) -> Table:
+        if name == "suffix":
+            return SuffixTable()
+        config = self.config
+        return NgramTable(config.most_draft, config.ngram_min, config.ngram_max, most_recent=config.ngram_recent)
+
+    def _classic(self, num_draft: int) -> Drafter:
         if self.config.draft is not None:
             model = self._load(self._draft_folder)
             if model.vocab_size != self.target.vocab_size:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from sharesd.tree import DraftTree
+
 MARGIN = 1.02
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
 FORGET = 0.97
@@ -84,11 +86,7 @@ class Policy:
 
     def best_length(self, at_least: int = 0) -> int:
         """The length, from `at_least` on, that promises most tokens per second."""
-        survival = self.survival()
-        rates = {
-            num: (1 + sum(survival[:num])) / (self.costs.draft * num + self.costs.of_step(1 + num))
-            for num in range(self.max_draft + 1)
-        }
+        rates = {num: self.rate_of_length(num) for num in range(self.max_draft + 1)}
         best = max(range(max(1, at_least), self.max_draft + 1), key=rates.__getitem__)
         return best if at_least or rates[best] > MARGIN * rates[0] else 0
 
@@ -99,34 +97,45 @@ class Policy:
         each = [(kept + 2 * alpha) / (tried + 2) for kept, tried in zip(self._kept, self._tried, strict=True)]
         return list(accumulate(each, lambda a, b: a * b))
 
-    def rate(self, gain: float, num_nodes: int, num_draft_steps: int = 0) -> float:
-        """Tokens per second of a round that emits 1 + `gain` tokens out of `num_nodes` guesses."""
-        return (1 + gain) / (self.costs.draft * num_draft_steps + self.costs.of_step(1 + num_nodes))
+    def rate_of_length(self, num: int) -> float:
+        """Tokens per second that drafts of this length promise, of a model drafter."""
+        survival = self.survival()
+        return (1 + sum(survival[:num])) / (self.costs.draft * num + self.costs.of_step(1 + num))
 
-    def worth(self, scores: Sequence[Sequence[float]]) -> int:
-        """How many of the best guesses are worth verifying, given each row's probabilities in descending order."""
-        longest = max(map(len, scores), default=0)
+    def worth(self, scores: Sequence[Sequence[float]]) -> tuple[int, float]:
+        """How many of the best guesses of a table are worth verifying, and the tokens per second which they promise.
+
+        `scores` are each row's probabilities, in descending order.
+        """
+        longest = min(max(map(len, scores), default=0), self.max_draft)
+        gains = [sum(row[num] for row in scores if len(row) > num) / len(scores) for num in range(longest)]
         if self.pinned is not None:
-            return min(longest, self.pinned)
-        gain, best, best_rate = 0.0, 0, MARGIN * self.rate(0.0, 0)
-        for num in range(1, min(longest, self.max_draft) + 1):
-            gain += sum(row[num - 1] for row in scores if len(row) >= num) / len(scores)
-            rate = self.rate(gain, num)
-            if rate > best_rate:
+            num = min(longest, self.pinned)
+            return num, 1 + sum(gains[:num])
+        if not self.costs.step:
+            return longest, 1 + sum(gains)
+        plain = 1 / self.costs.of_step(1)
+        best, best_rate = 0, plain
+        for num, gain in enumerate(accumulate(gains), 1):
+            rate = (1 + gain) / self.costs.of_step(1 + num)
+            if rate > max(best_rate, MARGIN * plain):
                 best, best_rate = num, rate
-        return best
+        return best, best_rate
 
-    def record(
-        self, num_nodes: int, num_draft_steps: int, accepted: Sequence[int], draft_s: float, step_s: float
-    ) -> None:
-        """A round is over: its guesses, draft steps, tokens accepted in each row (of a chain), and times."""
+    def most(self) -> int:
+        """Nodes of a draft at most, where the drafter decides with `worth`."""
+        return self.max_draft if self.pinned is None else self.pinned
+
+    def record(self, tree: DraftTree, accepted: Sequence[int], draft_s: float, step_s: float) -> None:
+        """A round is over: its draft, the number of tokens accepted in each row, and the times of draft and step."""
+        num_draft_steps = tree.num_steps
         for row in accepted if num_draft_steps else ():
             for k in range(min(row + 1, num_draft_steps)):
                 self._tried[k] = self._tried[k] * FORGET + 1
                 self._kept[k] = self._kept[k] * FORGET + (row > k)
                 keep = 1 - (1 - FORGET) / 10
                 self._pool = (self._pool[0] * keep + 1, self._pool[1] * keep + (row > k))
-        self._record_times(1 + num_nodes, num_draft_steps, draft_s, step_s)
+        self._record_times(1 + tree.tokens.shape[1], num_draft_steps, draft_s, step_s)
 
     def _record_times(self, width: int, num_draft_steps: int, draft_s: float, step_s: float) -> None:
         costs = self.costs

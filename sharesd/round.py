@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile.attention import Branches
 from compile.graphs import Replayed
 from sharesd import sampling
 from sharesd.cache import StaticKVCache
 from sharesd.drafters.base import Drafter
 from sharesd.models.base import CausalModel
 from sharesd.sampler import Sampler
-from sharesd.tree import DraftTree
+from sharesd.tree import DraftTree, Verdict
 
 
 class RowState(NamedTuple):
@@ -35,7 +36,7 @@ class RoundResult(NamedTuple):
 
 
 class Round:
-    """The two halves of a round, each replayed as a CUDA graph where `capture` is set."""
+    """Verify, accept, commit, for drafts of one shape; replayed as a CUDA graph where `capture` is set."""
 
     def __init__(
         self,
@@ -44,38 +45,48 @@ class Round:
         drafter: Drafter | None,
         sampler: Sampler,
         state: RowState,
+        tree: DraftTree,
         *,
-        num_draft: int,
         verify_width: int,
         capture: bool,
     ) -> None:
-        """`drafter` is None for plain steps, where `num_draft` is 0."""
-        assert verify_width > num_draft, "a step has a row for the root and every draft token"
-        self.num_draft = num_draft
+        """`drafter` is None for plain steps. With `capture`, all later trees lie where this one does."""
+        assert verify_width > tree.tokens.shape[1], "a step has a row for the root and every draft token"
         self._target, self._cache, self._drafter, self._sampler = target, cache, drafter, sampler
-        self._state, self._width = state, verify_width
-        self._tree = DraftTree(state.root_B[:, None][:, :0])
-        self.draft = Replayed(self._draft, capture=capture and drafter is not None)
-        self.verify = Replayed(self._verify, capture=capture)
+        self._state, self._width, self._tree = state, verify_width, tree
+        self._replayed = Replayed(self._verify, capture=capture)
 
-    def _draft(self) -> DraftTree:
-        if self._drafter is not None:
-            self._tree = self._drafter.draft(self._state.root_B, self.num_draft)
-        return self._tree
+    def verify(self, tree: DraftTree) -> RoundResult:
+        """What the target makes of a draft."""
+        self._tree = tree
+        return self._replayed()
 
     def _verify(self) -> RoundResult:
         tree, cache, (root_B, active_B) = self._tree, self._cache, self._state
-        tokens_BT = torch.cat([root_B[:, None], tree.tokens], 1)
+        tokens_BT = torch.cat([root_B[:, None], tree.tokens.clamp(min=0)], 1)
         num_rows = tokens_BT.shape[1]
-        tokens_BW = F.pad(tokens_BT, (0, self._width - num_rows))
-        logits_BTV = self._target.forward(tokens_BW, cache)[:, :num_rows]
+        padding = self._width - num_rows
+        tokens_BW, branches = F.pad(tokens_BT, (0, padding)), tree.branches
+        if branches is not None and padding:
+            depth_BT, path_BTT = branches
+            branches = Branches(F.pad(depth_BT, (0, padding)), F.pad(path_BTT, (0, padding, 0, padding)))
+        logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]
         verdict = self._sampler.accept(tree, logits_BTV, cache.lengths)
         verdict = verdict._replace(num_new=verdict.num_new * active_B)
         self._sampler.commit(verdict.tokens, verdict.num_new)
+        if branches is not None:
+            cache.keep(verdict.path, verdict.num_new)
         cache.lengths += verdict.num_new
         if self._drafter is not None:
             self._drafter.commit(root_B, verdict)
         last_B1 = (verdict.num_new - 1).clamp(min=0)[:, None]
         root_B.copy_(torch.where(active_B > 0, verdict.tokens.gather(1, last_B1)[:, 0], root_B))
-        logprobs = sampling.logprobs_of(logits_BTV, verdict.tokens) if self._sampler.params.logprobs else None
-        return RoundResult(torch.cat([verdict.num_new[:, None], verdict.tokens], 1), logprobs)
+        return RoundResult(
+            torch.cat([verdict.num_new[:, None], verdict.tokens], 1), self._logprobs(logits_BTV, verdict)
+        )
+
+    def _logprobs(self, logits_BTV: Tensor, verdict: Verdict) -> Tensor | None:
+        if not self._sampler.params.logprobs:
+            return None
+        rows_B1 = torch.arange(len(verdict.path), device=verdict.path.device)[:, None]
+        return sampling.logprobs_of(logits_BTV[rows_B1, verdict.path], verdict.tokens)

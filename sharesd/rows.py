@@ -8,6 +8,7 @@ from sharesd.config import SamplingParams
 from sharesd.output import Source, StopChecker, TokenChunk
 from sharesd.stats import Stats
 from sharesd.tokenizer import Tokenizer
+from sharesd.tree import DraftTree
 
 
 class Rows:
@@ -22,14 +23,13 @@ class Rows:
         tokenizer: Tokenizer,
         eos_ids: tuple[int, ...],
         max_context: int,
-        drafter: str | None,
         stats: Stats,
     ) -> None:
         """`first_index` is the number of the first prompt among all of the call."""
         self.tokens = [list(row) for row in prompts]
         """Prompt and emitted tokens of each row."""
         self.live = [True] * len(prompts)
-        self._first_index, self._drafter, self._stats = first_index, drafter, stats
+        self._first_index, self._stats = first_index, stats
         self._checkers = [
             StopChecker(tokenizer, params, eos_ids=eos_ids, room=max_context - len(row)) for row in prompts
         ]
@@ -43,22 +43,23 @@ class Rows:
         ]
 
     def take_round(
-        self, counted: list[list[int]], logprobs: list[list[float]] | None, num_draft: int
+        self, counted: list[list[int]], logprobs: list[list[float]] | None, tree: DraftTree
     ) -> list[TokenChunk]:
         """A round's results: for each row the number of new tokens, then the tokens."""
         stats, chunks = self._stats, []
+        num_nodes, name = tree.tokens.shape[1], tree.drafter or None
         stats.steps += 1
         for row in range(len(self.tokens)):
             if not self.live[row]:
                 continue
             num_new = counted[row][0]
             ids = counted[row][1 : 1 + num_new]
-            last: Source = "target" if not num_draft else "bonus" if num_new > num_draft else "recovered"
+            last: Source = "target" if not num_nodes else "bonus" if num_new > tree.depth else "recovered"
             accepted: list[Source] = ["accepted"] * (num_new - 1)
-            chunk = self._emit(row, ids, [*accepted, last], logprobs[row][:num_new] if logprobs else None)
+            chunk = self._emit(row, ids, [*accepted, last], logprobs[row][:num_new] if logprobs else None, name)
             count = len(chunk.token_ids)
             stats.rounds += 1
-            stats.drafted_tokens += num_draft
+            stats.drafted_tokens += num_nodes
             stats.decoded_tokens += count
             stats.accept_lengths[self._first_index + row].append(count)
             for position in range(min(count, num_new - 1)):
@@ -66,11 +67,18 @@ class Rows:
             chunks.append(chunk)
         return chunks
 
-    def _emit(self, row: int, ids: list[int], sources: list[Source], logprobs: list[float] | None) -> TokenChunk:
+    def _emit(
+        self,
+        row: int,
+        ids: list[int],
+        sources: list[Source],
+        logprobs: list[float] | None,
+        drafter: str | None = None,
+    ) -> TokenChunk:
         count, text, reason = self._checkers[row].push(ids)
         self.live[row] = reason is None
         self.tokens[row] += ids[:count]
         self._stats.new_tokens += count
         self._stats.sources.update(sources[:count])
         kept = None if logprobs is None else logprobs[:count]
-        return TokenChunk(self._first_index + row, ids[:count], sources[:count], self._drafter, text, kept, reason)
+        return TokenChunk(self._first_index + row, ids[:count], sources[:count], drafter, text, kept, reason)

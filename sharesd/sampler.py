@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from compile.attention import Branches
 from sharesd import sampling
-from sharesd.acceptance import accept_block, accept_match, accept_rejection
+from sharesd.acceptance import accept_block, accept_match, accept_rejection, accept_tree
 from sharesd.config import SamplingParams
 from sharesd.sampling import Stream, TokenCounts
 from sharesd.tree import DraftTree, Verdict
@@ -70,6 +71,10 @@ class Sampler:
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
         """What the target makes of the draft; ends the round's noise."""
         num_draft = tree.tokens.shape[1]
+        if tree.branches is not None:
+            verdict = self._accept_tree(tree, tree.branches, logits_BTV, lengths_B)
+            self._noise.clear()
+            return verdict
         logits_BTV = self._process(logits_BTV, tree.tokens)
         if self.params.acceptance == "match" or num_draft == 0:
             noise = [self._target_noise(t, lengths_B) for t in range(num_draft + 1)]
@@ -85,13 +90,32 @@ class Sampler:
         self._noise.clear()
         return verdict
 
+    def _accept_tree(self, tree: DraftTree, branches: Branches, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
+        assert self.params.acceptance == "match", "only match accepts trees"
+        depth_BT, path_BTT = branches
+        B, T = depth_BT.shape
+        seen_BTN = None
+        if self.counts is not None:
+            on_path_BTT = torch.arange(T, device=depth_BT.device) <= depth_BT[..., None]
+            seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
+            seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
+        logits_BTV = self._process(logits_BTV, tree.tokens, seen_BTN)
+        noise = [self._target_noise(t, lengths_B) for t in range(tree.depth + 1)]  # nodes of equal depth share theirs
+        if noise[0] is None:
+            return accept_tree(tree, sampling.choose(logits_BTV))
+        noise_BDV = torch.cat([x for x in noise if x is not None], 1)
+        noise_BTV = noise_BDV[torch.arange(B, device=depth_BT.device)[:, None], depth_BT]
+        return accept_tree(tree, sampling.choose(logits_BTV, noise_BTV))
+
     def commit(self, tokens_BT: Tensor, num_new_B: Tensor) -> None:
         """The round's emitted tokens, for penalties."""
         if self.counts is not None:
             self.counts.update(tokens_BT, num_new_B)
 
-    def _process(self, logits_BTV: Tensor, draft_BN: Tensor | None) -> Tensor:
-        return sampling.process(logits_BTV, self.params, bias_V=self.bias_V, counts=self.counts, draft_BN=draft_BN)
+    def _process(self, logits_BTV: Tensor, draft_BN: Tensor | None, seen_BTN: Tensor | None = None) -> Tensor:
+        return sampling.process(
+            logits_BTV, self.params, bias_V=self.bias_V, counts=self.counts, draft_BN=draft_BN, seen_BTN=seen_BTN
+        )
 
     def _target_noise(self, step: int, lengths_B: Tensor) -> Tensor | None:
         """Noise [B, 1, V] of the position `step` + 1 after the root; None for greedy decoding."""

@@ -140,17 +140,20 @@ class TokenCounts:
         valid_BM = torch.arange(tokens_BM.shape[1], device=tokens_BM.device) < num_new_B[:, None]
         self.output_counts.scatter_add_(1, tokens_BM.where(valid_BM, 0), valid_BM.to(torch.int32))
 
-    def ahead(self, draft_BN: Tensor, num_rows: int) -> Tensor:
+    def ahead(self, draft_BN: Tensor, num_rows: int, seen_BTN: Tensor | None = None) -> Tensor:
         """Output counts [B, T, V] as T = `num_rows` logit rows see them, the last row after all draft tokens.
 
         A verify step (T = N + 1) has row t see the t drafts before it; a draft step (T = 1) sees all N made so far.
+        `seen_BTN` says otherwise for trees: which drafts each row sees. Drafts of -1 are no tokens.
         """
         device, (B, N) = draft_BN.device, draft_BN.shape
-        num_seen_T = torch.arange(num_rows, device=device) + (N - num_rows + 1)
-        seen_TN = torch.arange(N, device=device) < num_seen_T[:, None]
+        if seen_BTN is None:
+            num_seen_T = torch.arange(num_rows, device=device) + (N - num_rows + 1)
+            seen_BTN = (torch.arange(N, device=device) < num_seen_T[:, None]).expand(B, num_rows, N)
+        seen_BTN = seen_BTN & (draft_BN >= 0)[:, None]
         counts_BTV = self.output_counts[:, None].repeat(1, num_rows, 1)
-        index_BTN = draft_BN[:, None].expand(B, num_rows, N)
-        return counts_BTV.scatter_add_(2, index_BTN, seen_TN.to(torch.int32).expand(B, num_rows, N))
+        index_BTN = draft_BN.clamp(min=0)[:, None].expand(B, num_rows, N)
+        return counts_BTV.scatter_add_(2, index_BTN, seen_BTN.to(torch.int32))
 
 
 def bias_vector(
@@ -179,13 +182,15 @@ def process(
     bias_V: Tensor | None = None,
     counts: TokenCounts | None = None,
     draft_BN: Tensor | None = None,
+    seen_BTN: Tensor | None = None,
 ) -> Tensor:
     """Logits [B, T, V] to choose from, in float32 (float64 stays), tokens that fell out at -inf.
 
-    `counts` holds the prompt and the output up to and including the root; `draft_BN` the draft tokens after it, as
-    `TokenCounts.ahead` reads them. Greedy decoding stops after the penalties, and without bias and penalties gives
-    the logits back untouched. Ties: top-k keeps every token that equals the k-th (as transformers), and top-p keeps or
-    drops equal tokens together (transformers picks among them by sort order), so nothing depends on a sort.
+    `counts` holds the prompt and the output up to and including the root; `draft_BN` the draft tokens after it and
+    `seen_BTN` who sees them, as `TokenCounts.ahead` reads them. Greedy decoding stops after the penalties, and without
+    bias and penalties gives the logits back untouched. Ties: top-k keeps every token that equals the k-th (as
+    transformers), and top-p keeps or drops equal tokens together (transformers picks among them by sort order), so
+    nothing depends on a sort.
     """
     if params.greedy and bias_V is None and not params.uses_penalties:
         return logits_BTV
@@ -194,7 +199,7 @@ def process(
         x_BTV = x_BTV + bias_V
     if params.uses_penalties:
         assert counts is not None, "penalties need TokenCounts"
-        x_BTV = _penalize(x_BTV, params, counts, draft_BN)
+        x_BTV = _penalize(x_BTV, params, counts, draft_BN, seen_BTN)
     if params.greedy:
         return x_BTV
     if params.temperature != 1:
@@ -220,9 +225,15 @@ def logprobs_of(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
     return (x_BTV.gather(-1, tokens_BT[..., None])[..., 0] - x_BTV.logsumexp(-1)).float()
 
 
-def _penalize(x_BTV: Tensor, params: SamplingParams, counts: TokenCounts, draft_BN: Tensor | None) -> Tensor:
+def _penalize(
+    x_BTV: Tensor,
+    params: SamplingParams,
+    counts: TokenCounts,
+    draft_BN: Tensor | None,
+    seen_BTN: Tensor | None,
+) -> Tensor:
     """Repetition penalty on tokens of prompt and output, frequency and presence penalty on those of the output."""
-    output_BTV = counts.output_counts[:, None] if draft_BN is None else counts.ahead(draft_BN, x_BTV.shape[1])
+    output_BTV = counts.output_counts[:, None] if draft_BN is None else counts.ahead(draft_BN, x_BTV.shape[1], seen_BTN)
     if params.repetition_penalty != 1:
         r = params.repetition_penalty
         seen_BTV = counts.prompt_mask[:, None] | (output_BTV > 0)

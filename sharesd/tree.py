@@ -1,26 +1,56 @@
 """What a drafter proposes and what the target makes of it.
 
-Shapes: B rows (requests), N draft nodes, V vocabulary.
+Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from compile.attention import Branches
+from sharesd.tables.base import Guess
 
 
 class DraftTree(NamedTuple):
     """Guessed tokens. A chain is the tree in which every node's parent is the one before it."""
 
-    tokens: Tensor  # [B, N] int64
-    parents: Tensor | None = None  # [B, N] int64, -1 = root; None = chain
+    tokens: Tensor  # [B, N] int64; -1 = no node
+    branches: Branches | None = None  # of root and nodes; None = chain
     probs: Tensor | None = None  # [B, N, V] float32 draft distribution; None = deterministic (one-hot)
+    depth: int = 0  # most nodes on a path
+    num_steps: int = 0  # draft steps of a model that it took
+    drafter: str = ""  # who guessed
 
 
 class Verdict(NamedTuple):
     """What the target decided in one round."""
 
-    tokens: Tensor  # [B, N+1] int64, the first num_new are valid
-    num_new: Tensor  # [B] int64, 1..N+1 (accepted drafts + the bonus or recovered token)
-    path: Tensor  # [B, N+1] int64, verify rows that were kept (row 0 is the root)
+    tokens: Tensor  # [B, T] int64, the first num_new are valid
+    num_new: Tensor  # [B] int64, 1..T (accepted drafts + the bonus or recovered token)
+    path: Tensor  # [B, T] int64, ascending; the first num_new are the verify rows that were kept (row 0 is the root)
+
+
+def pack(guesses: Sequence[Guess], num_nodes: int, device: torch.device, drafter: str) -> DraftTree:
+    """The first `num_nodes` nodes of a guess per row. Rows with fewer get nodes which nothing accepts."""
+    B, T = len(guesses), num_nodes + 1
+    tokens_BN = torch.full((B, num_nodes), -1, dtype=torch.int64)
+    parents = [guess.parents[:num_nodes] for guess in guesses]
+    for b, guess in enumerate(guesses):
+        row = guess.tokens[:num_nodes]
+        tokens_BN[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    if all(row == list(range(-1, len(row) - 1)) for row in parents):
+        return DraftTree(tokens_BN.to(device), depth=max(map(len, parents)), drafter=drafter)
+    all_paths: list[list[list[int]]] = []
+    for row in parents:
+        paths = [[0]]
+        for index, parent in enumerate(row, 1):
+            paths.append([*paths[parent + 1], index])
+        all_paths.append([*paths, *([0, index] for index in range(len(paths), T))])
+    depth_BT = torch.tensor([[len(path) - 1 for path in paths] for paths in all_paths])
+    path_BTT = torch.tensor([[path + [0] * (T - len(path)) for path in paths] for paths in all_paths])
+    branches = Branches(depth_BT.to(device), path_BTT.to(device))
+    return DraftTree(tokens_BN.to(device), branches, depth=int(depth_BT.max()), drafter=drafter)

@@ -27,6 +27,7 @@ from sharesd.engine import Engine
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.sampling import TokenCounts
 from sharesd.tokenizer import Tokenizer
@@ -158,12 +159,13 @@ class OracleDrafter:
     """Knows how each prompt goes on and guesses right at a given accuracy, by a fixed pattern of positions."""
 
     name = "oracle"
+    on_host = False
 
     def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:
         """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""
         self.futures, self.num_draft, self.accuracy = futures, num_draft, accuracy
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._rows = [self.futures.get(tuple(prompt), ()) for prompt in prompts]
         self._starts = [len(prompt) for prompt in prompts]
         self._vocab = sampler.vocab_size
@@ -173,7 +175,12 @@ class OracleDrafter:
 
     def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
         at_BN = [[at + i for i in range(num_draft)] for at in self._at]
-        return DraftTree(torch.tensor([[self._guess(b, i) for i in at] for b, at in enumerate(at_BN)]))
+        return DraftTree(
+            torch.tensor([[self._guess(b, i) for i in at] for b, at in enumerate(at_BN)]),
+            depth=num_draft,
+            num_steps=num_draft,
+            drafter=self.name,
+        )
 
     def _guess(self, row: int, at: int) -> int:
         token = self._rows[row][at] if at < len(self._rows[row]) else 0

@@ -11,9 +11,14 @@ using sharesd::f16;
 // attend: shape is B, T, H, K, S, d, threads; strides (elements) are q row, q token, k row, k token, v row, v token.
 #define EXPORT(NAME, T)                                                                                                \
   extern "C" void attend_##NAME(const T* q, const T* k, const T* v, T* kc, T* vc, const int64_t* lengths, T* out,       \
-                                const int64_t* shape, const int64_t* strides, double scale, int64_t window,             \
-                                double softcap) {                                                                       \
-    sharesd::attend(q, k, v, kc, vc, lengths, out, shape, strides, scale, window, softcap);                            \
+                                const int64_t* depth, const int64_t* path, const int64_t* shape,                        \
+                                const int64_t* strides, double scale, int64_t window, double softcap) {                 \
+    sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, softcap);               \
+  }                                                                                                                    \
+  extern "C" void keep_rows_##NAME(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes,       \
+                                   int64_t B, int64_t S, const int64_t* lengths, const int64_t* path,                   \
+                                   const int64_t* num, int64_t P) {                                                     \
+    sharesd::keep_rows<T>(kv, layers, heads, sizes, B, S, lengths, path, num, P);                                      \
   }                                                                                                                    \
   extern "C" void linear_##NAME(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,           \
                                 int64_t threads) {                                                                     \

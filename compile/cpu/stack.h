@@ -41,8 +41,9 @@ struct Step {
   const int64_t* lengths;
   void* x;  // [B * T, D], replaced by the result
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads;
+  Branches tree;
 };
-static_assert(sizeof(Block) == 78 * 8 && sizeof(Step) == 19 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 78 * 8 && sizeof(Step) == 21 * 8, "stack.py writes these words");
 
 // Where threads wait for each other. Spins briefly, since the work between is short, and then gives way: on a busy machine
 // the thread that is waited for may need this very core.
@@ -130,7 +131,7 @@ template <typename T>
 void run_stack(const Step& s, double eps, double scale, double softcap) {
   using W = typename Wide<T>::type;
   const int64_t M = s.B * s.T, heads = s.H + 2 * s.K, row = heads * s.d;
-  const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d};
+  const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
   std::vector<T> qkv(M * row), attended(M * s.H * s.d), out(M * s.D), gate_up(M * 2 * s.mlp), hidden(M * s.mlp);
   std::unique_ptr<Barrier> barrier;
 #pragma omp parallel num_threads(static_cast<int>(s.threads))
@@ -139,7 +140,7 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
 #pragma omp single
     barrier = std::make_unique<Barrier>(all);
     std::vector<T> x(static_cast<const T*>(s.x), static_cast<const T*>(s.x) + M * s.D), h(M * s.D);
-    Aligned<W> scores(kMaxTile * z.pitch());
+    Scratch<T> scratch(z);
     RoundedRows rounded;
     auto add_out = [&](const Norm& how) {  // x += out, perhaps normalised
       for (int64_t m = 0; m < M; ++m) {
@@ -176,7 +177,7 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       const int64_t tiles = z.tiles(), items = s.B * s.K * tiles;
       for (int64_t item = share(items, me, all); item < share(items, me + 1, all); ++item)
         attend_head(z, item / (s.K * tiles), item / tiles % s.K, item % tiles, qkv.data(), s.T * row, row, k_cache, v_cache,
-                    s.lengths, attended.data(), scale, block.window, softcap, scores.data());
+                    s.lengths, attended.data(), scale, block.window, softcap, scratch);
       barrier->wait();
       product(linears[1], attended.data(), out.data(), M, me, all, rounded);
       barrier->wait();

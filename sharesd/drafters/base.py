@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.tree import DraftTree, Verdict
 
@@ -19,9 +20,13 @@ class Drafter(Protocol):
 
     name: str
     num_draft: int  # nodes of a draft at most
+    on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
-        """New prompts, one list of token ids per row. The first `num_kept` tokens of each are known already."""
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
+        """New prompts, one list of token ids per row. The first `num_kept` tokens of each are known already.
+
+        `policy` knows what rounds cost.
+        """
         ...
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
@@ -29,7 +34,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
-        """Guess this many tokens after each row's root."""
+        """Guess this many tokens after each row's root (on the host: at most)."""
         ...
 
     def commit(self, root_B: Tensor, verdict: Verdict) -> None:

@@ -33,4 +33,4 @@ def draft_chain(
         if probs_BV is not None:
             probs.append(probs_BV)
     cache.lengths.copy_(before_B)
-    return DraftTree(drafted, probs=torch.stack(probs, 1) if probs else None)
+    return DraftTree(drafted, probs=torch.stack(probs, 1) if probs else None, depth=num_draft, num_steps=num_draft)

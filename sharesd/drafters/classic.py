@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sharesd.drafters.chain import draft_chain
 from sharesd.models.base import CausalModel
+from sharesd.policy import Policy
 from sharesd.prefill import prefill
 from sharesd.sampler import Sampler
 from sharesd.tree import DraftTree, Verdict
@@ -20,13 +21,14 @@ class ClassicDrafter:
     """
 
     name = "classic"
+    on_host = False
 
     def __init__(self, model: CausalModel, *, batch: int, slots: int, num_draft: int, weight_bytes: int) -> None:
         self.model, self.num_draft, self._weight_bytes = model, num_draft, weight_bytes
         self.cache = model.new_cache(batch, slots)
         self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._sampler = sampler
         # Slots below the kept prefix are right but for its last token, which may never have been read.
         prefill(self.model, self.cache, prompts, [max(0, kept - 1) for kept in num_kept])
@@ -46,7 +48,7 @@ class ClassicDrafter:
         self.cache.lengths -= 1
         tree = draft_chain(self.model, self.cache, first_B2, num_draft, self._sampler)
         self.cache.lengths += 1
-        return tree
+        return tree._replace(drafter=self.name)
 
     def commit(self, root_B: Tensor, verdict: Verdict) -> None:
         self.cache.lengths += verdict.num_new

@@ -12,6 +12,7 @@ from quant.linear import Switch
 from sharesd.cache import StaticKVCache
 from sharesd.drafters.chain import draft_chain
 from sharesd.models.base import CausalModel
+from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.tree import DraftTree, Verdict
 
@@ -20,6 +21,7 @@ class ShareDrafter:
     """Self-drafting through the precision switch."""
 
     name = "share"
+    on_host = False
 
     def __init__(
         self, model: CausalModel, cache: StaticKVCache, switch: Switch, *, num_draft: int, low_bytes: int
@@ -27,7 +29,7 @@ class ShareDrafter:
         self.model, self.cache, self.switch = model, cache, switch
         self.num_draft, self._low_bytes = num_draft, low_bytes
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler) -> None:
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._sampler = sampler
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
@@ -35,7 +37,8 @@ class ShareDrafter:
 
     def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
         with self.switch.use_low():
-            return draft_chain(self.model, self.cache, root_B[:, None], num_draft, self._sampler)
+            tree = draft_chain(self.model, self.cache, root_B[:, None], num_draft, self._sampler)
+        return tree._replace(drafter=self.name)
 
     def commit(self, root_B: Tensor, verdict: Verdict) -> None:
         pass

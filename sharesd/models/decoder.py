@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from compile.attention import attend
+from compile.attention import Branches, attend
 from sharesd.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
@@ -70,6 +70,7 @@ class Attention(nn.Module):
         k_cache_BKSd: Tensor,
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
+        *branches: Tensor,
     ) -> Tensor:
         heads = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
@@ -87,6 +88,7 @@ class Attention(nn.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            branches=Branches(*branches) if branches else None,
         )
         return self.o(out_BTHd.flatten(2))
 
@@ -127,9 +129,11 @@ class Block(nn.Module):
         k_cache_BKSd: Tensor,
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
+        *branches: Tensor,
     ) -> Tensor:
         """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches."""
-        attended = self.attn(self.attn_norm(x_BTD), cos_BTr, sin_BTr, k_cache_BKSd, v_cache_BKSd, lengths_B)
+        tensors = (cos_BTr, sin_BTr, k_cache_BKSd, v_cache_BKSd, lengths_B, *branches)
+        attended = self.attn(self.attn_norm(x_BTD), *tensors)
         x_BTD = x_BTD + self.attn_out_norm(attended)
         return x_BTD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BTD)))
 
@@ -152,6 +156,7 @@ class Decoder(nn.Module):
         self.config = config
         self.name = f"{config.architecture} (native)"
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
+        self.takes_trees = True
         self.step_widths: frozenset[int] = frozenset()
         self.embed = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=device) for kind in config.layers)
@@ -165,9 +170,9 @@ class Decoder(nn.Module):
             self.register_buffer(f"cos_{i}", cos, persistent=False)
             self.register_buffer(f"sin_{i}", sin, persistent=False)
         self.run_block: Callable[..., Tensor] = call_block
-        """(block, x, cos, sin, k_cache, v_cache, lengths) -> x. Compilation and offloading put theirs here."""
+        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches) -> x. Compilation and offloading put theirs."""
         self.run_stack: Callable[..., Tensor] = self._run_stack
-        """(x, [(cos, sin) of every rope], cache) -> x: all blocks. Compilation puts its own here."""
+        """(x, [(cos, sin) of every rope], cache, branches) -> x: all blocks. Compilation puts its own here."""
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
         """An empty cache in the model's dtype and on its device."""
@@ -175,9 +180,16 @@ class Decoder(nn.Module):
         shapes = [(c.num_kv_heads, c.head_dim)] * len(c.layers)
         return StaticKVCache(shapes=shapes, batch=batch, slots=slots, dtype=table.dtype, device=table.device)
 
-    def forward(self, tokens_BT: Tensor, cache: StaticKVCache, keep_BR: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        cache: StaticKVCache,
+        keep_BR: Tensor | None = None,
+        branches: Branches | None = None,
+    ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
-        positions_BT = cache.lengths[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        ahead = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) if branches is None else branches.depth_BT
+        positions_BT = cache.lengths[:, None] + ahead
         positions_BT = positions_BT.clamp(max=self.max_context - 1)  # padding rows may lie beyond; nobody reads them
         turns = [
             (self.get_buffer(f"cos_{i}")[positions_BT], self.get_buffer(f"sin_{i}")[positions_BT])
@@ -186,15 +198,22 @@ class Decoder(nn.Module):
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:
             x_BTD = x_BTD * self.embed_scale
-        x_BTD = self.run_stack(x_BTD, turns, cache)
+        x_BTD = self.run_stack(x_BTD, turns, cache, branches)
         if keep_BR is not None:
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
         logits_BRV = self.head(self.norm(x_BTD))
         cap = self.config.final_softcap
         return cap * torch.tanh(logits_BRV / cap) if cap else logits_BRV
 
-    def _run_stack(self, x_BTD: Tensor, turns: list[tuple[Tensor, Tensor]], cache: StaticKVCache) -> Tensor:
+    def _run_stack(
+        self,
+        x_BTD: Tensor,
+        turns: list[tuple[Tensor, Tensor]],
+        cache: StaticKVCache,
+        branches: Branches | None,
+    ) -> Tensor:
         for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
             cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
-            x_BTD = self.run_block(block, x_BTD, cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths)
+            tensors = (cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
+            x_BTD = self.run_block(block, x_BTD, *tensors)
         return x_BTD

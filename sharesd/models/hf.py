@@ -21,6 +21,7 @@ from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalL
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import eager_mask
 
+from compile.attention import Branches
 from sharesd.cache import StaticKVCache
 from sharesd.models import folder as files
 from sharesd.models.decoder_config import Unsupported
@@ -49,6 +50,7 @@ class HFModel(nn.Module):
         self.vocab_size: int = config.vocab_size
         self.max_context: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_CONTEXT
         self.eos_ids: tuple[int, ...] = ()
+        self.takes_trees = False
         self.step_widths: frozenset[int] = frozenset()
         self._takes = inspect.signature(model.forward).parameters
         self._shapes = _kv_shapes(model)
@@ -58,8 +60,15 @@ class HFModel(nn.Module):
         model = self.model
         return StaticKVCache(shapes=self._shapes, batch=batch, slots=slots, dtype=model.dtype, device=model.device)
 
-    def forward(self, tokens_BT: Tensor, cache: StaticKVCache, keep_BR: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        cache: StaticKVCache,
+        keep_BR: Tensor | None = None,
+        branches: Branches | None = None,
+    ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
+        assert branches is None, "the fallback takes no trees"
         B, T = tokens_BT.shape
         inputs: dict[str, Any] = {
             "input_ids": tokens_BT,

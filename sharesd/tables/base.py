@@ -36,6 +36,11 @@ class Table(Protocol):
 
     name: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what lasts beyond a text."""
+        ...
+
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """A new text for this row; its last token is the root. Costs little if it continues the row's old text."""
         ...
@@ -47,6 +52,33 @@ class Table(Protocol):
     def guess(self, row: int, budget: int) -> Guess:
         """At most `budget` nodes after the row's last token; none where the table knows nothing."""
         ...
+
+
+def best_chain(guess: Guess) -> Guess:
+    """The path through each node's best child."""
+    chain: list[int] = []
+    for index, parent in enumerate(guess.parents):
+        if parent == (chain[-1] if chain else -1):
+            chain.append(index)
+    return Guess([guess.tokens[i] for i in chain], list(range(-1, len(chain) - 1)), [guess.scores[i] for i in chain])
+
+
+def merge(guesses: Sequence[Guess]) -> Guess:
+    """One tree of all guesses' nodes, best first. A node that several know keeps its best score."""
+    if len(guesses) == 1:
+        return guesses[0]
+    scores: dict[tuple[int, ...], float] = {}
+    for guess in guesses:
+        paths: list[tuple[int, ...]] = []
+        for token, parent, score in zip(*guess, strict=True):
+            path = (*(paths[parent] if parent >= 0 else ()), token)
+            paths.append(path)
+            scores[path] = max(score, scores.get(path, 0.0))
+    ranked = sorted(scores, key=lambda path: (-scores[path], len(path)))
+    index = {path: i for i, path in enumerate(ranked)}
+    return Guess(
+        [path[-1] for path in ranked], [index.get(path[:-1], -1) for path in ranked], [scores[p] for p in ranked]
+    )
 
 
 SMALLEST = 1e-3

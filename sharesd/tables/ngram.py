@@ -41,6 +41,11 @@ class NgramTable:
         """Probability that a copied token is right, by the number of matching tokens before it (at most ngram_max)."""
         self._rows: dict[int, _Row] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """0: nothing outlasts a text but a few counters."""
+        return 0
+
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         known = self._rows.get(row)
         if known is None or list(tokens[: len(known.text)]) != known.text:

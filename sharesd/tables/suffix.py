@@ -133,6 +133,11 @@ class SuffixTable:
         """Hits per expected hit, by match length."""
         self._rows: dict[int, _Row] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """0: nothing outlasts a text but a few counters."""
+        return 0
+
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         known = self._rows.get(row)
         if known is None or list(tokens[: len(known.text)]) != known.text:

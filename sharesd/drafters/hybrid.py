@@ -1,0 +1,77 @@
+"""Several drafters, and in each round the one that promises most tokens per second.
+
+Tables guess for nothing, so they are always asked; their trees are merged into one. A model drafter takes time, so it
+drafts only where its running acceptance promises more than the tables' scores do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sharesd.drafters.base import Drafter
+from sharesd.policy import Policy
+from sharesd.sampler import Sampler
+from sharesd.tables.base import Guess, Table, best_chain, merge
+from sharesd.tree import DraftTree, Verdict, pack
+
+STALE = 48
+"""Rounds after which the model drafter drafts again, so that its acceptance stays known."""
+
+
+class HybridDrafter:
+    """Tables, perhaps just one, and a model drafter or none."""
+
+    on_host = True
+
+    def __init__(
+        self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_draft: int, trees: bool
+    ) -> None:
+        """`trees`: the target can verify trees; otherwise the best chain of a guess is used."""
+        self.name, self.num_draft, self._trees = name, num_draft, trees
+        self.tables, self.model_drafter = tuple(tables), model
+
+    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
+        self._policy, self._chains = policy, not self._trees or sampler.params.acceptance != "match"
+        self._known = [len(row) for row in prompts]
+        for table in self.tables:
+            for row, tokens in enumerate(prompts):
+                table.begin(row, tokens)
+        if self.model_drafter is not None:
+            self.model_drafter.begin(prompts, num_kept, sampler, policy)
+        self._idle = 0  # rounds since the model drafted
+
+    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
+        for row, text in enumerate(texts):
+            new = text[self._known[row] :]
+            if new:
+                for table in self.tables:
+                    table.extend(row, new)
+                self._known[row] = len(text)
+        self._texts = texts
+
+    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
+        guesses = [self._guess(row, num_draft) for row in range(len(self._known))]
+        num_nodes, rate = self._policy.worth([guess.scores for guess in guesses])
+        if self.model_drafter is not None:
+            length = self._policy.best_length(at_least=1)
+            if self._idle >= STALE or self._policy.rate_of_length(length) > rate:
+                self.model_drafter.catch_up(self._texts, self._idle > 0)
+                self._idle = 0
+                return self.model_drafter.draft(root_B, length)
+            self._idle += 1
+        names = "+".join(table.name for table in self.tables)
+        return pack(guesses, num_nodes, root_B.device, names)
+
+    def _guess(self, row: int, num_draft: int) -> Guess:
+        guess = merge([table.guess(row, num_draft) for table in self.tables])
+        return best_chain(guess) if self._chains else guess
+
+    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+        if self.model_drafter is not None and self._idle == 0:
+            self.model_drafter.commit(root_B, verdict)
+
+    def extra_bytes(self) -> tuple[int, int]:
+        weights, kv = self.model_drafter.extra_bytes() if self.model_drafter else (0, 0)
+        return weights + sum(table.nbytes for table in self.tables), kv
