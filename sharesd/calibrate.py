@@ -27,7 +27,7 @@ def warm_up(engine: Engine, params: SamplingParams) -> None:
         policy.pinned = num_draft
         engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + num_draft)))
     policy.pinned = before
-    if policy.chooses:
+    if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
         policy.use(measure_costs(engine, params))
     engine.forget()
 

@@ -68,7 +68,7 @@ class Policy:
 
     def use(self, costs: Costs) -> None:
         """Take these costs, and forget what was learnt while they were measured."""
-        self.__init__(max_draft=self.max_draft, fixed=None, costs=costs)  # type: ignore[misc]
+        self.__init__(max_draft=self.max_draft, fixed=self.pinned, costs=costs)  # type: ignore[misc]
 
     def next_length(self) -> int:
         """Tokens to draft in the coming round."""
@@ -99,28 +99,30 @@ class Policy:
 
     def rate_of_length(self, num: int) -> float:
         """Tokens per second that drafts of this length promise, of a model drafter."""
-        survival = self.survival()
-        return (1 + sum(survival[:num])) / (self.costs.draft * num + self.costs.of_step(1 + num))
+        return self._rate(sum(self.survival()[:num]), num, num)
 
     def worth(self, scores: Sequence[Sequence[float]]) -> tuple[int, float]:
         """How many of the best guesses of a table are worth verifying, and the tokens per second which they promise.
 
         `scores` are each row's probabilities, in descending order.
         """
-        longest = min(max(map(len, scores), default=0), self.max_draft)
+        longest = min(max(map(len, scores), default=0), self.most())
         gains = [sum(row[num] for row in scores if len(row) > num) / len(scores) for num in range(longest)]
         if self.pinned is not None:
-            num = min(longest, self.pinned)
-            return num, 1 + sum(gains[:num])
-        if not self.costs.step:
-            return longest, 1 + sum(gains)
-        plain = 1 / self.costs.of_step(1)
+            return longest, self._rate(sum(gains), longest)
+        plain = self._rate(0.0, 0)
         best, best_rate = 0, plain
         for num, gain in enumerate(accumulate(gains), 1):
-            rate = (1 + gain) / self.costs.of_step(1 + num)
+            rate = self._rate(gain, num)
             if rate > max(best_rate, MARGIN * plain):
                 best, best_rate = num, rate
         return best, best_rate
+
+    def _rate(self, gain: float, num_nodes: int, num_draft_steps: int = 0) -> float:
+        """Tokens per second of a round that emits 1 + `gain` tokens out of `num_nodes` guesses."""
+        if not self.costs.step:  # nothing is known yet: a round is a round
+            return 1 + gain
+        return (1 + gain) / (self.costs.draft * num_draft_steps + self.costs.of_step(1 + num_nodes))
 
     def most(self) -> int:
         """Nodes of a draft at most, where the drafter decides with `worth`."""

@@ -36,16 +36,17 @@ def compare(tiny: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_all_modes_are_exact(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, report = compare(tiny, tmp_path / "out", "--num-draft", "1,3")
+    modes = ("classic", "share", "ngram", "suffix")
+    status, report = compare(tiny, tmp_path / "out", "--num-draft", "1,3", "--mode", ",".join(modes))
     assert status == 0 and report["identical"] is True
     seen = [(c["mode"], c["num_draft"], c["temperature"], c["seed"]) for c in report["cases"]]
     ways = ((0, 0), (1, 0), (1, 1))  # greedy decoding knows no seeds
-    assert sorted(seen) == sorted((mode, K, *way) for mode in ("classic", "share") for K in (1, 3) for way in ways)
+    assert sorted(seen) == sorted((mode, K, *way) for mode in modes for K in (1, 3) for way in ways)
     assert all(case["num_turns"] == 2 and not case["mismatches"] for case in report["cases"])
     assert all(case["verify_width"] == 1 + case["num_draft"] for case in report["cases"])
     assert report["settings"]["model"] == "model" and report["environment"]["torch"] == torch.__version__
     out = capsys.readouterr().out
-    assert "T=1 seed 1" in out and out.count("2/2") == 12 and "first differing" not in out
+    assert "T=1 seed 1" in out and out.count("2/2") == 24 and "first differing" not in out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["exact.json"]
 
 

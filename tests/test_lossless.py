@@ -493,9 +493,9 @@ def test_reuse_of_rows_with_different_beginnings(monkeypatch: pytest.MonkeyPatch
     """One row keeps nearly all of a full context while another reads a long prompt anew; both fit their slots."""
     forward = type(MODEL).forward
 
-    def check(model: Any, tokens_BT: Tensor, cache: Any, *rest: Any) -> Tensor:
+    def check(model: Any, tokens_BT: Tensor, cache: Any, *rest: Any, **named: Any) -> Tensor:
         assert int(cache.lengths.max()) + tokens_BT.shape[1] <= cache.slots
-        return forward(model, tokens_BT, cache, *rest)
+        return forward(model, tokens_BT, cache, *rest, **named)
 
     monkeypatch.setattr(type(MODEL), "forward", check)
     engine, fresh = share_engine(*quantized(MODEL, QuantConfig(group_size=32)), batch=3), new_engine(MODEL, batch=3)

@@ -55,7 +55,7 @@ class HybridDrafter:
         guesses = [self._guess(row, num_draft) for row in range(len(self._known))]
         num_nodes, rate = self._policy.worth([guess.scores for guess in guesses])
         if self.model_drafter is not None:
-            length = self._policy.best_length(at_least=1)
+            length = num_draft if self._policy.pinned else self._policy.best_length(at_least=1)
             if self._idle >= STALE or self._policy.rate_of_length(length) > rate:
                 self.model_drafter.catch_up(self._texts, self._idle > 0)
                 self._idle = 0

@@ -1,0 +1,244 @@
+"""Draft trees: a node's row has the bits of plain decoding, and the text is that of plain decoding, whatever the tree.
+
+Legend: B rows, N nodes, T = N + 1 rows of a step.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from oracle import VOCAB, continue_plainly, new_engine, tiny_decoder
+from torch import Tensor
+
+from compile.attention import Branches, attend, attend_reference, keep_rows, new_kv
+from compile.linear import pack_linears
+from compile.stack import NativeStack
+from sharesd.acceptance import accept_tree
+from sharesd.config import SamplingParams
+from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.models.decoder import Decoder
+from sharesd.tables.base import Guess, best_chain, merge
+from sharesd.tables.ngram import NgramTable
+from sharesd.tables.suffix import SuffixTable
+from sharesd.tree import DraftTree, pack
+
+CPU = torch.device("cpu")
+PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
+
+
+def random_tree(dice: random.Random, num: int, vocab: int = VOCAB) -> Guess:
+    """Any topology; siblings differ."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for index in range(num):
+        parent = dice.randrange(-1, index)
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        tokens.append(dice.choice([t for t in range(vocab) if t not in taken]))
+        parents.append(parent)
+    return Guess(tokens, parents, [1.0 - i / 100 for i in range(num)])
+
+
+def paths_of(guess: Guess) -> list[list[int]]:
+    """For each verify row, the rows from the root to it."""
+    paths = [[0]]
+    for index, parent in enumerate(guess.parents, 1):
+        paths.append([*paths[parent + 1], index])
+    return paths
+
+
+# ---- kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 3.0}], ids=str)
+def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torch.dtype) -> None:
+    noise, dice = torch.Generator().manual_seed(0), random.Random(0)
+    for length in (0, 5, 31, 32, 50):
+        guess = random_tree(dice, 12)
+        tree = pack([guess], 12, CPU, "")
+        assert tree.branches is not None
+        q, k, v = (torch.randn(1, 13, heads, 16, generator=noise).to(dtype) for heads in (6, 2, 2))
+        caches = new_kv(1, 2, 96, 16, dtype, CPU)
+        for cache in caches:
+            cache.copy_(torch.randn(cache.shape, generator=noise).to(dtype))
+        lengths = torch.tensor([length])
+
+        def fresh(caches: tuple[Tensor, Tensor] = caches) -> list[Tensor]:
+            return [caches[0].mT.contiguous().mT, caches[1].clone()]
+
+        out = attend(q, k, v, *fresh(), lengths, scale=0.25, branches=tree.branches, **options)
+        for row, path in enumerate(paths_of(guess)):
+            alone = attend(q[:, path], k[:, path], v[:, path], *fresh(), lengths, scale=0.25, **options)
+            assert torch.equal(out[:, row], alone[:, -1])
+        wide = [x.double() for x in (q, k, v, *fresh())]
+        want = attend_reference(*wide, lengths, scale=0.25, branches=tree.branches, **options)
+        tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
+        torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_kept_rows_are_moved_together() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        layers = [new_kv(2, heads, 64, size, dtype, CPU) for heads, size in ((2, 16), (1, 32))]
+        for pair in layers:
+            for cache in pair:
+                cache.copy_(torch.randn(cache.shape).to(dtype))
+        before = [[cache.clone() for cache in pair] for pair in layers]
+        lengths, num = torch.tensor([7, 40]), torch.tensor([3, 1])
+        path = torch.tensor([[0, 2, 5, 6, 6], [0, 4, 4, 4, 4]])
+        keep_rows([k for k, _ in layers], [v for _, v in layers], lengths, path, num)
+        for pair, old in zip(layers, before, strict=True):
+            for cache, was in zip(pair, old, strict=True):
+                was[0, :, 7:10] = was[0, :, [7, 9, 12]]
+                assert torch.equal(cache, was)
+
+
+def native_decoder(dtype: torch.dtype) -> Decoder:
+    model = tiny_decoder(3, dtype=dtype)
+    pack_linears(model)
+    ropes = [kind.rope for kind in model.config.layers]
+    model.run_stack = NativeStack(model.blocks, ropes=ropes, activation=model.config.activation)
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
+    model, dice = native_decoder(dtype), random.Random(5)
+    for length in (3, 40):
+        text = [dice.randrange(VOCAB) for _ in range(length)]
+        guess = random_tree(dice, 15)
+        tree = pack([guess], 15, CPU, "")
+        cache = model.new_cache(1, 96)
+        model.forward(torch.tensor([text]), cache)
+        cache.lengths += length
+        rows = torch.cat([torch.tensor([[1]]), tree.tokens], 1)
+        logits = model.forward(rows, cache, branches=tree.branches)
+        for row, path in enumerate(paths_of(guess)):
+            alone = model.forward(rows[:, path], cache)
+            assert torch.equal(logits[0, row], alone[0, -1])
+            model.forward(rows, cache, branches=tree.branches)
+
+
+# ---- acceptance
+
+
+def test_acceptance_walks_as_a_loop_would() -> None:
+    dice = random.Random(1)
+    for _ in range(200):
+        num = dice.randrange(1, 17)
+        guesses = [random_tree(dice, dice.randrange(1, num + 1), vocab=num + 2) for _ in range(3)]
+        num = max(len(guess.tokens) for guess in guesses)
+        tree = pack(guesses, num, CPU, "")
+        if tree.branches is None:
+            continue
+        target = torch.tensor([[dice.randrange(num + 2) for _ in range(num + 1)] for _ in guesses])
+        verdict = accept_tree(tree, target)
+        for b, guess in enumerate(guesses):
+            path, node = [0], -1
+            while True:
+                want = int(target[b, node + 1])
+                children = [i for i, p in enumerate(guess.parents) if p == node and guess.tokens[i] == want]
+                if not children:
+                    break
+                node = children[0]
+                path.append(node + 1)
+            assert int(verdict.num_new[b]) == len(path)
+            assert verdict.path[b, : len(path)].tolist() == path
+            assert verdict.tokens[b, : len(path)].tolist() == [int(target[b, row]) for row in path]
+
+
+def test_chains_are_packed_without_branches_and_rows_are_padded() -> None:
+    chain = Guess([4, 5, 6], [-1, 0, 1], [0.9, 0.8, 0.7])
+    tree = pack([chain, Guess([], [], [])], 2, CPU, "x")
+    assert tree.branches is None and tree.tokens.tolist() == [[4, 5], [-1, -1]] and tree.depth == 2
+    tree = pack([Guess([4, 5, 6], [-1, -1, 1], [0.9, 0.8, 0.7]), chain], 3, CPU, "x")
+    assert isinstance(tree.branches, Branches) and tree.depth == 3
+    assert tree.branches.depth_BT.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
+
+
+def test_merging_and_the_best_chain() -> None:
+    one = Guess([1, 2, 3], [-1, 0, -1], [0.6, 0.5, 0.2])
+    two = Guess([1, 4, 9], [-1, 0, 1], [0.4, 0.3, 0.1])
+    both = merge([one, two])
+    assert both == Guess([1, 2, 4, 3, 9], [-1, 0, 0, -1, 2], [0.6, 0.5, 0.3, 0.2, 0.1])
+    assert best_chain(both) == Guess([1, 2], [-1, 0], [0.6, 0.5])
+    assert merge([one]) is one and best_chain(Guess([], [], [])) == Guess([], [], [])
+
+
+# ---- the loop
+
+
+class OracleTable:
+    """Random trees into which the true continuation is woven now and then."""
+
+    name = "oracle"
+    nbytes = 0
+
+    def __init__(self, futures: dict[tuple[int, ...], list[int]], seed: int) -> None:
+        self._futures, self._dice = futures, random.Random(seed)
+
+    def begin(self, row: int, tokens: list[int]) -> None:
+        if row == 0:
+            self._rows: dict[int, tuple[list[int], int]] = {}
+        self._rows[row] = (self._futures.get(tuple(tokens), []), 0)
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        future, at = self._rows[row]
+        self._rows[row] = (future, at + len(tokens))
+
+    def guess(self, row: int, budget: int) -> Guess:
+        dice = self._dice
+        noise = random_tree(dice, dice.randrange(0, budget))
+        future, at = self._rows[row]
+        true = future[at : at + dice.randrange(0, 5)]
+        tree = merge([noise, Guess(true, list(range(-1, len(true) - 1)), [0.9 - i / 10 for i in range(len(true))])])
+        if dice.random() < 0.3:
+            tree = best_chain(tree)
+        return Guess(*(part[:budget] for part in tree))
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 11},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_p": 0.02, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_trees_do_not_change_the_text(sampling: str, batch: int) -> None:
+    model = tiny_decoder(3)
+    params = SamplingParams(max_new_tokens=30, logprobs=True, **SAMPLINGS[sampling])
+    naive = new_engine(model, batch=batch).complete(PROMPTS, params)
+    assert [c.token_ids for c in naive] == [continue_plainly(model, prompt, params) for prompt in PROMPTS]
+    futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
+    for seed in range(3):
+        drafter = HybridDrafter("oracle", [OracleTable(futures, seed)], num_draft=9, trees=True)
+        engine = new_engine(model, drafter, batch=batch)
+        done = engine.complete(PROMPTS, params)
+        assert [c.token_ids for c in done] == [c.token_ids for c in naive]
+        for ours, theirs in zip(done, naive, strict=True):
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-6)
+        assert engine.stats.sources["accepted"] > 10, "the trees shall hit"
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_real_tables_do_not_change_the_text(acceptance: Any) -> None:
+    model = tiny_decoder(3)
+    for params in (
+        SamplingParams(max_new_tokens=60, acceptance=acceptance),
+        SamplingParams(max_new_tokens=60, temperature=0.3, seed=2),
+    ):
+        want = [c.token_ids for c in new_engine(model, batch=3).complete(PROMPTS, params)]
+        for tables in ([SuffixTable()], [NgramTable(4, 1, 3)], [SuffixTable(), NgramTable(4, 1, 3)]):
+            drafter = HybridDrafter("tables", tables, num_draft=6, trees=True)
+            done = new_engine(model, drafter, batch=3).complete(PROMPTS, params)
+            assert [c.token_ids for c in done] == want
+
+
+def test_a_tree_needs_match() -> None:
+    tree = DraftTree(torch.tensor([[1, 2]]), Branches(torch.tensor([[0, 1, 1]]), torch.zeros(1, 3, 3).long()))
+    assert accept_tree(tree, torch.tensor([[2, 7, 8]])).tokens[0, :2].tolist() == [2, 8]
