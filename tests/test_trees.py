@@ -23,7 +23,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.tables.base import Guess, best_chain, merge
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import DraftTree, pack
+from sharesd.tree import pack
 
 CPU = torch.device("cpu")
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -237,8 +237,3 @@ def test_real_tables_do_not_change_the_text(acceptance: Any) -> None:
             drafter = HybridDrafter("tables", tables, num_draft=6, trees=True)
             done = new_engine(model, drafter, batch=3).complete(PROMPTS, params)
             assert [c.token_ids for c in done] == want
-
-
-def test_a_tree_needs_match() -> None:
-    tree = DraftTree(torch.tensor([[1, 2]]), Branches(torch.tensor([[0, 1, 1]]), torch.zeros(1, 3, 3).long()))
-    assert accept_tree(tree, torch.tensor([[2, 7, 8]])).tokens[0, :2].tolist() == [2, 8]

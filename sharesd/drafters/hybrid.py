@@ -33,7 +33,7 @@ class HybridDrafter:
         self.tables, self.model_drafter = tuple(tables), model
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
-        self._policy, self._chains = policy, not self._trees or sampler.params.acceptance != "match"
+        self._policy, self._other_rule = policy, sampler.params.acceptance != "match"
         self._known = [len(row) for row in prompts]
         for table in self.tables:
             for row, tokens in enumerate(prompts):
@@ -61,12 +61,14 @@ class HybridDrafter:
                 self._idle = 0
                 return self.model_drafter.draft(root_B, length)
             self._idle += 1
+        if self._other_rule:  # which knows no rows with fewer nodes than others
+            num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
         names = "+".join(table.name for table in self.tables)
         return pack(guesses, num_nodes, root_B.device, names)
 
     def _guess(self, row: int, num_draft: int) -> Guess:
         guess = merge([table.guess(row, num_draft) for table in self.tables])
-        return best_chain(guess) if self._chains else guess
+        return guess if self._trees and not self._other_rule else best_chain(guess)
 
     def commit(self, root_B: Tensor, verdict: Verdict) -> None:
         if self.model_drafter is not None and self._idle == 0:
