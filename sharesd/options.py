@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
 from quant.config import QuantConfig
-from sharesd.config import MODES, Acceptance, CompileMode, DType, EngineConfig, Mode, SamplingParams
+from sharesd.config import (
+    MODEL_DRAFTERS,
+    MODES,
+    TABLES,
+    Acceptance,
+    CompileMode,
+    DType,
+    EngineConfig,
+    Mode,
+    SamplingParams,
+)
 from sharesd.console import main_guard
 
 __all__ = [
@@ -84,6 +94,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="draft tokens per round; auto: what pays best at the moment, 0 included",
     )
+    group.add_argument(
+        "--max-draft",
+        type=_whole,
+        default=_DEFAULTS.max_draft,
+        metavar="K",
+        help="draft tokens per round at most, with --num-draft auto",
+    )
+    group.add_argument(
+        "--with",
+        dest="hybrid_with",
+        default=",".join(_DEFAULTS.hybrid_with),
+        metavar="NAMES",
+        help=f"what mode hybrid chooses from: one of {', '.join(MODEL_DRAFTERS)}, and any of {', '.join(TABLES)}",
+    )
+    group.add_argument(
+        "--ngram-min", type=_whole, default=_DEFAULTS.ngram_min, metavar="N", help="mode ngram: shortest match"
+    )
+    group.add_argument(
+        "--ngram-max", type=_whole, default=_DEFAULTS.ngram_max, metavar="N", help="mode ngram: longest match"
+    )
+    group.add_argument("--ngram-recent", action="store_true", help="mode ngram: the most recent match, not the first")
     group.add_argument(
         "--quant", default=_DEFAULTS.quant.spec, metavar="SPEC", help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts"
     )
@@ -187,6 +218,11 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
         num_draft=None if args.num_draft == "auto" else args.num_draft,
+        max_draft=args.max_draft,
+        hybrid_with=tuple(dict.fromkeys(name.strip() for name in args.hybrid_with.split(","))),
+        ngram_min=args.ngram_min,
+        ngram_max=args.ngram_max,
+        ngram_recent=args.ngram_recent,
         dtype=args.dtype,
         device=args.device,
         quant=QuantConfig.parse(args.quant, args.quant_skip),

@@ -18,10 +18,16 @@ from sharesd.tree import DraftTree
 
 MARGIN = 1.02
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
-FORGET = 0.97
-"""What remains of the evidence about acceptance after a round; about 33 rounds count."""
-FIRST_TRY, LAST_TRY = 16, 512
+FIRST_ALPHA = 0.8
+"""Acceptance assumed before there is evidence."""
+FORGET = 0.985
+"""What remains of the evidence about acceptance after a round; about 67 rounds count."""
+POOLED = 8
+"""Tries that the acceptance at all positions together is worth, in the estimate for each."""
+FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
+TRY_ROUNDS = 3
+"""Rounds of a try."""
 
 
 @dataclass(slots=True)
@@ -63,7 +69,7 @@ class Policy:
         self._drift = 1.0  # how much slower the machine is than the table says
         self._tried = [0.0] * max_draft  # decayed counts: draft token k was looked at, was accepted
         self._kept = [0.0] * max_draft
-        self._pool = (2.0, 1.4)  # tries and hits at any position, forgotten ten times as slowly
+        self._pool = (4.0, 4.0 * FIRST_ALPHA)  # tries and hits at any position, forgotten ten times as slowly
         self._plain_rounds, self._patience = 0, FIRST_TRY
 
     def use(self, costs: Costs) -> None:
@@ -74,14 +80,17 @@ class Policy:
         """Tokens to draft in the coming round."""
         if self.pinned is not None:
             return self.pinned
-        best = self.best_length() if self.costs.step else 0
+        if not self.costs.step:
+            return 0
+        best = self.best_length()
         if best:
             self._plain_rounds, self._patience = 0, FIRST_TRY
             return best
         self._plain_rounds += 1
-        if self._plain_rounds < self._patience:
+        if self._plain_rounds <= self._patience:
             return 0
-        self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
+        if self._plain_rounds == self._patience + TRY_ROUNDS:
+            self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
         return self.best_length(at_least=1)
 
     def best_length(self, at_least: int = 0) -> int:
@@ -94,7 +103,7 @@ class Policy:
         """For each position, the estimated probability that the draft is accepted up to and including it."""
         tries, hits = self._pool
         alpha = hits / tries
-        each = [(kept + 2 * alpha) / (tried + 2) for kept, tried in zip(self._kept, self._tried, strict=True)]
+        each = [(kept + POOLED * alpha) / (tried + POOLED) for kept, tried in zip(self._kept, self._tried, strict=True)]
         return list(accumulate(each, lambda a, b: a * b))
 
     def rate_of_length(self, num: int) -> float:

@@ -1,0 +1,93 @@
+"""The policy finds the best length, goes back to plain steps where drafting loses, and tries again now and then."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sharesd.policy import FIRST_TRY, Costs, Policy
+from sharesd.tree import DraftTree
+
+
+def tree_of(num: int, *, steps: bool = True) -> DraftTree:
+    return DraftTree(torch.zeros(1, num, dtype=torch.int64), depth=num, num_steps=num if steps else 0)
+
+
+def live(policy: Policy, costs: Costs, alpha: float, rounds: int, *, noise: float = 0.0) -> list[int]:
+    """Rounds on a machine of these costs where each draft token is right with probability alpha."""
+    dice, chosen = random.Random(0), []
+    for _ in range(rounds):
+        num = policy.next_length()
+        accepted = 0
+        while accepted < num and dice.random() < alpha:
+            accepted += 1
+        slow = 1 + noise * dice.random()
+        policy.record(tree_of(num), [accepted], slow * costs.draft * num, slow * costs.of_step(1 + num))
+        chosen.append(num)
+    return chosen
+
+
+def test_costs_are_linear_between_what_was_measured() -> None:
+    costs = Costs({1: 10.0, 3: 14.0, 5: 15.0})
+    assert [costs.of_step(width) for width in (1, 2, 3, 4, 5, 7)] == [10.0, 12.0, 14.0, 14.5, 15.0, 16.0]
+    assert Costs({2: 3.0}).of_step(9) == 3.0 and Costs({2: 3.0}).of_step(1) == 3.0
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.85, 0.95])
+@pytest.mark.parametrize("draft", [0.05, 0.3, 0.5])
+def test_the_best_length_is_found(alpha: float, draft: float) -> None:
+    costs = Costs({1: 1.0, 2: 1.02, 9: 1.4}, draft)
+
+    def rate(num: int) -> float:
+        return sum(alpha**k for k in range(num + 1)) / (num * draft + costs.of_step(1 + num))
+
+    best = max(range(9), key=rate)
+    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), draft))
+    chosen = live(policy, costs, alpha, 600, noise=0.2)[200:]
+    mean_rate = sum(map(rate, chosen)) / len(chosen)
+    assert mean_rate > 0.95 * rate(best)
+
+
+def test_a_losing_drafter_costs_next_to_nothing() -> None:
+    costs = Costs({1: 1.0, 9: 1.6}, 0.8)
+    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), costs.draft))
+    chosen = live(policy, costs, 0.3, 2000)
+    assert chosen[:FIRST_TRY].count(0) >= FIRST_TRY - 3
+    assert sum(num > 0 for num in chosen[500:]) < 0.02 * 1500
+    assert max(chosen[500:]) > 0, "it tries again now and then"
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    costs = Costs({1: 1.0, 9: 1.3}, 0.4)
+    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), costs.draft))
+    live(policy, costs, 0.1, 300)
+    chosen = live(policy, costs, 0.95, 1200)
+    assert sum(chosen[-200:]) / 200 > 3
+
+
+def test_a_slow_spell_of_the_machine_changes_nothing() -> None:
+    costs = Costs({1: 1.0, 9: 1.3}, 0.4)
+    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), costs.draft))
+    live(policy, costs, 0.9, 300)
+    slow = Costs({width: 3 * s for width, s in costs.step.items()}, 3 * costs.draft)
+    chosen = live(policy, slow, 0.9, 100)
+    assert min(chosen) > 1
+
+
+def test_guesses_are_cut_where_they_stop_paying() -> None:
+    policy = Policy(max_draft=16, fixed=None, costs=Costs({1: 1.0, 2: 1.05, 17: 2.0}))
+    assert policy.worth([[0.9, 0.8, 0.05, 0.04]])[0] == 2
+    assert policy.worth([[0.02, 0.01]])[0] == 0 and policy.worth([[]])[0] == 0
+    num, rate = policy.worth([[0.9, 0.5], [0.9]])
+    assert num == 2 and rate == pytest.approx((1 + 0.9 + 0.25) / policy.costs.of_step(3))
+    fixed = Policy(max_draft=16, fixed=3)
+    assert fixed.worth([[0.02] * 9])[0] == 3 and fixed.next_length() == 3 and fixed.most() == 3
+
+
+def test_without_costs_plain_steps_come_first() -> None:
+    policy = Policy(max_draft=4, fixed=None)
+    assert policy.next_length() == 0
+    policy.record(tree_of(0), [0], 0.0, 1.0)
+    assert policy.next_length() > 0
