@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "ngram", "suffix", "hybrid"]
+Mode = Literal["naive", "classic", "share", "ngram", "suffix", "recycle", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -16,7 +16,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 MODES: tuple[str, ...] = get_args(Mode)
 MODEL_DRAFTERS = ("share", "classic")
 """Modes in which a model drafts."""
-TABLES = ("ngram", "suffix")
+TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
 
 
@@ -101,7 +101,8 @@ class EngineConfig:
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "share"
     """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
-    drafts. `ngram`, `suffix`: tables of the text so far draft. `hybrid`: per round the best of `hybrid_with`."""
+    drafts. `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each
+    round."""
     hybrid_with: tuple[str, ...] = ("share", "suffix")
     """What `hybrid` chooses from: at most one of share and classic, and tables."""
     ngram_min: int = 1
@@ -110,6 +111,8 @@ class EngineConfig:
     """`ngram`: longest run of tokens that is looked up."""
     ngram_recent: bool = False
     """`ngram`: continue the most recent match rather than the first."""
+    recycle_table: str | None = None
+    """`recycle`: file of a table to start from; None = an empty one."""
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     num_draft: int | None = None

@@ -34,6 +34,7 @@ from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import load_model, resolve
 from sharesd.tables.base import Table
 from sharesd.tables.ngram import NgramTable
+from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
 from sharesd.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 
@@ -205,6 +206,11 @@ class Runtime:
         if name == "suffix":
             return SuffixTable()
         config = self.config
+        if name == "recycle":
+            table = RecycleTable(self.target.vocab_size)
+            if config.recycle_table is not None:
+                table.load(config.recycle_table)
+            return table
         return NgramTable(config.most_draft, config.ngram_min, config.ngram_max, most_recent=config.ngram_recent)
 
     def _classic(self, num_draft: int) -> Drafter:

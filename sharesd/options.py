@@ -116,6 +116,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ngram-recent", action="store_true", help="mode ngram: the most recent match, not the first")
     group.add_argument(
+        "--recycle-table", metavar="FILE", default=argparse.SUPPRESS, help="mode recycle: table to start from"
+    )
+    group.add_argument(
         "--quant", default=_DEFAULTS.quant.spec, metavar="SPEC", help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts"
     )
     group.add_argument(
@@ -223,6 +226,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
         ngram_recent=args.ngram_recent,
+        recycle_table=getattr(args, "recycle_table", None),
         dtype=args.dtype,
         device=args.device,
         quant=QuantConfig.parse(args.quant, args.quant_skip),

@@ -78,7 +78,7 @@ class Round:
             cache.keep(verdict.path, verdict.num_new)
         cache.lengths += verdict.num_new
         if self._drafter is not None:
-            self._drafter.commit(root_B, verdict)
+            self._drafter.commit(root_B, tree, verdict, logits_BTV)
         last_B1 = (verdict.num_new - 1).clamp(min=0)[:, None]
         root_B.copy_(torch.where(active_B > 0, verdict.tokens.gather(1, last_B1)[:, 0], root_B))
         return RoundResult(

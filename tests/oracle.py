@@ -187,7 +187,7 @@ class OracleDrafter:
         right = (37 * at + 11 * row) % 64 < 64 * self.accuracy
         return token if right else (token + 1) % self._vocab
 
-    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass
 
     def extra_bytes(self) -> tuple[int, int]:

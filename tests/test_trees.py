@@ -175,7 +175,7 @@ class OracleTable:
     """Random trees into which the true continuation is woven now and then."""
 
     name = "oracle"
-    nbytes = 0
+    nbytes, num_successors = 0, 0
 
     def __init__(self, futures: dict[tuple[int, ...], list[int]], seed: int) -> None:
         self._futures, self._dice = futures, random.Random(seed)

@@ -4,6 +4,7 @@
 #include "lowbit.h"
 #include "noise.h"
 #include "stack.h"
+#include "topk.h"
 
 using sharesd::bf16;
 using sharesd::f16;
@@ -28,6 +29,9 @@ using sharesd::f16;
                                     const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t G, int64_t bits,      \
                                     int64_t threads) {                                                                 \
     sharesd::low_linear(x, codes, scales, offsets, bias, y, M, N, K, G, bits, static_cast<int>(threads));              \
+  }                                                                                                                    \
+  extern "C" void top_k_##NAME(const T* x, int64_t* out, int64_t R, int64_t V, int64_t k, int64_t threads) {            \
+    sharesd::top_k(x, out, R, V, k, static_cast<int>(threads));                                                        \
   }                                                                                                                    \
   extern "C" void run_stack_##NAME(const sharesd::Step* step, double eps, double scale, double softcap) {               \
     sharesd::run_stack<T>(*step, eps, scale, softcap);                                                                 \

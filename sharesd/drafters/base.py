@@ -37,8 +37,10 @@ class Drafter(Protocol):
         """Guess this many tokens after each row's root (on the host: at most)."""
         ...
 
-    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
-        """The target has decided about the draft after `root`; num_new is 0 for idle rows."""
+    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+        """The target has decided about the draft after `root`; num_new is 0 for idle rows. `logits` are those of root
+        and nodes; later calls overwrite them.
+        """
         ...
 
     def extra_bytes(self) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class ClassicDrafter:
         self.cache.lengths += 1
         return tree._replace(drafter=self.name)
 
-    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         self.cache.lengths += verdict.num_new
         history_BT = torch.cat([self._before_B[:, None], root_B[:, None], verdict.tokens], 1)
         self._before_B.copy_(history_BT.gather(1, verdict.num_new[:, None])[:, 0])

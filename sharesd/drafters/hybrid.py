@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from compile.topk import top_k
 from sharesd.drafters.base import Drafter
 from sharesd.policy import Policy
 from sharesd.sampler import Sampler
@@ -31,6 +33,8 @@ class HybridDrafter:
         """`trees`: the target can verify trees; otherwise the best chain of a guess is used."""
         self.name, self.num_draft, self._trees = name, num_draft, trees
         self.tables, self.model_drafter = tuple(tables), model
+        self._num_successors = max((table.num_successors for table in tables), default=0)
+        self._seen: tuple[Tensor, Tensor] | None = None  # tokens read last [R], likeliest ones after each [R, k]
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._policy, self._other_rule = policy, sampler.params.acceptance != "match"
@@ -40,9 +44,17 @@ class HybridDrafter:
                 table.begin(row, tokens)
         if self.model_drafter is not None:
             self.model_drafter.begin(prompts, num_kept, sampler, policy)
+        self._seen = None
         self._idle = 0  # rounds since the model drafted
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
+        if self._seen is not None:
+            read_R, successors_Rk = (tensor.cpu().numpy() for tensor in self._seen)
+            real_R = read_R >= 0
+            for table in self.tables:
+                if table.num_successors:
+                    table.learn(read_R[real_R], successors_Rk[real_R])
+            self._seen = None
         for row, text in enumerate(texts):
             new = text[self._known[row] :]
             if new:
@@ -70,9 +82,12 @@ class HybridDrafter:
         guess = merge([table.guess(row, num_draft) for table in self.tables])
         return guess if self._trees and not self._other_rule else best_chain(guess)
 
-    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         if self.model_drafter is not None and self._idle == 0:
-            self.model_drafter.commit(root_B, verdict)
+            self.model_drafter.commit(root_B, tree, verdict, logits_BTV)
+        if self._num_successors:
+            rows_RV = logits_BTV.flatten(0, 1)
+            self._seen = (torch.cat([root_B[:, None], tree.tokens], 1).flatten(), top_k(rows_RV, self._num_successors))
 
     def extra_bytes(self) -> tuple[int, int]:
         weights, kv = self.model_drafter.extra_bytes() if self.model_drafter else (0, 0)

@@ -40,7 +40,7 @@ class ShareDrafter:
             tree = draft_chain(self.model, self.cache, root_B[:, None], num_draft, self._sampler)
         return tree._replace(drafter=self.name)
 
-    def commit(self, root_B: Tensor, verdict: Verdict) -> None:
+    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass
 
     def extra_bytes(self) -> tuple[int, int]:

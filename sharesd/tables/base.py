@@ -10,6 +10,8 @@ from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 State = TypeVar("State")
 
 
@@ -35,6 +37,15 @@ class Table(Protocol):
     """
 
     name: str
+
+    @property
+    def num_successors(self) -> int:
+        """How many of the target's likeliest tokens after each token `learn` wants; 0 = it learns from texts alone."""
+        ...
+
+    def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
+        """Tokens [R] that the target read, and the likeliest tokens after each [R, num_successors], likeliest first."""
+        ...
 
     @property
     def nbytes(self) -> int:

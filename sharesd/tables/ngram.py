@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sharesd.tables.base import Guess, HitRates, nothing, outcomes
 
 
@@ -40,6 +42,11 @@ class NgramTable:
         self.rates = HitRates([0.5] * (ngram_max + 1))
         """Probability that a copied token is right, by the number of matching tokens before it (at most ngram_max)."""
         self._rows: dict[int, _Row] = {}
+
+    num_successors = 0
+
+    def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
+        """Texts are all it learns from."""
 
     @property
     def nbytes(self) -> int:

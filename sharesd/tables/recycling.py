@@ -32,7 +32,7 @@ class RecycleTable:
     hits: one probability per (level, rank), the same for all tokens.
     """
 
-    name = "recycling"
+    name = "recycle"
 
     def __init__(self, vocab_size: int, num_successors: int = 8) -> None:
         """An empty matrix: 4 bytes * vocab_size * num_successors."""

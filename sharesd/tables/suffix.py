@@ -133,6 +133,11 @@ class SuffixTable:
         """Hits per expected hit, by match length."""
         self._rows: dict[int, _Row] = {}
 
+    num_successors = 0
+
+    def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
+        """Texts are all it learns from."""
+
     @property
     def nbytes(self) -> int:
         """0: nothing outlasts a text but a few counters."""
