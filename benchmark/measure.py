@@ -97,6 +97,8 @@ def measure_turn(
         rounds=stats.rounds,
         accepted_at=stats.accepted_at,
         accept_lengths=stats.accept_lengths[0],
+        drafted_tokens=stats.drafted_tokens,
+        draft_steps=stats.draft_steps,
     )
 
 

@@ -53,6 +53,10 @@ class TurnRecord:
     """Rounds in which the draft token at this position was accepted."""
     accept_lengths: list[int]
     """Tokens emitted in each round."""
+    drafted_tokens: int = 0
+    """Draft tokens that were verified."""
+    draft_steps: int = 0
+    """Steps of a draft model."""
 
     @property
     def key(self) -> Key:

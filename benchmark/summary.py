@@ -53,7 +53,8 @@ def _mode(records: Records, base: Records | None, keys: Sequence[Key], *, num_dr
         "draft_ms": per_round["draft_s"],
         "verify_ms": per_round["verify_s"],
         "overhead_ms": per_round["overhead_s"],
-        "cost_ratio_c": _ratio(per_round["draft_s"], base_verify and base_verify * num_draft) if num_draft else None,
+        "mean_drafted_per_round": _ratio(sum(r.drafted_tokens for r in turns), sum(r.rounds for r in turns)),
+        "cost_ratio_c": _cost_ratio(turns, base_verify),
         "verify_ratio_v": _ratio(per_round["verify_s"], base_verify),
         "by_category": by_category(timed, base, num_draft),
     }
@@ -210,6 +211,12 @@ def quantile(values: Sequence[float], q: float) -> float | None:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _cost_ratio(turns: Sequence[TurnRecord], base_verify_ms: float | None) -> float | None:
+    """Time of a draft model's step over that of a naive step; None where no model drafted."""
+    draft_s, steps = sum(r.draft_s for r in turns), sum(r.draft_steps for r in turns)
+    return _ratio(_ratio(1e3 * draft_s, steps), base_verify_ms)
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

@@ -55,7 +55,8 @@ class NativeStack:
     ) -> Tensor:
         """The residual stream after all blocks. `turns` are the (cosines, sines) [B, T, r] of every rope.
 
-        `cache` has `k` and `v` of every block, in the layout of `compile.attention.new_kv`, and `lengths`.
+        `cache` has `lengths`, and `k` and `v` of every block in the layout of `compile.attention.new_kv`; if it has
+        those of the first few only, no others run.
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
         B, T, D = x_BTD.shape
@@ -65,7 +66,7 @@ class NativeStack:
         angles = (ctypes.c_int64 * (2 * len(turns)))(*(pair[i].data_ptr() for i in (0, 1) for pair in turns))
         step = _Step(
             self._table.data_ptr(),
-            len(self._table),
+            len(cache.k),
             ctypes.addressof(kv),
             ctypes.addressof(angles),
             len(turns),

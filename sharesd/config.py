@@ -123,12 +123,14 @@ class EngineConfig:
     """`auto`: bfloat16."""
     device: str = "auto"
     """`auto`: cuda where there is one, else cpu."""
-    quant: QuantConfig = field(default_factory=QuantConfig)
+    quant: QuantConfig = field(default_factory=lambda: QuantConfig(head_bits=4))
     """How the drafter's linears are quantized."""
     compile: CompileMode = "auto"
     """`native`: all blocks in one call of a C++ kernel (CPU). `regional`: one block compiled by Inductor and reused.
     `full`: the whole step in one Inductor graph. `off`: eager. `auto`: native on a CPU if the kernel knows the model,
     else regional. On CUDA rounds are also captured in graphs, unless it is off."""
+    exact: bool = True
+    """Give a row the same bits in every mode: by kernels that do so in steps of any width, or by one fixed width."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
     max_context: int = 2048

@@ -32,6 +32,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import load_model, resolve
+from sharesd.selfcheck import RunFirst, first_block, rows_agree
 from sharesd.tables.base import Table
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
@@ -85,16 +86,10 @@ class Runtime:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
         self.weight_bytes = _num_bytes(self.target)
         self.max_context = min(config.max_context, self.target.max_context)
-        native = isinstance(self.target, Decoder)
-        exact_at_any_width = native and self.device.type == "cpu"
-        most = 1 + config.most_draft
-        self._widths: tuple[int, ...] | None = None  # any
-        if not exact_at_any_width:
-            self._widths = (max(EXACT_WIDTH, most),)
-        elif self.compile in ("regional", "full"):
-            self._widths = (1, most)
         self._pack(self.target)
         self._gumbel = self._noise()
+        most = 1 + config.most_draft
+        self._widths = self._choose_widths(most)
         self._slots = self.max_context + 2 * max(self._widths or (most,))
         self.cache = self.target.new_cache(config.max_batch, self._slots)
         self._step = self._compile(self.target, {1, *(self._widths or ())})
@@ -123,6 +118,29 @@ class Runtime:
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
         )
+
+    def _choose_widths(self, most: int) -> tuple[int, ...] | None:
+        """Numbers of rows that steps may have; a single one where a row's bits depend on the width. None = any."""
+        target = self.target
+        compiled = self.compile in ("regional", "full") and isinstance(target, Decoder)
+        if not self.config.exact:
+            return (1, most) if compiled else None
+        if isinstance(target, Decoder) and rows_agree(target, self._run_first(target)):
+            log.info("exact: rows have the same bits in steps of any width")
+            return (1, most) if compiled else None
+        fixed = max(EXACT_WIDTH, most)
+        log.info("exact: rows depend on the width of their step, so every step of every mode has %d rows", fixed)
+        return (fixed,)
+
+    def _run_first(self, target: Decoder) -> RunFirst:
+        if self.compile != "native":
+            return first_block(target)
+        ropes, activation = [kind.rope for kind in target.config.layers], target.config.activation
+        try:
+            stack = NativeStack(target.blocks[:1], ropes=ropes[:1], activation=activation)
+        except Unsuited:
+            return first_block(target)
+        return lambda x, turns, cache: stack(x, turns, cache)
 
     def _noise(self) -> Callable[..., Tensor]:
         if self.device.type == "cpu":

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 from quant.config import QuantConfig
@@ -119,7 +120,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--recycle-table", metavar="FILE", default=argparse.SUPPRESS, help="mode recycle: table to start from"
     )
     group.add_argument(
-        "--quant", default=_DEFAULTS.quant.spec, metavar="SPEC", help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts"
+        "--quant",
+        default=_DEFAULTS.quant.spec,
+        metavar="SPEC",
+        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best",
     )
     group.add_argument(
         "--quant-skip",
@@ -134,6 +138,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default=_DEFAULTS.device, help="cpu, cuda, cuda:N, or auto: cuda where there is one")
     group.add_argument(
         "--compile", choices=get_args(CompileMode), default=_DEFAULTS.compile, help="how steps are compiled"
+    )
+    group.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.exact,
+        help="give a row the same bits in all modes; --no-exact takes the fastest steps, and texts may differ",
     )
     group.add_argument(
         "--max-context",
@@ -216,7 +226,12 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     draft = getattr(args, "draft", None)
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
-    return EngineConfig(
+    auto = args.quant == "auto"
+    if auto and args.quant_skip:
+        raise ValueError(
+            f"--quant auto chooses what to skip, and --quant-skip is {args.quant_skip[0]!r}; drop one of the two"
+        )
+    config = EngineConfig(
         target=getattr(args, "target", None),
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
@@ -229,12 +244,18 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         recycle_table=getattr(args, "recycle_table", None),
         dtype=args.dtype,
         device=args.device,
-        quant=QuantConfig.parse(args.quant, args.quant_skip),
+        quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
         compile=args.compile,
+        exact=args.exact,
         max_context=args.max_context,
         trust_remote_code=args.trust_remote_code,
         progress=progress,
     )
+    if auto:
+        from sharesd.settings import best_quant  # torch takes seconds, mistakes should not
+
+        config = replace(config, quant=best_quant(config))
+    return config
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -49,6 +49,7 @@ class Rows:
         stats, chunks = self._stats, []
         num_nodes, name = tree.tokens.shape[1], tree.drafter or None
         stats.steps += 1
+        stats.draft_steps += tree.num_steps
         for row in range(len(self.tokens)):
             if not self.live[row]:
                 continue

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+_COUNTS = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "draft_steps", "steps")
+_SUMS = (*_COUNTS, "prefill_s", "draft_s", "verify_s", "overhead_s")
+
 
 @dataclass(slots=True)
 class Stats:
@@ -22,6 +25,8 @@ class Stats:
     """Passes of the loop, counted per row that took part."""
     drafted_tokens: int = 0
     """Draft tokens that were verified."""
+    draft_steps: int = 0
+    """Steps of a draft model, whatever the number of rows."""
     steps: int = 0
     """Passes of the loop, whatever the number of rows."""
     accepted_at: list[int] = field(default_factory=list)
@@ -72,7 +77,15 @@ class Stats:
     def merge(self, other: Stats) -> None:
         """Add another call's counts."""
         self.num_draft = max(self.num_draft, other.num_draft)
-        for name in ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "steps"):
+        for name in (
+            "prompt_tokens",
+            "new_tokens",
+            "decoded_tokens",
+            "rounds",
+            "drafted_tokens",
+            "draft_steps",
+            "steps",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("prefill_s", "draft_s", "verify_s", "overhead_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiny import make_checkpoint
 from torch import Tensor, nn
 
 from compile import native
-from compile.linear import pack_linears
+from compile.linear import PackedLinear, pack_linears
 from compile.regions import CompiledBlocks, compile_step, no_recompiles, structure
 from compile.stack import NativeStack, Unsuited
 from quant.attach import quantize_linears
@@ -26,6 +27,7 @@ from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
+from sharesd.selfcheck import first_block, rows_agree
 
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
 PROMPTS: list[str | list[int]] = [
@@ -309,3 +311,21 @@ def test_compiled_functions_are_their_own() -> None:
     for _ in range(2):
         for amount, (form, module) in enumerate(zip(forms, modules, strict=True)):
             assert form(module, torch.zeros(2 + amount)).tolist() == [amount] * (2 + amount)
+
+
+def test_the_self_check_tells_whether_rows_depend_on_the_width(checkpoint: Path, monkeypatch: Any) -> None:
+    model = wide_decoder()
+    pack_linears(model)
+    assert rows_agree(model, first_block(model)), "packed linears are row-invariant"
+    plain = PackedLinear.forward
+
+    def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = plain(self, x)
+        return y * (1 + 2**-6) if x.shape[1] == 5 else y
+
+    monkeypatch.setattr(PackedLinear, "forward", sloppy)
+    assert not rows_agree(model, first_block(model))
+    config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=3, max_context=128)
+    runtime = Runtime(config, ("naive", "share"))
+    assert runtime.engine("naive").widths == runtime.engine("share").widths == [8]
+    assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
