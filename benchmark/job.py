@@ -87,7 +87,12 @@ def job_of(args: argparse.Namespace) -> Job:
         "device": config.device,
         "quant": str(config.quant),
         "compile": config.compile,
-        "num_draft": config.num_draft,
+        "num_draft": config.num_draft or "auto",
+        "max_draft": config.max_draft,
+        "hybrid_with": list(config.hybrid_with),
+        "ngram": [config.ngram_min, config.ngram_max, config.ngram_recent],
+        "recycle_table": config.recycle_table,
+        "exact": config.exact,
         "max_context": config.max_context,
         "sampling": {**asdict(params), "stop": list(params.stop), "stop_token_ids": [], "logit_bias": {}},
     }

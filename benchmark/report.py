@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmark.table import HEADLINE, headline
-from benchmark.text import number, percent, size, times
+from benchmark.text import ABSENT, number, percent, size, times
 
 MAX_DIVERGENCES = 10
 """Differences that the report lists; summary.json has all."""
@@ -24,10 +24,11 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
         "exactly the token ids of `naive`. first token: median time of reading a prompt. extra mem: weights and KV "
         "on top of `naive`.",
         *_section("Same text?", _exactness(summary)),
-        *_section("Speed by category", _categories(modes)),
+        *_section("Speed by category", _table(*category_rows(modes))),
         *(f"![{name.removesuffix('.png')}]({name})" for name in plots),
         *_section("Where a round's time goes", _rounds(modes)),
         *_section("Acceptance by position", _acceptance(modes)),
+        *_section("Accepted tokens by drafter", _drafters(modes)),
         *_section("Start and memory", _start(summary)),
         *_section("What the times leave out", _left_out(summary)),
         *_section("Notes", _bullets(_notes(summary))),
@@ -35,6 +36,10 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
         *_section("Machine", _pairs(summary["environment"])),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _draft_length(settings: Mapping[str, Any]) -> str:
+    return f"0 to {settings['max_draft']}" if settings["num_draft"] == "auto" else str(settings["num_draft"])
 
 
 def _introduction(summary: Mapping[str, Any]) -> str:
@@ -48,7 +53,7 @@ def _introduction(summary: Mapping[str, Any]) -> str:
     text = (
         f"{questions['num_questions']} of {questions['num_available']} questions, {questions['num_turns']} turns, "
         f"at most {sampling['max_new_tokens']} new tokens each, {how}, {settings['dtype']} on {settings['device']}, "
-        f"{settings['num_draft']} draft tokens per round, drafts {settings['quant']}, compile {settings['compile']}."
+        f"{_draft_length(settings)} draft tokens per round, drafts {settings['quant']}, compile {settings['compile']}."
     )
     if settings["runs"] > 1:
         text += f" {settings['runs']} runs; figures are medians of runs."
@@ -91,7 +96,8 @@ def _exactness(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _categories(modes: Mapping[str, Any]) -> str:
+def category_rows(modes: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of speeds by category."""
     names = list(dict.fromkeys(name for figures in modes.values() for name in figures["by_category"]))
     head, rows = ["category"], [[name] for name in names]
     for mode, figures in modes.items():
@@ -103,7 +109,7 @@ def _categories(modes: Mapping[str, Any]) -> str:
             row.append(number(found.get("tokens_per_second")))
             if mode != "naive":
                 row += [number(found.get("mean_tokens_per_round"), 2), times(found.get("speedup_vs_naive"))]
-    return _table(head, rows)
+    return head, rows
 
 
 def _rounds(modes: Mapping[str, Any]) -> str:
@@ -132,6 +138,22 @@ def _acceptance(modes: Mapping[str, Any]) -> str:
     rows = [[mode, *map(percent, shares)] for mode, shares in drafters.items()]
     table = _table(["mode", *map(str, range(1, width + 1))], rows)
     return f"{table}\n\nShare of rounds in which the draft token at this position was accepted."
+
+
+def drafter_rows(modes: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of accepted tokens by who drafted them; no rows where that is not known."""
+    known = {mode: figures["accepted_by"] for mode, figures in modes.items() if figures.get("accepted_by")}
+    names = list(dict.fromkeys(name for counts in known.values() for name in counts))
+    rows = []
+    for mode, counts in known.items():
+        total = sum(counts.values())
+        rows.append([mode, *(percent(counts[name] / total) if name in counts else ABSENT for name in names)])
+    return ["mode", *names], rows
+
+
+def _drafters(modes: Mapping[str, Any]) -> str:
+    head, rows = drafter_rows(modes)
+    return f"{_table(head, rows)}\n\nShare of the accepted draft tokens that each drafter guessed." if rows else ""
 
 
 def _start(summary: Mapping[str, Any]) -> str:

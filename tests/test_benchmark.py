@@ -22,6 +22,7 @@ from benchmark.conversation import prompt_ids, require_room
 from benchmark.questions import Question
 from benchmark.records import Key, TurnRecord
 from benchmark.table import rich_table
+from sharesd.config import MODES
 from sharesd.models.folder import WEIGHT_FILES
 from sharesd.tokenizer import load_tokenizer
 
@@ -56,7 +57,14 @@ def drafted(lengths: list[int], *, bonus_at: int, **fields: Any) -> dict[str, An
     bonus = sum(length == bonus_at for length in lengths)
     sources = {"target": 1, "accepted": accepted, "recovered": len(lengths) - bonus, "bonus": bonus}
     at = [sum(length > i + 1 for length in lengths) for i in range(bonus_at - 1)]
-    return {"rounds": len(lengths), "accept_lengths": lengths, "accepted_at": at, "sources": sources, **fields}
+    return {
+        "rounds": len(lengths),
+        "accept_lengths": lengths,
+        "accepted_at": at,
+        "sources": sources,
+        "draft_steps": 2 * len(lengths),
+        **fields,
+    }
 
 
 def keyed(*turns: TurnRecord) -> dict[Key, TurnRecord]:
@@ -297,15 +305,15 @@ class TestCommand:
         assert status == 0, err
         assert "report: out/report.md" in out and "Warning" not in err
         names = {path.name for path in Path("out").iterdir()}
-        lines = {f"answers-{mode}.jsonl" for mode in ("naive", "classic", "share")}
-        assert names == lines | {"run.json", "summary.json", "report.md", "speed.png", "acceptance.png"}
+        lines = {f"answers-{mode}.jsonl" for mode in MODES}
+        assert names == lines | {"run.json", "summary.json", "report.md", "report.html", "speed.png", "acceptance.png"}
         found = read_summary()
         assert found["status"] == {"complete": True, "num_missing_turns": 0}
         assert found["recompiles"] == 0 and found["num_sessions"] == 1
         assert found["settings"]["questions"]["label"] == "questions.jsonl"
         assert found["settings"]["prompt_format"] == "chat template" and found["settings"]["dtype"] == "bfloat16"
         assert found["environment"]["num_threads"] >= 1 and found["environment"]["torch"]
-        assert list(found["modes"]) == ["naive", "classic", "share"]
+        assert list(found["modes"]) == list(MODES)
         for mode, figures in found["modes"].items():
             assert figures["identical_to_naive"] == 1 and figures["first_divergences"] == []
             assert figures["identical_across_runs"] == 1
@@ -323,7 +331,7 @@ class TestCommand:
         classic, share = found["modes"]["classic"], found["modes"]["share"]
         assert share["extra_kv_bytes"] == 0 and share["extra_weight_bytes"] > 0
         assert classic["extra_kv_bytes"] == classic["kv_bytes"]
-        assert len(share["acceptance_by_position"]) == 4 and found["modes"]["naive"]["acceptance_by_position"] == []
+        assert len(share["acceptance_by_position"]) == 8 and found["modes"]["naive"]["acceptance_by_position"] == []
         assert all(Path(f"out/{name}.png").read_bytes().startswith(PNG) for name in ("speed", "acceptance"))
         report = Path("out/report.md").read_text()
         assert f"# {model.name} on questions.jsonl" in report and "| share |" in report and "MT-Bench;" not in report
@@ -345,13 +353,13 @@ class TestCommand:
             patch.setattr(measure, "measure_turn", measure_five)
             status, out, err = run()
         assert status == 130 and "--resume --out-dir out" in err and "Traceback" not in err
-        assert sum(len(answers(mode)) for mode in ("naive", "classic", "share")) == 5
-        assert read_summary()["status"] == {"complete": False, "num_missing_turns": 7}
-        assert "**Not complete:** 7 turns" in Path("out/report.md").read_text()
+        assert sum(len(answers(mode)) for mode in MODES if Path(f"out/answers-{mode}.jsonl").exists()) == 5
+        assert read_summary()["status"] == {"complete": False, "num_missing_turns": 23}
+        assert "**Not complete:** 23 turns" in Path("out/report.md").read_text()
 
         before = Path("out/answers-naive.jsonl").read_bytes()
         status, _, err = run("--resume", "--num-draft", "3")
-        assert status == 2 and err.startswith("error: --resume: num_draft was 4 in out and is 3 now;")
+        assert status == 2 and err.startswith("error: --resume: num_draft was auto in out and is 3 now;")
         status, _, err = run()
         assert status == 2 and "out holds run.json already; add --resume" in err
         assert Path("out/answers-naive.jsonl").read_bytes() == before
@@ -398,7 +406,7 @@ class TestCommand:
             (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl holds 2"),
             (["--num-questions"], "argument --num-questions: expected one argument"),
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
-            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, sd-classic, sd-share"),
+            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, ngram, suffix"),
             (["--mode", "naive,"], "mode is ''"),
             (["--mode", "naive", "--draft", "x"], "--draft is 'x' but no mode is classic"),
             (["--temp", "0.5"], "--temp has no effect on greedy decoding; add --do-sample"),

@@ -283,10 +283,10 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
             engine.complete([other], params)
             real, calls = type(engine.target).forward, 0
 
-            def forward(*args: Any, real: Callable = real, fail_at: int = fail_at) -> Any:
+            def forward(*args: Any, real: Callable = real, fail_at: int = fail_at, **named: Any) -> Any:
                 nonlocal calls
                 calls += 1
-                logits = real(*args)
+                logits = real(*args, **named)
                 if calls == fail_at:
                     raise KeyboardInterrupt
                 return logits

@@ -43,6 +43,8 @@ RUNTIMES: dict[str, Runtime] = {
             NAIVE: "plain decoding",
             "share": "drafts by the target's quantized linears",
             "classic": "drafts by a second model",
+            "suffix": "drafts by a suffix automaton of the text",
+            "hybrid": "per round the best of share and suffix",
         },
     ),
     "transformers": Runtime(

@@ -15,6 +15,8 @@ from sharesd.models.resolve import resolve
 
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
 """What the library's sample for prompt lookup uses."""
+DRAFT_TOKENS = 5
+"""What its sample for draft models uses; taken where ShareSD chooses its own lengths."""
 
 _PRECISIONS: dict[str, tuple[str, WeightType]] = {
     "bfloat16": ("bf16", "F16"),
@@ -65,7 +67,7 @@ class OpenVinoPeer:
         config.ignore_eos = True
         config.max_new_tokens = self._settings.num_tokens
         if variant == "draft":
-            config.num_assistant_tokens = self._settings.config.num_draft
+            config.num_assistant_tokens = self._settings.config.num_draft or DRAFT_TOKENS
         elif variant == "lookup":
             config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
         ids_1T = Tensor(np.array([prompt], dtype=np.int64))

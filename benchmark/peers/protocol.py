@@ -37,7 +37,8 @@ class Settings:
     def from_json(cls, values: dict[str, Any]) -> Settings:
         """What `to_json` made."""
         quant = values["config"]["quant"]
-        config = EngineConfig(**{**values["config"], "quant": QuantConfig.parse(quant["spec"], quant["skips"])})
+        fields = {**values["config"], "hybrid_with": tuple(values["config"]["hybrid_with"])}
+        config = EngineConfig(**{**fields, "quant": QuantConfig.parse(quant["spec"], quant["skips"])})
         return cls(**{**values, "config": config})
 
 
