@@ -69,7 +69,7 @@ class Runtime:
         started = time.perf_counter()
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
-        self.device, self.dtype = _device(config.device), _dtype(config)
+        self.device, self.dtype = device_of(config.device), _dtype(config)
         self.compile = config.compile
         if config.compile == "auto":
             self.compile = "native" if self.device.type == "cpu" else "regional"
@@ -283,7 +283,8 @@ def _num_bytes(model: CausalModel) -> int:
     return sum(t.nbytes for t in tensors.values())
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a name; ValueError for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
