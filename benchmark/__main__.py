@@ -8,7 +8,17 @@ from collections.abc import Sequence
 
 from sharesd.options import Parser, main_guard, parse
 
-COMMANDS = ("benchmark.questions_command", "benchmark.peers", "benchmark.widen", "benchmark.exact")
+COMMANDS = (
+    "benchmark.questions_command",
+    "benchmark.peers",
+    "benchmark.widen",
+    "benchmark.exact",
+    "benchmark.offline",
+    "benchmark.gpu",
+    "benchmark.scaling",
+    "benchmark.calibrate",
+    "benchmark.sweep",
+)
 """Modules with `add_parser(subparsers)`, which sets the defaults `run` (args -> exit status) and `parser`."""
 
 

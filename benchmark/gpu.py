@@ -251,9 +251,9 @@ def _markdown(values: dict[str, Any]) -> str:
         f"{machine['date']}, torch {machine['torch']}, CUDA {machine['cuda']}, gemlite {machine['gemlite']}",
         f"    {values['command']}",
         arguments.markdown_table(head, rows, left=3),
-        "c: draft step over naive step. v: widest verify step over naive step. of bandwidth: weight bytes of naive steps "
-        "over the measured copy bandwidth. The embedded model's weights came from a 4-bit file, which flatters its "
-        "4-bit drafts.",
+        "c: draft step over plain step. v: widest verify step over plain step. of bandwidth: weight bytes that plain "
+        "steps read over the measured copy bandwidth. The embedded model's weights came from a 4-bit file, which "
+        "flatters its 4-bit drafts.",
     ]
     if bandwidth:
         lines.append(f"Copy bandwidth: {bandwidth / 1e9:.0f} GB/s.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -76,6 +77,8 @@ def measure_turn(
     """Decode one answer from an empty cache."""
     [completion] = engine.complete([prompt], params)
     stats = engine.stats
+    accepted_by = Counter(name for name in completion.drafters if name is not None)
+    places = {name: str(place) for place, name in enumerate(accepted_by)}
     assert completion.finish_reason is not None and stats.new_tokens == len(completion.token_ids)
     return TurnRecord(
         run=run,
@@ -99,6 +102,9 @@ def measure_turn(
         accept_lengths=stats.accept_lengths[0],
         drafted_tokens=stats.drafted_tokens,
         draft_steps=stats.draft_steps,
+        token_sources="".join(source[0] for source in completion.sources),
+        accepted_by=dict(accepted_by),
+        token_drafters="".join("-" if name is None else places[name] for name in completion.drafters),
     )
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,12 @@ class TurnRecord:
     """Draft tokens that were verified."""
     draft_steps: int = 0
     """Steps of a draft model."""
+    token_sources: str = ""
+    """A letter per token, the first of its source: t, a, r or b."""
+    accepted_by: dict[str, int] = field(default_factory=dict)
+    """Accepted tokens by the name of their drafter, in the order of first mention."""
+    token_drafters: str = ""
+    """A letter per token: the place of its drafter in `accepted_by`, from 0, or - for tokens of the target itself."""
 
     @property
     def key(self) -> Key:

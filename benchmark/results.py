@@ -1,8 +1,9 @@
-"""What a measurement ends with: summary.json, report.md, pictures, and a table on the terminal."""
+"""What a measurement ends with: summary.json, report.md, report.html, pictures, and a table on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmark import records
@@ -10,9 +11,12 @@ from benchmark.job import Job
 from benchmark.plots import draw_plots
 from benchmark.records import Key, TurnRecord
 from benchmark.report import markdown
+from benchmark.report_html import html_page
 from benchmark.summary import summarize
 from benchmark.table import rich_table
 from sharesd.console import console, err_console
+from sharesd.models.resolve import resolve
+from sharesd.tokenizer import load_tokenizer
 
 
 def write_results(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
@@ -26,7 +30,15 @@ def write_results(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping
         share = figures["identical_to_naive"]
         if share is not None and share < 1 and job.params.acceptance == "match":
             err_console.print(f"[bold red]{mode} did not give the text of naive everywhere; see the report[/]")
-    console.print(f"report: {job.out_dir / 'report.md'}", highlight=False, soft_wrap=True)
+    page = html_page(
+        summary,
+        {name: (job.out_dir / name).read_bytes() for name in plots},
+        job.questions.questions,
+        [(mode, found[key]) for key in job.keys for mode, found in done.items() if key in found],
+        load_tokenizer(resolve(job.config.target)),
+    )
+    records.replace_file(job.out_dir / "report.html", page)
+    console.print(f"report: {job.out_dir / 'report.md'}, and report.html beside it", highlight=False, soft_wrap=True)
 
 
 def summary_of(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> dict[str, Any]:
@@ -35,6 +47,8 @@ def summary_of(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Ke
     first = sessions[0]
     missing = sum(key not in found for found in done.values() for key in job.keys)
     modes = summarize(done, job.keys, num_draft=job.config.most_draft)
+    for mode, figures in modes.items():
+        figures["accepted_by"] = accepted_by(done[mode].values())
     shared = {
         "load_seconds": first["load_seconds"],
         "peak_memory_bytes": max(session["peak_memory_bytes"] for session in sessions),
@@ -51,3 +65,11 @@ def summary_of(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Ke
         "recompiles": sum(session["recompiles"] for session in sessions),
         "modes": {mode: {**figures, **shared, **first["modes"][mode]} for mode, figures in modes.items()},
     }
+
+
+def accepted_by(turns: Iterable[TurnRecord]) -> dict[str, int]:
+    """Accepted tokens by who drafted them, most first."""
+    total: Counter[str] = Counter()
+    for record in turns:
+        total.update(record.accepted_by)
+    return dict(total.most_common())

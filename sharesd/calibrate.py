@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -12,12 +16,18 @@ from sharesd.engine import Engine
 from sharesd.policy import Costs
 from sharesd.tree import DraftTree
 
+log = logging.getLogger(__name__)
+
 REPEATS = 3
 """Times that a step is timed; the quickest counts."""
 
 
-def warm_up(engine: Engine, params: SamplingParams) -> None:
-    """Compile what this way of sampling needs; where the policy chooses lengths, give it fresh costs."""
+def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) -> None:
+    """Compile what this way of sampling needs; where the policy chooses lengths, give it costs.
+
+    `kept` is the file of costs measured before under the same conditions; without it, or if it is damaged, they are
+    measured now, and kept.
+    """
     policy, most = engine.way(params).policy, engine.num_draft
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
     lengths = range(most + 1) if engine.capture and policy.chooses else {0, most} if policy.chooses else {most}
@@ -28,7 +38,12 @@ def warm_up(engine: Engine, params: SamplingParams) -> None:
         engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + num_draft)))
     policy.pinned = before
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
-        policy.use(measure_costs(engine, params))
+        costs = _read(kept) if kept else None
+        if costs is None:
+            costs = measure_costs(engine, params)
+            if kept:
+                _write(kept, costs)
+        policy.use(costs)
     engine.forget()
 
 
@@ -48,6 +63,28 @@ def measure_costs(engine: Engine, params: SamplingParams) -> Costs:
         seconds = min(_timed(lambda: model.draft(state.root_B, 2).tokens.tolist()) for _ in range(REPEATS))
         costs.draft = seconds / 2
     return costs
+
+
+def _read(file: Path) -> Costs | None:
+    try:
+        found = json.loads(file.read_text())
+        step = {int(width): float(seconds) for width, seconds in found["step"].items()}
+        costs = Costs(step, float(found["draft"]))
+        if not step or min(*step.values(), 1.0) <= 0 or costs.draft < 0:
+            raise ValueError("times must be positive")
+        return costs
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is measured again, it cannot be read (%s: %s)", file, type(error).__name__, error)
+        return None
+
+
+def _write(file: Path, costs: Costs) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"step": costs.step, "draft": costs.draft}))
+    partial.replace(file)
 
 
 def _timed(function) -> float:

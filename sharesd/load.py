@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from compile.stack import NativeStack, Unsuited
 from quant.attach import QuantReport, make_low, quantize_linears
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
-from sharesd import sampling
+from sharesd import __version__, sampling
 from sharesd.calibrate import warm_up
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
 from sharesd.drafters.base import Drafter
@@ -33,6 +34,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import load_model, resolve
 from sharesd.selfcheck import RunFirst, first_block, rows_agree
+from sharesd.settings import cpu_name
 from sharesd.tables.base import Table
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
@@ -75,7 +77,7 @@ class Runtime:
             self.compile = "native" if self.device.type == "cpu" else "regional"
         elif config.compile == "native" and self.device.type != "cpu":
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
-        folder = resolve(config.target, progress=progress)
+        folder = self._folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
         self._switch = Switch()
@@ -105,9 +107,22 @@ class Runtime:
             raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
         engine = self._engines[mode]
         started = time.perf_counter()
-        warm_up(engine, warm or SamplingParams())
+        params = warm or SamplingParams()
+        warm_up(engine, params, self._costs_file(mode, params))
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
+
+    def _costs_file(self, mode: str, params: SamplingParams) -> Path:
+        """Where the costs of rounds are kept: a name for everything that they depend on."""
+        what = (
+            *(__version__, torch.__version__, self._folder.resolve(), self.dtype, self.compile, self._widths, mode),
+            *(replace(self.config, target=None, mode="naive", draft=None), self.config.draft),
+            *(cpu_name(), torch.get_num_threads(), self.device),
+            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
+            replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={}),
+        )
+        key = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+        return cache_root() / "settings" / f"costs-{key}.json"
 
     def report(self, mode: Mode | None = None) -> LoadReport:
         """What building and warming up took, for a mode."""

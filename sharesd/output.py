@@ -40,6 +40,8 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
+    drafters: list[str | None] = field(default_factory=list)
+    """Who drafted each token; None for tokens of the target itself."""
     text: str = ""
     logprobs: list[float] | None = None
     finish_reason: FinishReason | None = None
@@ -48,6 +50,7 @@ class Completion:
         """Append a chunk of this row."""
         self.token_ids += chunk.token_ids
         self.sources += chunk.sources
+        self.drafters += [chunk.drafter if source == "accepted" else None for source in chunk.sources]
         self.text += chunk.text
         if chunk.logprobs is not None:
             self.logprobs = (self.logprobs or []) + chunk.logprobs

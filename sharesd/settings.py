@@ -54,7 +54,7 @@ def place_of(config: EngineConfig) -> Place:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device.startswith("cuda") and torch.cuda.is_available()
-    names = [_cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]
+    names = [cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]
     return Place(
         model=str(resolve(config.target).resolve()),
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
@@ -107,7 +107,8 @@ def best_quant(config: EngineConfig) -> QuantConfig:
     return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the processor calls itself."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -359,7 +359,7 @@ class TestCommand:
 
         before = Path("out/answers-naive.jsonl").read_bytes()
         status, _, err = run("--resume", "--num-draft", "3")
-        assert status == 2 and err.startswith("error: --resume: num_draft was auto in out and is 3 now;")
+        assert status == 2 and err.startswith("error: --resume: num_draft was 'auto' in out and is 3 now;")
         status, _, err = run()
         assert status == 2 and "out holds run.json already; add --resume" in err
         assert Path("out/answers-naive.jsonl").read_bytes() == before

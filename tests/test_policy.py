@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from tiny import make_checkpoint
 
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.load import Runtime
 from sharesd.policy import FIRST_TRY, Costs, Policy
 from sharesd.tree import DraftTree
 
@@ -91,3 +95,22 @@ def test_without_costs_plain_steps_come_first() -> None:
     assert policy.next_length() == 0
     policy.record(tree_of(0), [0], 0.0, 1.0)
     assert policy.next_length() > 0
+
+
+def test_costs_are_kept_and_damaged_ones_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    config = EngineConfig(target=str(make_checkpoint(tmp_path / "model")), compile="off", max_context=128)
+    runtime = Runtime(config, ("naive", "share", "suffix", "hybrid"))
+    costs = runtime.engine("share").way(SamplingParams()).policy.costs
+    assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0
+    [file] = (tmp_path / "cache" / "settings").iterdir()
+    file.write_text('{"step": {"1": 7.0, "9": 8.0}, "draft": 3.0}')
+    again = Runtime(config, ("share",)).engine("share")
+    assert again.way(SamplingParams()).policy.costs == Costs({1: 7.0, 9: 8.0}, 3.0)
+    file.write_text('{"step": {"1": -7.0}, "draft": 3.0}')
+    fresh = Runtime(config, ("share",)).engine("share").way(SamplingParams()).policy.costs
+    assert 0 < fresh.step[1] < 7 and "measured again" in caplog.text
+    for mode in ("suffix", "hybrid"):
+        assert runtime.engine(mode).way(SamplingParams()).policy.costs.step  # type: ignore[arg-type]
