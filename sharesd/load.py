@@ -84,9 +84,9 @@ class Runtime:
         self._reports: dict[str, QuantReport] = {}
         self._progress = progress
         self.target = self._load(folder)
+        self.weight_bytes = _num_bytes(self.target)
         if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
-        self.weight_bytes = _num_bytes(self.target)
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         self._gumbel = self._noise()

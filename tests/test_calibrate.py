@@ -61,7 +61,7 @@ def test_settings_are_measured_and_the_best_is_kept(
         assert each["speedup"] == pytest.approx(each["share_tokens_per_second"] / each["naive_tokens_per_second"])
     best = max(measured, key=lambda each: each["speedup"])
     assert report["best"] == best["quant"] and report["settings"]["teacher_draft"] == 4
-    [file] = (own_cache / "settings").iterdir()
+    [file] = (own_cache / "settings").glob("share-*")
     entry = json.loads(file.read_text())
     assert str(QuantConfig.parse(entry["quant"], entry["skips"])) == best["quant"]
     assert entry["facts"]["alpha"] == best["alpha"]
@@ -122,7 +122,7 @@ def test_mistakes_cost_a_line_and_keep_nothing(
     assert main(["calibrate", "--target", str(tiny), "--out-dir", str(tmp_path / "out"), *argv]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
-    assert not (own_cache / "settings").exists() and not list(tmp_path.glob("out/*"))
+    assert not list(own_cache.glob("settings/share-*")) and not list(tmp_path.glob("out/*"))
 
 
 # What is kept

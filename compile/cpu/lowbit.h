@@ -21,6 +21,11 @@ struct RoundedRows {  // M rows of x in 8 bits
   std::vector<int32_t> total;     // sum of the codes
 };
 
+template <typename T> inline void load_floats(const T* p, vfloat* out) { load(p, out); }
+inline void load_floats(const double* p, vfloat* out) {
+  for (int i = 0; i < 16; ++i) (*out)[i] = static_cast<float>(p[i]);
+}
+
 template <typename T>
 void round_rows(const T* x, int64_t M, int64_t K, RoundedRows& r) {
   const int64_t groups = K / kXGroup;
@@ -28,19 +33,24 @@ void round_rows(const T* x, int64_t M, int64_t K, RoundedRows& r) {
   r.scale.resize(M * groups);
   r.sum.resize(M * groups);
   r.total.resize(M * groups);
+  typedef int8_t quarter __attribute__((vector_size(16)));
   for (int64_t g = 0; g < M * groups; ++g) {
-    float values[kXGroup], top = 0;
-    for (int64_t i = 0; i < kXGroup; ++i) {
-      values[i] = static_cast<float>(widen(x[g * kXGroup + i]));
-      top = std::max(top, std::fabs(values[i]));
-    }
+    vfloat v[2];
+    for (int h = 0; h < 2; ++h) load_floats(x + g * kXGroup + h * 16, &v[h]);
+    const vfloat a = v[0] < 0 ? -v[0] : v[0], b = v[1] < 0 ? -v[1] : v[1], most = a > b ? a : b;
+    float top = 0;
+    for (int i = 0; i < 16; ++i) top = most[i] > top ? most[i] : top;
     const float scale = top / 127, inverse = top > 0 ? 127 / top : 0;
-    int32_t total = 0;
-    for (int64_t i = 0; i < kXGroup; ++i) {
-      const int32_t code = static_cast<int32_t>(std::nearbyintf(values[i] * inverse));
-      r.codes[g * kXGroup + i] = static_cast<int8_t>(code);
-      total += code;
+    vint sums = {};
+    for (int h = 0; h < 2; ++h) {
+      const vfloat whole = (v[h] * inverse + 12582912.0f) - 12582912.0f;  // to the nearest integer, ties to even
+      const vint codes = __builtin_convertvector(whole, vint);
+      const quarter narrow_codes = __builtin_convertvector(codes, quarter);
+      std::memcpy(r.codes.data() + g * kXGroup + h * 16, &narrow_codes, 16);
+      sums += codes;
     }
+    int32_t total = 0;
+    for (int i = 0; i < 16; ++i) total += sums[i];
     r.scale[g] = scale;
     r.total[g] = total;
     r.sum[g] = scale * static_cast<float>(total);
