@@ -163,8 +163,8 @@ def _encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None)
 def _chat(args: argparse.Namespace) -> int:
     mode = _mode(args)
     params = sampling_params(args)
-    wanted: list[Mode] = ["naive", "share", *(["classic"] if hasattr(args, "draft") else []), mode]  # type: ignore[list-item]
-    modes = tuple(dict.fromkeys(wanted))
+    second = mode == "classic" or hasattr(args, "draft")  # a model of its own is loaded where asked for
+    modes: tuple[Mode, ...] = tuple(m for m in MODES if m != "classic" or second)  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 
     from sharesd.start import load_runtime

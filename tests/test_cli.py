@@ -206,7 +206,7 @@ def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
     lines = [PROMPTS[0], "/mode naive", "/reset", PROMPTS[0], "/mode classic", "/reset", PROMPTS[0], "/mode share"]
     _, err = talk(*lines, "/reset", PROMPTS[0], "/mode", "/stats", args=("--mode", "classic"))
     assert len(set(talk.texts)) == 1 and len(talk.texts) == 4
-    assert "mode share; loaded are naive, share, classic" in err
+    assert "mode share; loaded are naive, classic, share, ngram, suffix, recycle, hybrid" in err
     assert all(f"all {mode}" in err for mode in ("naive", "share", "classic"))
 
 
