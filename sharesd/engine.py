@@ -156,7 +156,7 @@ class Engine:
                 started = time.perf_counter()
                 if stale:
                     self.state.active_B.copy_(torch.tensor(rows.live + [False] * len(padding)))
-                num_draft = way.num_draft()
+                num_draft = way.num_draft(num_idle)
                 with torch.inference_mode():
                     marks = [self._clock.mark()]
                     if num_draft:
@@ -234,10 +234,14 @@ class Way:
         self._drafts: dict[int, Replayed[DraftTree]] = {}
         self._rounds: dict[tuple, Round] = {}
 
-    def num_draft(self) -> int:
+    def num_draft(self, num_idle: int) -> int:
         """Nodes of the coming draft, or at most that many where the drafter decides; 0 = a plain step."""
         drafter = self._engine.drafter
-        return self.policy.most() if drafter and drafter.on_host else self.policy.next_length()
+        if drafter is None:
+            return 0
+        if drafter.on_host:
+            return self.policy.most()
+        return self.policy.next_length(may_try=num_idle == 0 or not drafter.reads)
 
     def draft(self, num_draft: int) -> DraftTree:
         """The draft of a round."""
@@ -263,7 +267,7 @@ class Way:
             self._rounds[key] = Round(
                 engine.target,
                 engine.cache,
-                engine.drafter if rows > 1 else None,
+                engine.drafter if rows > 1 or on_host else None,
                 self.sampler,
                 engine.state,
                 tree,

@@ -76,8 +76,8 @@ class Policy:
         """Take these costs, and forget what was learnt while they were measured."""
         self.__init__(max_draft=self.max_draft, fixed=self.pinned, costs=costs)  # type: ignore[misc]
 
-    def next_length(self) -> int:
-        """Tokens to draft in the coming round."""
+    def next_length(self, may_try: bool = True) -> int:
+        """Tokens to draft in the coming round. Without `may_try` only what is known to pay is drafted."""
         if self.pinned is not None:
             return self.pinned
         if not self.costs.step:
@@ -87,9 +87,9 @@ class Policy:
             self._plain_rounds, self._patience = 0, FIRST_TRY
             return best
         self._plain_rounds += 1
-        if self._plain_rounds <= self._patience:
+        if self._plain_rounds <= self._patience or not may_try:
             return 0
-        if self._plain_rounds == self._patience + TRY_ROUNDS:
+        if self._plain_rounds >= self._patience + TRY_ROUNDS:
             self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
         return self.best_length(at_least=1)
 

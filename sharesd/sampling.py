@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.noise import hashed_gumbel
+from compile.topk import arg_max
 from sharesd.config import SamplingParams
 
 _WORD = 0xFFFFFFFF
@@ -209,7 +210,7 @@ def process(
 
 def choose(logits_BTV: Tensor, noise_BTV: Tensor | None = None) -> Tensor:
     """Tokens [B, T]: argmax of logits plus noise, the lowest id on ties. With Gumbel noise this samples the softmax."""
-    return (logits_BTV if noise_BTV is None else logits_BTV + noise_BTV).argmax(-1)
+    return arg_max(logits_BTV if noise_BTV is None else logits_BTV + noise_BTV)
 
 
 def probs_of(logits_BTV: Tensor, params: SamplingParams) -> Tensor:

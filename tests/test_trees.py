@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import VOCAB, continue_plainly, new_engine, tiny_decoder
+from oracle import VOCAB, continue_plainly, logits_of, new_engine, tiny_decoder
 from torch import Tensor
 
 from compile.attention import Branches, attend, attend_reference, keep_rows, new_kv
@@ -18,10 +18,13 @@ from compile.linear import pack_linears
 from compile.stack import NativeStack
 from sharesd.acceptance import accept_tree
 from sharesd.config import SamplingParams
+from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.models.decoder import Decoder
+from sharesd.policy import Costs
 from sharesd.tables.base import Guess, best_chain, merge
 from sharesd.tables.ngram import NgramTable
+from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
 from sharesd.tree import pack
 
@@ -237,3 +240,32 @@ def test_real_tables_do_not_change_the_text(acceptance: Any) -> None:
             drafter = HybridDrafter("tables", tables, num_draft=6, trees=True)
             done = new_engine(model, drafter, batch=3).complete(PROMPTS, params)
             assert [c.token_ids for c in done] == want
+
+
+def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
+    model, draft = tiny_decoder(3), tiny_decoder(3)
+    params = SamplingParams(max_new_tokens=24)
+    inner = ClassicDrafter(draft, batch=1, slots=128, num_draft=4, weight_bytes=0)
+    drafter = HybridDrafter("hybrid", [SuffixTable()], inner, num_draft=4, trees=True)
+    engine, naive = new_engine(model, drafter, auto_length=True), new_engine(model)
+    text = list(PROMPTS[2])
+    for _ in range(3):  # turns of a chat; its text repeats itself, so that tables and model take turns
+        engine.way(params).policy.use(Costs({1: 1.0, 5: 1.1}, 0.6))
+        [want], [got] = naive.complete([text], params), engine.complete([text], params, reuse=True)
+        assert got.token_ids == want.token_ids
+        text = [*text, *got.token_ids, 5, 5, 5]
+    assert engine.stats.sources["accepted"] > 0
+
+
+def test_recycling_learns_from_plain_steps_too() -> None:
+    model = tiny_decoder(3)
+    table = RecycleTable(VOCAB, 3)
+    drafter = HybridDrafter("recycle", [table], num_draft=4, trees=True)
+    engine = new_engine(model, drafter, auto_length=True)
+    params = SamplingParams(max_new_tokens=20)
+    engine.way(params).policy.use(Costs({1: 1.0, 5: 99.0}))  # nothing is worth a draft
+    [done] = engine.complete([PROMPTS[0]], params)
+    assert engine.stats.drafted_tokens == 0
+    logits = logits_of(model, [*PROMPTS[0], *done.token_ids])
+    best = logits[-3].topk(3).indices.tolist()
+    assert set(table.successors[done.token_ids[-3]].tolist()) == set(best)

@@ -30,6 +30,9 @@ using sharesd::f16;
                                     int64_t threads) {                                                                 \
     sharesd::low_linear(x, codes, scales, offsets, bias, y, M, N, K, G, bits, static_cast<int>(threads));              \
   }                                                                                                                    \
+  extern "C" void arg_max_##NAME(const T* x, int64_t* out, int64_t R, int64_t V, int64_t threads) {                     \
+    sharesd::arg_max(x, out, R, V, static_cast<int>(threads));                                                         \
+  }                                                                                                                    \
   extern "C" void top_k_##NAME(const T* x, int64_t* out, int64_t R, int64_t V, int64_t k, int64_t threads) {            \
     sharesd::top_k(x, out, R, V, k, static_cast<int>(threads));                                                        \
   }                                                                                                                    \

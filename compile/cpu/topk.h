@@ -34,4 +34,37 @@ void top_k(const T* x, int64_t* out, int64_t R, int64_t V, int64_t k, int thread
   }
 }
 
+// The index of the largest of each row, the first among equals.
+template <typename T>
+void arg_max(const T* x, int64_t* out, int64_t R, int64_t V, int threads) {
+  using W = typename Wide<T>::type;
+  using Vw = typename Vec<W>::type;
+  constexpr int64_t L = 64 / sizeof(W), kBlock = 16 * L;
+#pragma omp parallel for schedule(static) num_threads(R > 1 ? threads : 1)
+  for (int64_t r = 0; r < R; ++r) {
+    const T* row = x + r * V;
+    W top = -std::numeric_limits<W>::infinity();
+    out[r] = 0;
+    for (int64_t begin = 0; begin < V; begin += kBlock) {
+      const int64_t end = std::min(V, begin + kBlock);
+      if (end - begin == kBlock) {
+        Vw most;
+        load(row + begin, &most);
+        for (int64_t v = begin + L; v < end; v += L) {
+          Vw next;
+          load(row + v, &next);
+          most = next > most ? next : most;
+        }
+        bool any = false;
+        for (int64_t i = 0; i < L; ++i) any |= most[i] > top;
+        if (!any) continue;
+      }
+      for (int64_t v = begin; v < end; ++v) {
+        const W w = widen(row[v]);
+        if (w > top) top = w, out[r] = v;
+      }
+    }
+  }
+}
+
 }  // namespace sharesd

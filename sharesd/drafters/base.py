@@ -20,6 +20,7 @@ class Drafter(Protocol):
 
     name: str
     num_draft: int  # nodes of a draft at most
+    reads: bool  # must read what it missed while it was idle, which takes time
     on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:

@@ -22,6 +22,7 @@ class ClassicDrafter:
 
     name = "classic"
     on_host = False
+    reads = True
 
     def __init__(self, model: CausalModel, *, batch: int, slots: int, num_draft: int, weight_bytes: int) -> None:
         self.model, self.num_draft, self._weight_bytes = model, num_draft, weight_bytes

@@ -26,6 +26,7 @@ class HybridDrafter:
     """Tables, perhaps just one, and a model drafter or none."""
 
     on_host = True
+    reads = False
 
     def __init__(
         self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_draft: int, trees: bool
@@ -33,6 +34,7 @@ class HybridDrafter:
         """`trees`: the target can verify trees; otherwise the best chain of a guess is used."""
         self.name, self.num_draft, self._trees = name, num_draft, trees
         self.tables, self.model_drafter = tuple(tables), model
+        self._idle = 0  # rounds since the model drafted
         self._num_successors = max((table.num_successors for table in tables), default=0)
         self._seen: tuple[Tensor, Tensor] | None = None  # tokens read last [R], likeliest ones after each [R, k]
 
@@ -43,9 +45,9 @@ class HybridDrafter:
             for row, tokens in enumerate(prompts):
                 table.begin(row, tokens)
         if self.model_drafter is not None:
-            self.model_drafter.begin(prompts, num_kept, sampler, policy)
-        self._seen = None
-        self._idle = 0  # rounds since the model drafted
+            known = num_kept if self._idle == 0 else [0] * len(prompts)
+            self.model_drafter.begin(prompts, known, sampler, policy)
+        self._seen, self._idle = None, 0
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
         if self._seen is not None:

@@ -22,6 +22,7 @@ class ShareDrafter:
 
     name = "share"
     on_host = False
+    reads = False
 
     def __init__(
         self, model: CausalModel, cache: StaticKVCache, switch: Switch, *, num_draft: int, low_bytes: int
