@@ -203,6 +203,7 @@ class Engine:
         sampler.commit(root_B[:, None], torch.ones_like(root_B))
         self.state.root_B.copy_(root_B)
         if self.drafter is not None:
+            way.policy.begin()
             self.drafter.begin(prompts, kept if seen else [0] * len(prompts), sampler, way.policy)
         first = root_B.tolist()
         if not params.logprobs:

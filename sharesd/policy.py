@@ -16,12 +16,14 @@ from itertools import accumulate
 
 from sharesd.tree import DraftTree
 
-MARGIN = 1.02
+MARGIN = 1.04
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
 FIRST_ALPHA = 0.8
 """Acceptance assumed before there is evidence."""
 FORGET = 0.985
 """What remains of the evidence about acceptance after a round; about 67 rounds count."""
+NEW_TEXT = 0.4
+"""What remains of it when a new text begins: texts differ more than their parts do."""
 POOLED = 8
 """Tries that the acceptance at all positions together is worth, in the estimate for each."""
 FIRST_TRY, LAST_TRY = 16, 256
@@ -75,6 +77,11 @@ class Policy:
     def use(self, costs: Costs) -> None:
         """Take these costs, and forget what was learnt while they were measured."""
         self.__init__(max_draft=self.max_draft, fixed=self.pinned, costs=costs)  # type: ignore[misc]
+
+    def begin(self) -> None:
+        """A new text: what was learnt from the last one counts less."""
+        self._tried = [NEW_TEXT * count for count in self._tried]
+        self._kept = [NEW_TEXT * count for count in self._kept]
 
     def next_length(self, may_try: bool = True) -> int:
         """Tokens to draft in the coming round. Without `may_try` only what is known to pay is drafted."""
