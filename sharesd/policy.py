@@ -80,8 +80,7 @@ class Policy:
 
     def begin(self) -> None:
         """A new text: what was learnt from the last one counts less."""
-        self._tried = [NEW_TEXT * count for count in self._tried]
-        self._kept = [NEW_TEXT * count for count in self._kept]
+        self._fade(NEW_TEXT)
 
     def next_length(self, may_try: bool = True) -> int:
         """Tokens to draft in the coming round. Without `may_try` only what is known to pay is drafted."""
@@ -147,13 +146,18 @@ class Policy:
     def record(self, tree: DraftTree, accepted: Sequence[int], draft_s: float, step_s: float) -> None:
         """A round is over: its draft, the number of tokens accepted in each row, and the times of draft and step."""
         num_draft_steps = tree.num_steps
+        self._fade(FORGET)  # in plain rounds too: what is long ago says little
         for row in accepted if num_draft_steps else ():
             for k in range(min(row + 1, num_draft_steps)):
-                self._tried[k] = self._tried[k] * FORGET + 1
-                self._kept[k] = self._kept[k] * FORGET + (row > k)
+                self._tried[k] += 1
+                self._kept[k] += row > k
                 keep = 1 - (1 - FORGET) / 10
                 self._pool = (self._pool[0] * keep + 1, self._pool[1] * keep + (row > k))
         self._record_times(1 + tree.tokens.shape[1], num_draft_steps, draft_s, step_s)
+
+    def _fade(self, share: float) -> None:
+        self._tried = [share * count for count in self._tried]
+        self._kept = [share * count for count in self._kept]
 
     def _record_times(self, width: int, num_draft_steps: int, draft_s: float, step_s: float) -> None:
         costs = self.costs
