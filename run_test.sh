@@ -9,7 +9,7 @@ step() { printf '\n== %s\n' "$*"; }
 step "style and types"
 ruff check .
 ruff format --check .
-mypy sharesd compile quant offload multigpu benchmark
+mypy sharesd compile quant offload multigpu benchmark train
 
 step "generate: the three modes give one text"
 for mode in naive classic share; do

@@ -107,6 +107,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure all settings, print the table, write calibration.json and keep the best; returns the exit status."""
     given = options.engine_config(args, modes=("share",))
+    if given.tree is not None:
+        raise ValueError("--tree does not belong here, calibrate measures chains; drop it")
     quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)
     teacher_draft = given.num_draft or min(TEACHER_DRAFT, given.max_draft)
     config = replace(given, num_draft=None, max_draft=max(given.max_draft, teacher_draft))
@@ -161,6 +163,7 @@ def measure(
     from benchmark.conversation import prompt_ids, require_room
     from sharesd.load import Runtime  # torch takes seconds, mistakes should not
     from sharesd.stats import Stats
+    from sharesd.tree import chain
 
     runtime = Runtime(config, ("naive", "share"), progress=progress)
     require_room(runtime.tokenizer, questions, max_new_tokens=params.max_new_tokens, max_context=runtime.max_context)
@@ -168,14 +171,14 @@ def measure(
     engines = {mode: runtime.engine(mode, warm=params) for mode in ("naive", "share")}
     share = engines["share"]
     policy = share.way(params).policy
-    policy.pinned = teacher_draft
+    policy.pinned = chain(teacher_draft)
     teacher = Stats()
     for prompt in prompts:
         share.complete([prompt], params)
         teacher.merge(share.stats)
     costs = quickest_costs(share, params)
     num_draft = best_length(teacher.alpha, costs, config.max_draft)
-    policy.pinned = num_draft
+    policy.pinned = chain(num_draft)
     stats, num_identical = take_turns(engines, prompts, params)
     naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
     report = runtime.report("share").quant

@@ -39,7 +39,8 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
 
 
 def _draft_length(settings: Mapping[str, Any]) -> str:
-    return f"0 to {settings['max_draft']}" if settings["num_draft"] == "auto" else str(settings["num_draft"])
+    length = f"0 to {settings['max_draft']}" if settings["num_draft"] == "auto" else str(settings["num_draft"])
+    return f"{length}, trees of {settings['tree']} at most" if settings.get("tree") else length
 
 
 def _introduction(summary: Mapping[str, Any]) -> str:

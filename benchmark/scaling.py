@@ -125,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         )
     plain = argparse.Namespace(**{**vars(args), "max_context": max(longest, args.max_context or 16)})
     config = options.engine_config(plain, modes=("share",))
+    if config.tree is not None:
+        raise ValueError("--tree does not belong here, scaling measures chains; drop it")
     points = list(points_of(args.contexts, args.widths, args.batches))
     out_dir = arguments.out_folder(args.out_dir, "scaling")
     with loading_bars() as progress:
@@ -221,7 +223,7 @@ class _Step:
 
         from sharesd.drafters.share import ShareDrafter
         from sharesd.engine import Engine as NewEngine
-        from sharesd.tree import DraftTree
+        from sharesd.tree import DraftTree, chain
 
         drafter = engine.drafter
         assert isinstance(drafter, ShareDrafter)
@@ -233,7 +235,7 @@ class _Step:
         cache = engine.target.new_cache(point.batch, point.context + self.rows)
         cache.lengths.fill_(point.context - own_rows)
         low_bytes, _ = drafter.extra_bytes()
-        drafts = ShareDrafter(engine.target, cache, drafter.switch, num_draft=DRAFT_STEPS, low_bytes=low_bytes)
+        drafts = ShareDrafter(engine.target, cache, drafter.switch, shapes=[chain(DRAFT_STEPS)], low_bytes=low_bytes)
         own = NewEngine(
             target=engine.target,
             tokenizer=engine.tokenizer,
@@ -251,6 +253,7 @@ class _Step:
             torch.zeros(point.batch, point.width - 1, dtype=torch.int64, device=cache.lengths.device)
         )
         self._way: Any = way
+        self._shape = chain(DRAFT_STEPS)
         self.weight_bytes = weight_bytes(engine.target, low=self._draft)  # type: ignore[arg-type]
         self.kv_bytes = kv_bytes(engine.target, cache, point)
 
@@ -260,7 +263,7 @@ class _Step:
 
         with torch.inference_mode():
             if self._draft:
-                return _seconds(lambda: self._way.draft(DRAFT_STEPS).tokens.tolist()) / DRAFT_STEPS
+                return _seconds(lambda: self._way.draft(self._shape).tokens.tolist()) / DRAFT_STEPS
             return _seconds(lambda: self._way.round(self._tree).verify(self._tree).counted_BX.tolist())
 
     def release(self) -> None:

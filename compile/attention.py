@@ -20,7 +20,7 @@ SLOT_MULTIPLE = 32
 MAX_HEAD = 512
 """Largest head size of the CPU kernel."""
 
-_SHAPE, _STRIDES = c_int64 * 7, c_int64 * 6
+_SHAPE, _STRIDES = c_int64 * 8, c_int64 * 6
 _ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_double)
 
 _KEEP_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
@@ -29,8 +29,13 @@ _KEEP_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p
 class Branches(NamedTuple):
     """How new tokens that form trees see each other: each sees its own path and whatever lies below the length."""
 
-    depth_BT: Tensor  # int64: rows above each row on its path (0 for the root)
-    path_BTT: Tensor  # int64: those rows from the root on, itself last; the rest is never read
+    depth_BT: Tensor  # int64: nodes above each row on its path
+    path_BTP: Tensor  # int64: their slots, counted from the length, top first, the row's own last; no more is read
+
+    def words(self) -> tuple[int, int, int]:
+        """`struct Branches` of the CPU kernels."""
+        assert self.depth_BT.is_contiguous() and self.path_BTP.is_contiguous()
+        return self.depth_BT.data_ptr(), self.path_BTP.data_ptr(), self.path_BTP.shape[2]
 
 
 def new_kv(
@@ -60,9 +65,9 @@ def attend(
     """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
 
     Query t of a row sees slots <= lengths + t, of those the last `window` only (0 = all). `softcap` > 0 squashes the
-    scores to softcap * tanh(score / softcap) before masking (Gemma 2). With `branches` a query sees slots < lengths and
-    those of its path. On a CPU the result of a query is the same bits whatever T, S, B, the number of threads, and its
-    place in a tree.
+    scores to softcap * tanh(score / softcap) before masking (Gemma 2). With `branches` a row is written to the last
+    slot of its path, and sees slots < lengths and its path. On a CPU the result of a query is the same bits whatever T,
+    S, B, the number of threads, and its place in a tree.
     """
     tensors = (q_BTHd, k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, lengths_B)
     if q_BTHd.device.type == "cpu":
@@ -86,7 +91,10 @@ def attend_reference(
     """`attend` in plain tensor operations: what runs on CUDA (Inductor fuses it), and the oracle of the CPU kernel."""
     B, T, H, d = q_BTHd.shape
     K, S = k_cache_BKSd.shape[1:3]
-    slots_BT = lengths_B[:, None] + torch.arange(T, device=q_BTHd.device)
+    place_BT = torch.arange(T, device=q_BTHd.device).expand(B, T)
+    if branches is not None:
+        place_BT = branches.path_BTP.gather(2, branches.depth_BT[..., None])[..., 0]
+    slots_BT = lengths_B[:, None] + place_BT
     rows_B1 = torch.arange(B, device=q_BTHd.device)[:, None]
     k_cache_BKSd[rows_B1, :, slots_BT] = k_BTKd
     v_cache_BKSd[rows_B1, :, slots_BT] = v_BTKd
@@ -96,14 +104,16 @@ def attend_reference(
         if window:
             seen_BTS = seen_BTS & (slot_S > slots_BT[:, :, None] - window)
     else:
-        on_path_BTT = torch.arange(T, device=q_BTHd.device) <= branches.depth_BT[:, :, None]
-        places_BTT = (lengths_B[:, None, None] + branches.path_BTT).where(on_path_BTT, slots_BT[:, :, None])
-        depth_BTT = torch.arange(T, device=q_BTHd.device).where(on_path_BTT, branches.depth_BT[:, :, None])
+        depth_BT, path_BTP = branches
+        depth_P = torch.arange(path_BTP.shape[2], device=q_BTHd.device)
+        on_path_BTP = depth_P <= depth_BT[:, :, None]
+        places_BTP = (lengths_B[:, None, None] + path_BTP).where(on_path_BTP, slots_BT[:, :, None])
+        depth_BTP = depth_P.where(on_path_BTP, depth_BT[:, :, None])
         position_BTS = slot_S.where(slot_S < lengths_B[:, None], -1)[:, None].repeat(1, T, 1)
-        position_BTS = position_BTS.scatter(2, places_BTT, lengths_B[:, None, None] + depth_BTT)
+        position_BTS = position_BTS.scatter(2, places_BTP, lengths_B[:, None, None] + depth_BTP)
         seen_BTS = position_BTS >= 0
         if window:
-            seen_BTS &= position_BTS > (lengths_B[:, None] + branches.depth_BT)[:, :, None] - window
+            seen_BTS &= position_BTS > (lengths_B[:, None] + depth_BT)[:, :, None] - window
     if not softcap:
         out_BHTd = torch.nn.functional.scaled_dot_product_attention(
             q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
@@ -124,7 +134,7 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, 
     K, S = k_cache.shape[1:3]
     assert d <= MAX_HEAD, f"head size is {d}"
     assert k_cache.mT.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
-    assert path is None or (path.shape == (B, T, T) and path.is_contiguous() and depth.is_contiguous())
+    depth_at, path_at, P = (None, None, 0) if path is None else Branches(depth, path).words()
     out = q.new_empty((B, T, H, d))
     (q0, q1, _, _), (k0, k1, _, _), (v0, v1, _, _) = q.stride(), k.stride(), v.stride()
     kernel("attend", q.dtype, *_ARGTYPES)(
@@ -135,9 +145,9 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, 
         v_cache.data_ptr(),
         lengths.data_ptr(),
         out.data_ptr(),
-        None if depth is None else depth.data_ptr(),
-        None if path is None else path.data_ptr(),
-        _SHAPE(B, T, H, K, S, d, torch.get_num_threads()),
+        depth_at,
+        path_at,
+        _SHAPE(B, T, H, K, S, d, torch.get_num_threads(), P),
         _STRIDES(q0, q1, k0, k1, v0, v1),
         scale,
         window,

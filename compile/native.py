@@ -1,4 +1,8 @@
-"""Builds the CPU kernels of this package with the system's C++ compiler, once per machine, and loads them."""
+"""Builds the CPU kernels of this package with the system's C++ compiler, once per machine, and loads them.
+
+There is a library of model kernels for each dtype, and one of those that choose tokens: each is built when it is first
+needed, and a program needs two of them as a rule.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,8 @@ log = logging.getLogger(__name__)
 SOURCE_FOLDER = Path(__file__).parent / "cpu"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
+CHOICE = ("arg_max", "top_k", "gumbel")
+"""Kernels of choice.cpp; all others are in model.cpp."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
 FORMAT = 2
 """Of the kept file: the library, then the SHA-256 of it, which loaders of libraries do not look at."""
@@ -33,18 +39,22 @@ def cache_root() -> Path:
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The shared library of all CPU kernels. Raises RuntimeError where no compiler can make it."""
+def library(part: str) -> ctypes.CDLL:
+    """The shared library of a part: `choice`, or the model kernels of a dtype (`bfloat16` ...).
+
+    Raises RuntimeError where no compiler can make it.
+    """
     _keep_freed_memory()
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError(
             "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"
         )
+    source = ("choice.cpp",) if part == "choice" else ("model.cpp", f"-DDTYPE={part}")
     key = hashlib.sha256()
-    for source in sorted(SOURCE_FOLDER.iterdir()):
-        key.update(source.read_bytes())
-    key.update(repr((FORMAT, compiler, FLAGS, platform.machine(), _cpu_features())).encode())
+    for file in sorted(SOURCE_FOLDER.iterdir()):
+        key.update(file.read_bytes())
+    key.update(repr((FORMAT, source, compiler, FLAGS, platform.machine(), _cpu_features())).encode())
     target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
     if target.exists():
         try:
@@ -56,7 +66,7 @@ def library() -> ctypes.CDLL:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
-        command = [compiler, *FLAGS, str(SOURCE_FOLDER / "exports.cpp"), "-o", str(built)]
+        command = [compiler, *FLAGS, str(SOURCE_FOLDER / source[0]), *source[1:], "-o", str(built)]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
@@ -65,8 +75,8 @@ def library() -> ctypes.CDLL:
             ) from error
         if done.returncode:
             raise RuntimeError(f"{compiler} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
-        with built.open("ab") as file:
-            file.write(hashlib.sha256(built.read_bytes()).digest())
+        with built.open("ab") as stream:
+            stream.write(hashlib.sha256(built.read_bytes()).digest())
         os.replace(built, target)
     return ctypes.CDLL(str(target))
 
@@ -99,7 +109,8 @@ def _cpu_features() -> str:
 
 @cache
 def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> Callable[..., None]:
-    """The function `name`_`dtype` of the library, e.g. attend_bfloat16."""
-    function = getattr(library(), f"{name}_{str(dtype).removeprefix('torch.')}")
+    """The function `name`_`dtype` of its library, e.g. attend_bfloat16."""
+    named = str(dtype).removeprefix("torch.")
+    function = getattr(library("choice" if name in CHOICE else named), f"{name}_{named}")
     function.argtypes, function.restype = argtypes, None
     return function

@@ -8,7 +8,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from compile.native import library
+from compile.native import kernel
 
 
 def hashed_gumbel(keys_RJ: Tensor, multipliers: Sequence[int], vocab_size: int) -> Tensor:
@@ -18,9 +18,7 @@ def hashed_gumbel(keys_RJ: Tensor, multipliers: Sequence[int], vocab_size: int) 
     """
     R, J = keys_RJ.shape
     out_RV = torch.empty(R, vocab_size)
-    function = library().gumbel_float32
-    function.argtypes, function.restype = (*[c_void_p] * 3, *[c_int64] * 4), None
-    function(
+    kernel("gumbel", torch.float32, *[c_void_p] * 3, *[c_int64] * 4)(
         keys_RJ.contiguous().data_ptr(),
         (c_int64 * J)(*multipliers[:J]),
         out_RV.data_ptr(),

@@ -20,7 +20,7 @@ from compile.native import kernel
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 78
-_Step = ctypes.c_int64 * 21
+_Step = ctypes.c_int64 * 22
 
 
 class Unsuited(ValueError):
@@ -75,7 +75,7 @@ class NativeStack:
             *(B, T, H, K, cache.k[0].shape[2], d, turns[0][0].shape[-1], D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
-            *((0, 0) if branches is None else (t.data_ptr() for t in branches)),
+            *((0, 0, 0) if branches is None else branches.words()),
         )
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
             ctypes.addressof(step), *self._constants

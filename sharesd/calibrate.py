@@ -6,16 +6,17 @@ import json
 import logging
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from sharesd.config import SamplingParams
+from sharesd.drafters.base import Drafter
 from sharesd.engine import Engine
 from sharesd.policy import Costs
-from sharesd.tree import DraftTree
+from sharesd.tree import PLAIN, DraftTree, Shape, chain
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +30,14 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     `kept` is the file of costs measured before under the same conditions; without it, or if it is damaged, they are
     measured now, and kept.
     """
-    policy, most = engine.way(params).policy, engine.num_draft
+    policy = engine.way(params).policy
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
-    lengths = range(most + 1) if engine.capture and policy.chooses else {0, most} if policy.chooses else {most}
+    shapes = _shapes(engine) if policy.chooses else engine.drafter.shapes[-1:] if engine.drafter else (PLAIN,)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
-    for num_draft in lengths:
-        policy.pinned = num_draft
-        engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + num_draft)))
+    for shape in shapes:
+        policy.pinned = shape
+        engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + shape.depth)))
     policy.pinned = before
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
         costs = _read(kept) if kept else None
@@ -68,18 +69,35 @@ def measure_costs(engine: Engine, params: SamplingParams) -> Costs:
             if num_nodes == 0:
                 step()
             elif model is not None:
-                seconds = _timed(lambda num=num_nodes: model.draft(state.root_B, num).tokens.tolist())
-                drafts.append(seconds / num_nodes)
+                drafts.append(_seconds_per_step(model, engine, chain(num_nodes)))
             steps.setdefault(1 + num_nodes, []).append(_timed(step))
-    return Costs({width: median(times) for width, times in steps.items()}, median(drafts) if drafts else 0.0)
+    step_s = {width: median(times) for width, times in steps.items()}
+    if model is None:
+        return Costs(step_s)
+    largest = model.shapes[-1]
+    levels = [_seconds_per_step(model, engine, largest) for _ in range(REPEATS) if largest.is_tree]
+    return Costs(step_s, median(drafts), median(levels) if levels else 0.0)
+
+
+def _seconds_per_step(drafter: Drafter, engine: Engine, shape: Shape) -> float:
+    return _timed(lambda: drafter.draft(engine.state.root_B, shape).tokens.tolist()) / shape.depth
+
+
+def _shapes(engine: Engine) -> list[Shape]:
+    """No draft, and those whose rounds have compiled forms of their own."""
+    drafter = engine.drafter
+    assert drafter is not None
+    if engine.capture:
+        return [PLAIN, *drafter.shapes]
+    return [PLAIN, chain(engine.num_draft), *(shape for shape in drafter.shapes[-1:] if shape.is_tree)]
 
 
 def _read(file: Path) -> Costs | None:
     try:
         found = json.loads(file.read_text())
         step = {int(width): float(seconds) for width, seconds in found["step"].items()}
-        costs = Costs(step, float(found["draft"]))
-        if not step or min(*step.values(), 1.0) <= 0 or costs.draft < 0:
+        costs = Costs(step, float(found["draft"]), float(found["level"]))
+        if not step or min(*step.values(), 1.0) <= 0 or min(costs.draft, costs.level) < 0:
             raise ValueError("times must be positive")
         return costs
     except FileNotFoundError:
@@ -92,7 +110,7 @@ def _read(file: Path) -> Costs | None:
 def _write(file: Path, costs: Costs) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"step": costs.step, "draft": costs.draft}))
+    partial.write_text(json.dumps(asdict(costs)))
     partial.replace(file)
 
 

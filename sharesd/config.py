@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from quant.config import QuantConfig
@@ -18,6 +19,8 @@ MODEL_DRAFTERS = ("share", "classic")
 """Modes in which a model drafts."""
 TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
+EMBEDDED_TABLE = Path(__file__).parent / "tables" / "smollm2-135m-instruct.npz"
+"""Made by `python -m train table` from the embedded model's answers to training prompts."""
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:
@@ -112,13 +115,18 @@ class EngineConfig:
     ngram_recent: bool = False
     """`ngram`: continue the most recent match rather than the first."""
     recycle_table: str | None = None
-    """`recycle`: file of a table to start from; None = an empty one."""
+    """`recycle`: file of a table to start from, or `empty`; None = the one that comes with the embedded model, if that
+    is the target, else an empty one."""
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     num_draft: int | None = None
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
     max_draft: int = 8
     """Draft tokens per round at most, where their number is chosen."""
+    tree: tuple[int, int, int] | None = None
+    """`share`, `classic`: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K children each,
+    and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means nothing, and
+    `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole tree)."""
     dtype: DType = "auto"
     """`auto`: bfloat16."""
     device: str = "auto"
@@ -147,6 +155,8 @@ class EngineConfig:
         if self.num_draft is not None:
             _at_least("num_draft", self.num_draft, 1)
         _at_least("max_draft", self.max_draft, 1)
+        if self.tree is not None:
+            self._check_tree(*self.tree)
         _at_least("ngram_min", self.ngram_min, 1)
         _at_least("ngram_max", self.ngram_max, self.ngram_min)
         for name in self.hybrid_with:
@@ -162,7 +172,30 @@ class EngineConfig:
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"
             )
 
+    def _check_tree(self, top: int, depth: int, budget: int) -> None:
+        shown = ":".join(map(str, self.tree or ()))
+        full = top + (depth - 1) * top**2
+        if top < 2 or depth < 1 or not depth < budget <= full:
+            raise ValueError(
+                f"tree is {shown}; K must be at least 2, the depth at least 1, and the budget above the depth and at "
+                "most K + (depth - 1) * K * K"
+            )
+        if self.num_draft not in (None, budget):
+            raise ValueError(
+                f"num_draft is {self.num_draft} and tree is {shown}; leave num_draft to be chosen, or make it {budget} "
+                "for the whole tree in every round"
+            )
+
+    @property
+    def table_file(self) -> Path | None:
+        """`recycle`: the table to start from; None = an empty one."""
+        if self.recycle_table is None:
+            return EMBEDDED_TABLE if self.target is None else None
+        return None if self.recycle_table == "empty" else Path(self.recycle_table)
+
     @property
     def most_draft(self) -> int:
         """Draft tokens per round at most."""
+        if self.tree is not None:
+            return self.tree[2]
         return self.max_draft if self.num_draft is None else self.num_draft

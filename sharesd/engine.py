@@ -31,7 +31,7 @@ from sharesd.rows import Rows
 from sharesd.sampler import Sampler
 from sharesd.stats import Stats
 from sharesd.tokenizer import Tokenizer
-from sharesd.tree import DraftTree
+from sharesd.tree import PLAIN, DraftTree, Shape, chain
 
 Prompt = str | Sequence[int]
 
@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         """`cache` has a row per prompt decoded together; its slots must hold `max_context` and one verify step.
 
-        `auto_length` leaves the number of draft tokens of each round to a policy; else it is the drafter's `num_draft`.
+        `auto_length` leaves the shape of each draft to a policy; else it is the drafter's largest.
         `widths` are the numbers of rows that a step may have (it is padded to the next), or None = any. It is a single
         one, the same in all modes, where the target does not give a row the same bits at any width. `capture` replays
         rounds as CUDA graphs. `gumbel` may be a compiled form.
@@ -78,7 +78,7 @@ class Engine:
     @property
     def num_draft(self) -> int:
         """Draft tokens per round at most."""
-        return self.drafter.num_draft if self.drafter else 0
+        return max(shape.nodes for shape in self.drafter.shapes) if self.drafter else 0
 
     def forget(self) -> None:
         """Drop what `reuse` would find in the cache."""
@@ -156,20 +156,20 @@ class Engine:
                 started = time.perf_counter()
                 if stale:
                     self.state.active_B.copy_(torch.tensor(rows.live + [False] * len(padding)))
-                num_draft = way.num_draft(num_idle)
+                shape = way.shape(num_idle)
                 with torch.inference_mode():
                     marks = [self._clock.mark()]
-                    if num_draft:
+                    if shape.nodes:
                         assert self.drafter is not None
                         self.drafter.catch_up(rows.tokens + padding, num_idle > 0)
-                    tree = way.draft(num_draft)
+                    tree = way.draft(shape)
                     marks.append(self._clock.mark())
                     result = way.round(tree).verify(tree)
                     marks.append(self._clock.mark())
                     counted = result.counted_BX.tolist()  # the one host synchronisation of a round
                     logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
-                num_idle = 0 if num_draft else num_idle + 1
-                accepted = [counted[row][0] - 1 for row, live in enumerate(rows.live) if live]
+                num_idle = 0 if shape.nodes else num_idle + 1
+                paths = [_path(counted[row], tree) for row, live in enumerate(rows.live) if live]
                 chunks = rows.take_round(counted, logprobs, tree)
                 stale = any(chunk.finish_reason for chunk in chunks)
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
@@ -177,7 +177,7 @@ class Engine:
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
                 stats.overhead_s += overhead_s
-                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s)
+                way.policy.record(tree, paths, draft_s, verify_s + overhead_s)
                 yield from chunks
         finally:
             # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.
@@ -213,6 +213,8 @@ class Engine:
     def way(self, params: SamplingParams) -> Way:
         """What belongs to this way of sampling; kept, since its rounds may be captured in graphs."""
         bare = replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={})
+        if params.acceptance != "match" and self.drafter and any(shape.is_tree for shape in self.drafter.shapes):
+            raise ValueError(f"acceptance {params.acceptance} decides about chains only; take match, or no draft trees")
         key = (repr(bare), tuple(sorted(params.logit_bias.items())))
         if key not in self._ways:
             self._ways[key] = Way(self, params)
@@ -231,32 +233,32 @@ class Way:
             device=engine.cache.lengths.device,
             gumbel=engine.gumbel,
         )
-        self.policy = Policy(max_draft=engine.num_draft, fixed=None if engine.auto_length else engine.num_draft)
-        self._drafts: dict[int, Replayed[DraftTree]] = {}
+        shapes = engine.drafter.shapes if engine.drafter else (PLAIN,)
+        self.policy = Policy(shapes, pinned=None if engine.auto_length else shapes[-1])
+        self._drafts: dict[Shape, Replayed[DraftTree]] = {}
         self._rounds: dict[tuple, Round] = {}
 
-    def num_draft(self, num_idle: int) -> int:
-        """Nodes of the coming draft, or at most that many where the drafter decides; 0 = a plain step."""
+    def shape(self, num_idle: int) -> Shape:
+        """What to draft in the coming round; where the drafter decides, a chain of as many nodes as it may have."""
         drafter = self._engine.drafter
         if drafter is None:
-            return 0
+            return PLAIN
         if drafter.on_host:
-            return self.policy.most()
-        return self.policy.next_length(may_try=num_idle == 0 or not drafter.reads)
+            return chain(self.policy.most())
+        return self.policy.next_shape(may_try=num_idle == 0 or not drafter.reads)
 
-    def draft(self, num_draft: int) -> DraftTree:
+    def draft(self, shape: Shape) -> DraftTree:
         """The draft of a round."""
         engine, root_B = self._engine, self._engine.state.root_B
-        if num_draft == 0:
+        if not shape.nodes:
             return DraftTree(root_B[:, None][:, :0])
         drafter = engine.drafter
         assert drafter is not None
         if drafter.on_host:
-            return drafter.draft(root_B, num_draft)
-        if num_draft not in self._drafts:
-            function = partial(drafter.draft, root_B, num_draft)
-            self._drafts[num_draft] = Replayed(function, capture=engine.capture)
-        return self._drafts[num_draft]()
+            return drafter.draft(root_B, shape)
+        if shape not in self._drafts:
+            self._drafts[shape] = Replayed(partial(drafter.draft, root_B, shape), capture=engine.capture)
+        return self._drafts[shape]()
 
     def round(self, tree: DraftTree) -> Round:
         """The round for drafts of this shape."""
@@ -276,6 +278,14 @@ class Way:
                 capture=engine.capture and not on_host,
             )
         return self._rounds[key]
+
+
+def _path(counted: list[int], tree: DraftTree) -> Sequence[int]:
+    """Verify rows of the nodes that were accepted, from what a round reports of a row."""
+    if tree.branches is None:
+        return range(1, counted[0])
+    first = 2 + tree.tokens.shape[1]
+    return counted[first + 1 : first + counted[0]]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -40,6 +40,7 @@ from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
 from sharesd.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
+from sharesd.tree import Shape, chains, shapes_of
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +93,11 @@ class Runtime:
         self._gumbel = self._noise()
         most = 1 + config.most_draft
         self._widths = self._choose_widths(most)
-        self._slots = self.max_context + 2 * max(self._widths or (most,))
+        top, depth, _ = config.tree or (0, 0, 0)
+        self._slots = self.max_context + max(2 * max(self._widths or (most,)), 2 + top * depth)
         self.cache = self.target.new_cache(config.max_batch, self._slots)
-        self._step = self._compile(self.target, {1, *(self._widths or ())})
+        self._draft_widths = {1, *([top] if config.tree else [])}
+        self._step = self._compile(self.target, {*self._draft_widths, *(self._widths or ())})
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
         self.load_seconds = time.perf_counter() - started
@@ -219,21 +222,24 @@ class Runtime:
         return model
 
     def _drafter(self, mode: str) -> Drafter | None:
-        num_draft, trees = self.config.most_draft, self.target.takes_trees
+        num_nodes, trees = self.config.most_draft, self.target.takes_trees
         if mode == "naive":
             return None
         if mode in TABLES:
-            return HybridDrafter(mode, [self._table(mode)], num_draft=num_draft, trees=trees)
+            return HybridDrafter(mode, [self._table(mode)], num_nodes=num_nodes, trees=trees)
         if mode == "hybrid":
             tables = [self._table(name) for name in self.config.hybrid_with if name in TABLES]
             models = [name for name in self.config.hybrid_with if name in MODEL_DRAFTERS]
             model = self._drafter(models[0]) if models else None
-            return HybridDrafter(mode, tables, model, num_draft=num_draft, trees=trees)
+            return HybridDrafter(mode, tables, model, num_nodes=num_nodes, trees=trees)
+        if self.config.tree is not None and not trees:
+            raise ValueError(f"{self.target.name} takes chains only; drop --tree")
+        top = self.config.tree[0] if self.config.tree else 1
+        shapes = shapes_of(*self.config.tree) if self.config.tree else chains(num_nodes)
         if mode == "share":
-            return ShareDrafter(
-                self._step, self.cache, self._switch, num_draft=num_draft, low_bytes=self._reports["share"].low_bytes
-            )
-        return self._classic(num_draft)
+            low_bytes = self._reports["share"].low_bytes
+            return ShareDrafter(self._step, self.cache, self._switch, shapes=shapes, low_bytes=low_bytes, top=top)
+        return self._classic(shapes, top)
 
     def _table(self, name: str) -> Table:
         if name == "suffix":
@@ -241,12 +247,12 @@ class Runtime:
         config = self.config
         if name == "recycle":
             table = RecycleTable(self.target.vocab_size)
-            if config.recycle_table is not None:
-                table.load(config.recycle_table)
+            if config.table_file is not None:
+                table.load(config.table_file)
             return table
         return NgramTable(config.most_draft, config.ngram_min, config.ngram_max, most_recent=config.ngram_recent)
 
-    def _classic(self, num_draft: int) -> Drafter:
+    def _classic(self, shapes: Sequence[Shape], top: int) -> Drafter:
         if self.config.draft is not None:
             model = self._load(self._draft_folder)
             if model.vocab_size != self.target.vocab_size:
@@ -263,11 +269,12 @@ class Runtime:
                 f"the draft model's context is {model.max_context} tokens; set max_context to that, or less"
             )
         return ClassicDrafter(
-            self._compile(model, {1, 2}),
+            self._compile(model, {*self._draft_widths, 2}),
             batch=self.config.max_batch,
             slots=self._slots,
-            num_draft=num_draft,
+            shapes=shapes,
             weight_bytes=_num_bytes(model),
+            top=top,
         )
 
     def _engine(self, mode: Mode) -> Engine:

@@ -103,6 +103,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="draft tokens per round at most, with --num-draft auto",
     )
     group.add_argument(
+        "--tree",
+        type=_tree,
+        default=argparse.SUPPRESS,
+        metavar="K:DEPTH:BUDGET",
+        help="models draft trees: the K likeliest nodes of each level have K children each, and of all the BUDGET "
+        "likeliest are verified; --num-draft auto takes chains and smaller trees where they pay more",
+    )
+    group.add_argument(
         "--with",
         dest="hybrid_with",
         default=",".join(_DEFAULTS.hybrid_with),
@@ -117,7 +125,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ngram-recent", action="store_true", help="mode ngram: the most recent match, not the first")
     group.add_argument(
-        "--recycle-table", metavar="FILE", default=argparse.SUPPRESS, help="mode recycle: table to start from"
+        "--recycle-table",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="mode recycle: table to start from, or `empty` (default: the one of the embedded model, for that model)",
     )
     group.add_argument(
         "--quant",
@@ -226,6 +237,9 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     draft = getattr(args, "draft", None)
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
+    tree = getattr(args, "tree", None)
+    if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
+        raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
     auto = args.quant == "auto"
     if auto and args.quant_skip:
         raise ValueError(
@@ -237,6 +251,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         draft=draft,
         num_draft=None if args.num_draft == "auto" else args.num_draft,
         max_draft=args.max_draft,
+        tree=tree,
         hybrid_with=tuple(dict.fromkeys(name.strip() for name in args.hybrid_with.split(","))),
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
@@ -305,6 +320,13 @@ def _whole(text: str) -> int:
 
 def _length(text: str) -> int | str:
     return text if text == "auto" else _whole(text)
+
+
+def _tree(text: str) -> tuple[int, ...]:
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET; for example 2:4:8")
+    return tuple(map(_whole, parts))
 
 
 def _number(text: str) -> float:

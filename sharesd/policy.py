@@ -1,8 +1,10 @@
 """How far to draft next: as far as it pays, by measured costs and running acceptance; 0 is a plain step.
 
-A round that drafts K tokens emits 1 + s_1 + ... + s_K tokens on average, where s_k is the probability that the first k
-are accepted, and takes `draft * K + step(1 + K)` seconds. The policy takes the K of the best ratio. Where that is 0 it
-tries a draft now and then, at intervals that double while drafting keeps losing, so that a loss costs next to nothing.
+A round that drafts a chain of K tokens emits 1 + s_1 + ... + s_K tokens on average, where s_k is the probability that
+the first k are accepted, and takes `draft * K + step(1 + K)` seconds. A tree of K levels and N nodes has survival rates
+of its own, its levels take longer, and its step has 1 + N rows. The policy takes the shape of the best ratio. Where
+that is no draft at all it tries one now and then, at intervals that double while drafting keeps losing, so that a loss
+costs next to nothing.
 
 Times are compared with each other, never over time: what slows the machine down slows all entries of the table alike,
 so a common factor follows it quickly and single entries slowly.
@@ -14,18 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from sharesd.tree import DraftTree
+from sharesd.tree import PLAIN, DraftTree, Shape
 
 MARGIN = 1.04
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
-FIRST_ALPHA = 0.8
-"""Acceptance assumed before there is evidence."""
+FIRST_ALPHA, FIRST_TREE_ALPHA = 0.8, 0.88
+"""Acceptance of a chain's tokens, and of a tree's levels, assumed before there is evidence."""
 FORGET = 0.985
 """What remains of the evidence about acceptance after a round; about 67 rounds count."""
 NEW_TEXT = 0.4
 """What remains of it when a new text begins: texts differ more than their parts do."""
 POOLED = 8
 """Tries that the acceptance at all positions together is worth, in the estimate for each."""
+PROMISES = 8
+"""Tokens promised and accepted that are assumed before there is evidence about a table."""
 FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
 TRY_ROUNDS = 3
@@ -40,6 +44,8 @@ class Costs:
     """A step of the target over this many rows per sequence, choosing tokens included; linear between entries."""
     draft: float = 0.0
     """One draft step; 0 where drafts come from tables."""
+    level: float = 0.0
+    """One level of a draft tree."""
 
     def of_step(self, width: int) -> float:
         """Seconds of a step of this many rows. Asserts that at least one width has been measured."""
@@ -61,116 +67,164 @@ class Costs:
         return self.step[low] + slope * (width - low)
 
 
-class Policy:
-    """Chooses the length of drafts for one engine and one way of sampling."""
+class Survival:
+    """Running estimates of how far drafts of one kind are accepted."""
 
-    def __init__(self, *, max_draft: int, fixed: int | None, costs: Costs | None = None) -> None:
-        """`max_draft` tokens per round at most; `fixed` = always that many (0 = plain decoding)."""
-        self.max_draft, self.pinned, self.chooses = max_draft, fixed, fixed is None
-        self.costs = costs or Costs()
-        self._drift = 1.0  # how much slower the machine is than the table says
-        self._tried = [0.0] * max_draft  # decayed counts: draft token k was looked at, was accepted
-        self._kept = [0.0] * max_draft
-        self._pool = (4.0, 4.0 * FIRST_ALPHA)  # tries and hits at any position, forgotten ten times as slowly
-        self._plain_rounds, self._patience = 0, FIRST_TRY
+    def __init__(self, most: int, alpha: float) -> None:
+        self._tried, self._kept = [0.0] * most, [0.0] * most  # decayed counts: token k was looked at, was accepted
+        self._pool = (4.0, 4.0 * alpha)  # tries and hits at any position, forgotten ten times as slowly
 
-    def use(self, costs: Costs) -> None:
-        """Take these costs, and forget what was learnt while they were measured."""
-        self.__init__(max_draft=self.max_draft, fixed=self.pinned, costs=costs)  # type: ignore[misc]
+    def fade(self, share: float) -> None:
+        """Let the evidence count less."""
+        self._tried = [share * count for count in self._tried]
+        self._kept = [share * count for count in self._kept]
 
-    def begin(self) -> None:
-        """A new text: what was learnt from the last one counts less."""
-        self._fade(NEW_TEXT)
+    def learn(self, accepted: int, depth: int) -> None:
+        """So many tokens of a draft of this depth were accepted."""
+        keep = 1 - (1 - FORGET) / 10
+        for k in range(min(accepted + 1, depth)):
+            self._tried[k] += 1
+            self._kept[k] += accepted > k
+            self._pool = (self._pool[0] * keep + 1, self._pool[1] * keep + (accepted > k))
 
-    def next_length(self, may_try: bool = True) -> int:
-        """Tokens to draft in the coming round. Without `may_try` only what is known to pay is drafted."""
-        if self.pinned is not None:
-            return self.pinned
-        if not self.costs.step:
-            return 0
-        best = self.best_length()
-        if best:
-            self._plain_rounds, self._patience = 0, FIRST_TRY
-            return best
-        self._plain_rounds += 1
-        if self._plain_rounds <= self._patience or not may_try:
-            return 0
-        if self._plain_rounds >= self._patience + TRY_ROUNDS:
-            self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
-        return self.best_length(at_least=1)
-
-    def best_length(self, at_least: int = 0) -> int:
-        """The length, from `at_least` on, that promises most tokens per second."""
-        rates = {num: self.rate_of_length(num) for num in range(self.max_draft + 1)}
-        best = max(range(max(1, at_least), self.max_draft + 1), key=rates.__getitem__)
-        return best if at_least or rates[best] > MARGIN * rates[0] else 0
-
-    def survival(self) -> list[float]:
+    def rates(self) -> list[float]:
         """For each position, the estimated probability that the draft is accepted up to and including it."""
         tries, hits = self._pool
         alpha = hits / tries
         each = [(kept + POOLED * alpha) / (tried + POOLED) for kept, tried in zip(self._kept, self._tried, strict=True)]
         return list(accumulate(each, lambda a, b: a * b))
 
-    def rate_of_length(self, num: int) -> float:
-        """Tokens per second that drafts of this length promise, of a model drafter."""
-        return self._rate(sum(self.survival()[:num]), num, num)
+
+class Policy:
+    """Chooses the shape of drafts for one engine and one way of sampling."""
+
+    def __init__(self, shapes: Sequence[Shape], *, pinned: Shape | None = None, costs: Costs | None = None) -> None:
+        """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding)."""
+        self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
+        self.costs = costs or Costs()
+        self._drift = 1.0  # how much slower the machine is than the table says
+        self._most = max((shape.nodes for shape in shapes), default=0)
+        self._chains = Survival(self._most, FIRST_ALPHA)
+        self._trees = Survival(self._most, FIRST_TREE_ALPHA)
+        self._verified, self._hits = [0.0] * self._most, [0.0] * self._most  # of trees: decayed, by a node's rank
+        self._worth = [0.0]  # tokens that the table's draft promises, by the number of its nodes
+        self._promised, self._held = 0.0, 0.0  # decayed: what such drafts promised, and what was accepted
+        self._plain_rounds, self._patience = 0, FIRST_TRY
+
+    def use(self, costs: Costs) -> None:
+        """Take these costs, and forget what was learnt while they were measured."""
+        self.__init__(self.shapes, pinned=self.pinned, costs=costs)  # type: ignore[misc]
+
+    def begin(self) -> None:
+        """A new text: what was learnt from the last one counts less."""
+        self._fade(NEW_TEXT)
+
+    def next_shape(self, may_try: bool = True) -> Shape:
+        """What to draft in the coming round. Without `may_try` only what is known to pay is drafted."""
+        if self.pinned is not None:
+            return self.pinned
+        if not self.costs.step:
+            return PLAIN
+        best = self.best_shape()
+        if self.rate_of_shape(best) > MARGIN * self.rate_of_shape(PLAIN):
+            self._plain_rounds, self._patience = 0, FIRST_TRY
+            return best
+        self._plain_rounds += 1
+        if self._plain_rounds <= self._patience or not may_try:
+            return PLAIN
+        if self._plain_rounds >= self._patience + TRY_ROUNDS:
+            self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
+        return best
+
+    def best_shape(self) -> Shape:
+        """The draft that promises most tokens per second, be it more than a plain step or not."""
+        chain_rates, tree_rates = self._chains.rates(), self._trees.rates()
+        return max(self.shapes, key=lambda shape: self._rate_of(shape, tree_rates if shape.is_tree else chain_rates))
+
+    def rate_of_shape(self, shape: Shape) -> float:
+        """Tokens per second that model drafts of this shape promise."""
+        return self._rate_of(shape, (self._trees if shape.is_tree else self._chains).rates())
+
+    def _rate_of(self, shape: Shape, survival: list[float]) -> float:
+        gain, costs = sum(survival[: shape.depth]), self.costs
+        if shape.is_tree:
+            gain *= self._reach(shape.nodes)
+        return self._rate(gain, shape.nodes, (costs.level if shape.is_tree else costs.draft) * shape.depth)
+
+    def _reach(self, num_nodes: int) -> float:
+        """Share of the nodes accepted in a whole tree that are among the best `num_nodes`."""
+        # Before there is evidence a tree's ranks are hit in proportion to 1, 1/2, 1/3 ...
+        by_rank = zip(self._hits, self._verified, strict=True)
+        rates = [(hits + 1 / rank) / (tries + 1) for rank, (hits, tries) in enumerate(by_rank, 1)]
+        return sum(rates[:num_nodes]) / sum(rates)
 
     def worth(self, scores: Sequence[Sequence[float]]) -> tuple[int, float]:
         """How many of the best guesses of a table are worth verifying, and the tokens per second which they promise.
 
-        `scores` are each row's probabilities, in descending order.
+        `scores` are each row's probabilities, in descending order. Choosing the best of many estimates favours those
+        that err upwards: what drafts promise is corrected by what came of earlier promises.
         """
         longest = min(max(map(len, scores), default=0), self.most())
+        honesty = (self._held + PROMISES) / (self._promised + PROMISES)
         gains = [sum(row[num] for row in scores if len(row) > num) / len(scores) for num in range(longest)]
+        self._worth = list(accumulate(gains, initial=0.0))
         if self.pinned is not None:
-            return longest, self._rate(sum(gains), longest)
+            return longest, self._rate(honesty * self._worth[longest], longest)
         plain = self._rate(0.0, 0)
         best, best_rate = 0, plain
-        for num, gain in enumerate(accumulate(gains), 1):
-            rate = self._rate(gain, num)
+        for num, gain in enumerate(self._worth[1:], 1):
+            rate = self._rate(honesty * gain, num)
             if rate > max(best_rate, MARGIN * plain):
                 best, best_rate = num, rate
         return best, best_rate
 
-    def _rate(self, gain: float, num_nodes: int, num_draft_steps: int = 0) -> float:
+    def _rate(self, gain: float, num_nodes: int, draft_s: float = 0.0) -> float:
         """Tokens per second of a round that emits 1 + `gain` tokens out of `num_nodes` guesses."""
         if not self.costs.step:  # nothing is known yet: a round is a round
             return 1 + gain
-        return (1 + gain) / (self.costs.draft * num_draft_steps + self.costs.of_step(1 + num_nodes))
+        return (1 + gain) / (draft_s + self.costs.of_step(1 + num_nodes))
 
     def most(self) -> int:
         """Nodes of a draft at most, where the drafter decides with `worth`."""
-        return self.max_draft if self.pinned is None else self.pinned
+        return self._most if self.pinned is None else self.pinned.nodes
 
-    def record(self, tree: DraftTree, accepted: Sequence[int], draft_s: float, step_s: float) -> None:
-        """A round is over: its draft, the number of tokens accepted in each row, and the times of draft and step."""
-        num_draft_steps = tree.num_steps
+    def record(self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float) -> None:
+        """A round is over: its draft, the verify rows (from 1) accepted in each row, the times of draft and step."""
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
-        for row in accepted if num_draft_steps else ():
-            for k in range(min(row + 1, num_draft_steps)):
-                self._tried[k] += 1
-                self._kept[k] += row > k
-                keep = 1 - (1 - FORGET) / 10
-                self._pool = (self._pool[0] * keep + 1, self._pool[1] * keep + (row > k))
-        self._record_times(1 + tree.tokens.shape[1], num_draft_steps, draft_s, step_s)
+        if tree.num_steps:
+            survival = self._chains if tree.branches is None else self._trees
+            for path in paths:
+                survival.learn(len(path), tree.num_steps)
+                if tree.branches is not None:
+                    for rank in range(tree.tokens.shape[1]):
+                        self._verified[rank] += 1
+                        self._hits[rank] += rank + 1 in path
+        elif tree.tokens.shape[1] and paths:
+            self._promised += self._worth[min(tree.tokens.shape[1], len(self._worth) - 1)]
+            self._held += sum(map(len, paths)) / len(paths)
+        self._record_times(tree, draft_s, step_s)
 
     def _fade(self, share: float) -> None:
-        self._tried = [share * count for count in self._tried]
-        self._kept = [share * count for count in self._kept]
+        self._chains.fade(share)
+        self._trees.fade(share)
+        self._promised, self._held = share * self._promised, share * self._held
+        self._verified = [share * count for count in self._verified]
+        self._hits = [share * count for count in self._hits]
 
-    def _record_times(self, width: int, num_draft_steps: int, draft_s: float, step_s: float) -> None:
-        costs = self.costs
+    def _record_times(self, tree: DraftTree, draft_s: float, step_s: float) -> None:
+        costs, steps, width = self.costs, tree.num_steps, 1 + tree.tokens.shape[1]
+        kind = "draft" if tree.branches is None else "level"
         if width not in costs.step:
             costs.step[width] = step_s / self._drift
-        if num_draft_steps and not costs.draft:
-            costs.draft = draft_s / num_draft_steps / self._drift
-        expected = costs.draft * num_draft_steps + costs.step[width]
-        measured = step_s + (draft_s if num_draft_steps else 0.0)
+        if steps and not getattr(costs, kind):
+            setattr(costs, kind, draft_s / steps / self._drift)
+        each = getattr(costs, kind)
+        expected = each * steps + costs.step[width]
+        measured = step_s + (draft_s if steps else 0.0)
         self._drift *= 1 + 0.2 * (_clip(measured / (expected * self._drift)) - 1)
         costs.step[width] *= 1 + 0.05 * (_clip(step_s / (costs.step[width] * self._drift)) - 1)
-        if num_draft_steps:
-            costs.draft *= 1 + 0.05 * (_clip(draft_s / (costs.draft * num_draft_steps * self._drift)) - 1)
+        if steps:
+            setattr(costs, kind, each * (1 + 0.05 * (_clip(draft_s / (each * steps * self._drift)) - 1)))
 
 
 def _clip(ratio: float) -> float:

@@ -31,7 +31,7 @@ class RowState(NamedTuple):
 class RoundResult(NamedTuple):
     """What the host reads."""
 
-    counted_BX: Tensor  # [B, 1 + T] int64: number of new tokens, then the tokens
+    counted_BX: Tensor  # [B, 1 + T] int64: number of new tokens, then the tokens; of trees also their path, [B, 1 + 2T]
     logprobs_BT: Tensor | None  # of the tokens, if asked for
 
 
@@ -68,8 +68,7 @@ class Round:
         padding = self._width - num_rows
         tokens_BW, branches = F.pad(tokens_BT, (0, padding)), tree.branches
         if branches is not None and padding:
-            depth_BT, path_BTT = branches
-            branches = Branches(F.pad(depth_BT, (0, padding)), F.pad(path_BTT, (0, padding, 0, padding)))
+            branches = _padded(branches, padding)
         logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]
         verdict = self._sampler.accept(tree, logits_BTV, cache.lengths)
         verdict = verdict._replace(num_new=verdict.num_new * active_B)
@@ -81,12 +80,20 @@ class Round:
             self._drafter.commit(root_B, tree, verdict, logits_BTV)
         last_B1 = (verdict.num_new - 1).clamp(min=0)[:, None]
         root_B.copy_(torch.where(active_B > 0, verdict.tokens.gather(1, last_B1)[:, 0], root_B))
-        return RoundResult(
-            torch.cat([verdict.num_new[:, None], verdict.tokens], 1), self._logprobs(logits_BTV, verdict)
-        )
+        counted = [verdict.num_new[:, None], verdict.tokens, *([verdict.path] if branches is not None else [])]
+        return RoundResult(torch.cat(counted, 1), self._logprobs(logits_BTV, verdict))
 
     def _logprobs(self, logits_BTV: Tensor, verdict: Verdict) -> Tensor | None:
         if not self._sampler.params.logprobs:
             return None
         rows_B1 = torch.arange(len(verdict.path), device=verdict.path.device)[:, None]
         return sampling.logprobs_of(logits_BTV[rows_B1, verdict.path], verdict.tokens)
+
+
+def _padded(branches: Branches, padding: int) -> Branches:
+    """With rows that are written behind the others and seen by nobody."""
+    depth_BT, path_BTP = branches
+    B, T, _ = path_BTP.shape
+    path_BTP = F.pad(path_BTP, (0, 0, 0, padding))
+    path_BTP[:, T:, 0] = torch.arange(T, T + padding, device=path_BTP.device)
+    return Branches(F.pad(depth_BT, (0, padding)), path_BTP)

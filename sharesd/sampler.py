@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches
+from compile.topk import top_k
 from sharesd import sampling
 from sharesd.acceptance import accept_block, accept_match, accept_rejection, accept_tree
 from sharesd.config import SamplingParams
@@ -67,6 +68,21 @@ class Sampler:
         probs_BV = sampling.probs_of(logits_B1V, params)[:, 0]
         noise_BV = None if params.greedy else self._draw(lengths_B + step + 1, Stream.DRAFT, lengths_B)
         return sampling.choose(logits_B1V, None if noise_BV is None else noise_BV[:, None])[:, 0], probs_BV
+
+    def spread(
+        self, logits_BFV: Tensor, num: int, step: int, lengths_B: Tensor, nodes_BC: Tensor, seen_BFC: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The `num` likeliest next tokens [B, F, num] after F nodes at depth `step`, and their log probabilities.
+
+        Sees the target's noise of that position: what is ranked is how likely the target's choice is, given it.
+        `nodes_BC` are all nodes so far, `seen_BFC` those on the path of each (needed for penalties only).
+        """
+        logits_BFV = self._process(logits_BFV, nodes_BC, seen_BFC)
+        noise_B1V = self._target_noise(step, lengths_B)
+        scores_BFV = logits_BFV if noise_B1V is None else logits_BFV + noise_B1V
+        tokens_BFk = top_k(scores_BFV.flatten(0, 1), num).view(*scores_BFV.shape[:2], num)
+        wide_BFV = scores_BFV if scores_BFV.dtype == torch.float64 else scores_BFV.float()
+        return tokens_BFk, wide_BFV.gather(-1, tokens_BFk) - wide_BFV.logsumexp(-1, keepdim=True)
 
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
         """What the target makes of the draft; ends the round's noise."""

@@ -6,6 +6,7 @@ Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,44 @@ from torch import Tensor
 
 from compile.attention import Branches
 from sharesd.tables.base import Guess
+
+
+class Shape(NamedTuple):
+    """The size of a draft; nothing at all where both numbers are 0."""
+
+    depth: int
+    """Steps of a model drafter: tokens on a path at most."""
+    nodes: int
+    """Tokens in all; as many as `depth`: a chain."""
+
+    @property
+    def is_tree(self) -> bool:
+        return self.nodes > self.depth
+
+
+PLAIN = Shape(0, 0)
+"""No draft."""
+
+
+def chain(length: int) -> Shape:
+    """One token after the other."""
+    return Shape(length, length)
+
+
+def chains(most: int) -> tuple[Shape, ...]:
+    """Chains of 1 to `most` tokens."""
+    return tuple(map(chain, range(1, most + 1)))
+
+
+def shapes_of(top: int, depth: int, budget: int) -> tuple[Shape, ...]:
+    """Chains of at most `budget` tokens, and trees of that many or half of it, up to `depth` levels; the largest last.
+
+    The `top` best nodes of each level have as many children.
+    """
+    full = [top + level * top**2 for level in range(depth)]  # nodes of so many levels
+    sizes = product(range(1, depth + 1), (budget // 2, budget))
+    shapes = {Shape(level, min(size, full[level - 1])) for level, size in sizes}
+    return (*chains(budget), *sorted(shape for shape in shapes if shape.is_tree))
 
 
 class DraftTree(NamedTuple):
@@ -24,6 +63,7 @@ class DraftTree(NamedTuple):
     depth: int = 0  # most nodes on a path
     num_steps: int = 0  # draft steps of a model that it took
     drafter: str = ""  # who guessed
+    places: Tensor | None = None  # [B, T] int64: where a model drafter wrote root and nodes, from the root's slot on
 
 
 class Verdict(NamedTuple):
@@ -51,6 +91,6 @@ def pack(guesses: Sequence[Guess], num_nodes: int, device: torch.device, drafter
             paths.append([*paths[parent + 1], index])
         all_paths.append([*paths, *([0, index] for index in range(len(paths), T))])
     depth_BT = torch.tensor([[len(path) - 1 for path in paths] for paths in all_paths])
-    path_BTT = torch.tensor([[path + [0] * (T - len(path)) for path in paths] for paths in all_paths])
-    branches = Branches(depth_BT.to(device), path_BTT.to(device))
+    path_BTP = torch.tensor([[path + [0] * (T - len(path)) for path in paths] for paths in all_paths])
+    branches = Branches(depth_BT.to(device), path_BTP.to(device))
     return DraftTree(tokens_BN.to(device), branches, depth=int(depth_BT.max()), drafter=drafter)

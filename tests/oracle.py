@@ -31,7 +31,7 @@ from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.sampling import TokenCounts
 from sharesd.tokenizer import Tokenizer
-from sharesd.tree import DraftTree, Verdict
+from sharesd.tree import DraftTree, Shape, Verdict, chains, shapes_of
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
@@ -80,7 +80,7 @@ def new_engine(
     **options: Any,
 ) -> Engine:
     """An eager engine. `cache` for drafters and engines that share one."""
-    width = 1 + (drafter.num_draft if drafter else 0)
+    width = 1 + (drafter.shapes[-1].nodes if drafter else 0)
     return Engine(
         target=target,
         tokenizer=tiny_tokenizer(),
@@ -94,18 +94,28 @@ def new_engine(
 def share_engine(model: CausalModel, switch: Switch, *, num_draft: int = 4, batch: int = 1, **options: Any) -> Engine:
     """`share` with a model that has its switched linears already."""
     max_context = options.get("max_context", MAX_CONTEXT)
-    cache = options.pop("cache", None) or model.new_cache(batch, max_context + 2 * (1 + num_draft))
-    return new_engine(
-        model, ShareDrafter(model, cache, switch, num_draft=num_draft, low_bytes=0), cache=cache, **options
-    )
+    top, shapes = shapes_for(num_draft, options.pop("tree", None))
+    cache = options.pop("cache", None) or model.new_cache(batch, max_context + SCRATCH * (1 + num_draft))
+    drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
+    return new_engine(model, drafter, cache=cache, **options)
+
+
+SCRATCH = 4
+"""Slots behind the context for each row of a verify step, of these small engines: trees write there too."""
+
+
+def shapes_for(num_draft: int, tree: tuple[int, int, int] | None) -> tuple[int, Sequence[Shape]]:
+    """Nodes expanded per level, and the shapes of drafts: chains, or a tree of (K, depth, budget)."""
+    return (tree[0], shapes_of(*tree)) if tree else (1, chains(num_draft))
 
 
 def classic_engine(
     target: Decoder, draft: CausalModel, *, num_draft: int = 4, batch: int = 1, **options: Any
 ) -> Engine:
     """`classic` with any second model."""
-    slots = options.get("max_context", MAX_CONTEXT) + 2 * (1 + num_draft)
-    drafter = ClassicDrafter(draft, batch=batch, slots=slots, num_draft=num_draft, weight_bytes=0)
+    slots = options.get("max_context", MAX_CONTEXT) + SCRATCH * (1 + num_draft)
+    top, shapes = shapes_for(num_draft, options.pop("tree", None))
+    drafter = ClassicDrafter(draft, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, top=top)
     return new_engine(target, drafter, batch=batch, **options)
 
 
@@ -164,7 +174,7 @@ class OracleDrafter:
 
     def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:
         """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""
-        self.futures, self.num_draft, self.accuracy = futures, num_draft, accuracy
+        self.futures, self.shapes, self.accuracy = futures, chains(num_draft), accuracy
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._rows = [self.futures.get(tuple(prompt), ()) for prompt in prompts]
@@ -174,12 +184,12 @@ class OracleDrafter:
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
         self._at = [len(text) - start for text, start in zip(texts, self._starts, strict=True)]
 
-    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
-        at_BN = [[at + i for i in range(num_draft)] for at in self._at]
+    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
+        at_BN = [[at + i for i in range(shape.depth)] for at in self._at]
         return DraftTree(
             torch.tensor([[self._guess(b, i) for i in at] for b, at in enumerate(at_BN)]),
-            depth=num_draft,
-            num_steps=num_draft,
+            depth=shape.depth,
+            num_steps=shape.depth,
             drafter=self.name,
         )
 

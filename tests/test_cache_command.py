@@ -211,7 +211,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     script = tmp_path / "c++"
     script.write_text(
         f'#!/bin/sh\necho asked >> "{tmp_path}/log"\nwhile [ "$1" != "-o" ]; do shift; done\n'
-        f'cp "{native.library()._name}" "$2"\n'
+        f'cp "{native.library("float32")._name}" "$2"\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
@@ -232,8 +232,8 @@ def test_damaged_kernels_are_built_again(
     def load(folder: str) -> Path:
         monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / folder))
         native.library.cache_clear()
-        assert native.library().attend_float32
-        return Path(native.library()._name)
+        assert native.library("float32").attend_float32
+        return Path(native.library("float32")._name)
 
     built = load("one")
     kept = tmp_path / "two" / built.relative_to(tmp_path / "one")

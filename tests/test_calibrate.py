@@ -13,7 +13,6 @@ from tiny import make_checkpoint
 from benchmark import calibrate
 from benchmark.__main__ import main
 from benchmark.calibrate import Measured, best_length, expected_speedup, settings_of
-from compile import native
 from quant.config import QuantConfig
 from sharesd import options, settings
 from sharesd.config import EngineConfig
@@ -32,7 +31,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own; the kernels are loaded already."""
-    native.library()
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -17,7 +17,6 @@ from oracle import classic_engine, layer_of, new_engine, share_engine, switched,
 from tiny import make_checkpoint
 from torch import Tensor, nn
 
-from compile import native
 from compile.linear import PackedLinear, pack_linears
 from compile.regions import CompiledBlocks, compile_step, no_recompiles, structure
 from compile.stack import NativeStack, Unsuited
@@ -45,7 +44,6 @@ NUM_DRAFT = 3
 @pytest.fixture(scope="module", autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One thread; quantized weights are kept in a folder that goes away (the kernels' library is loaded before)."""
-    native.library()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -25,6 +25,7 @@ from sharesd.config import SamplingParams
 from sharesd.drafters.share import ShareDrafter
 from sharesd.engine import Engine
 from sharesd.stats import Stats
+from sharesd.tree import chains
 
 MODEL = tiny_decoder(3, dtype=torch.float32)
 FEW = SamplingParams(max_new_tokens=5)
@@ -152,7 +153,7 @@ def test_share_adds_no_kv_and_little_weight() -> None:
     switch = Switch()
     report = quantize_linears(model, QuantConfig(bits=4, group_size=64), switch, head_name="head", layer_of=layer_of)
     cache = model.new_cache(1, MAX_CONTEXT)
-    drafter = ShareDrafter(model, cache, switch, num_draft=4, low_bytes=report.low_bytes)
+    drafter = ShareDrafter(model, cache, switch, shapes=chains(4), low_bytes=report.low_bytes)
     weights, kv = drafter.extra_bytes()
     assert kv == 0 and cache.nbytes == plain.new_cache(1, MAX_CONTEXT).nbytes
     assert report.full_bytes == sum(linears) and 0 < weights <= 0.35 * sum(linears)

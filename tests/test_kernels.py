@@ -336,7 +336,7 @@ def test_no_compiler_is_explained(own_build: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler found.*install one.*or set CXX"):
-        native.library()
+        native.library("float32")
 
 
 @pytest.mark.parametrize(
@@ -347,13 +347,13 @@ def test_a_compiler_that_fails_is_named(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(RuntimeError, match=message):
-        native.library()
+        native.library("float32")
     assert not [path for path in own_build.rglob("*") if path.is_file()], "nothing half-built is left"
 
 
 def fake_compiler(folder: Path) -> Path:
     """A compiler that hands out the library built before, and notes that it was asked."""
-    real = Path(native.library()._name)
+    real = Path(native.library("float32")._name)
     script = folder / "c++"
     script.write_text(
         f'#!/bin/sh\necho asked >> "{folder}/log"\nwhile [ "$1" != "-o" ]; do shift; done\ncp "{real}" "$2"\n'
@@ -371,8 +371,8 @@ def test_kernels_are_built_once_and_a_damaged_file_again(
     def load(folder: str) -> Path:
         monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / folder))
         native.library.cache_clear()
-        assert native.library().attend_float32
-        return Path(native.library()._name)
+        assert native.library("float32").attend_float32
+        return Path(native.library("float32")._name)
 
     try:
         first = load("one")

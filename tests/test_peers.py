@@ -26,7 +26,6 @@ from benchmark.peers.process import PeerError, Worker
 from benchmark.peers.protocol import Sample, Settings, TokenClock
 from benchmark.peers.report import COLUMNS, markdown, remarks, rich_table
 from benchmark.peers.worker import serve
-from compile import native
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
 from sharesd.options import Parser
@@ -413,7 +412,6 @@ def small(checkpoint: Path, **config) -> Settings:
 def test_transformers_gives_our_text_in_all_variants(checkpoint, monkeypatch, tmp_path):
     from benchmark.peers import ours, transformers_peer
 
-    native.library()  # found in the user's cache rather than built anew
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     told = small(checkpoint, dtype="float32")
     peers = {"transformers": transformers_peer.open_peer(told), "sharesd": ours.open_peer(told)}

@@ -9,28 +9,41 @@ import pytest
 import torch
 from tiny import make_checkpoint
 
+from compile.attention import Branches
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.policy import FIRST_TRY, Costs, Policy
-from sharesd.tree import DraftTree
+from sharesd.tree import PLAIN, DraftTree, Shape, chain, chains
 
 
-def tree_of(num: int, *, steps: bool = True) -> DraftTree:
-    return DraftTree(torch.zeros(1, num, dtype=torch.int64), depth=num, num_steps=num if steps else 0)
+def tree_of(shape: Shape) -> DraftTree:
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    return DraftTree(
+        torch.zeros(1, shape.nodes, dtype=torch.int64),
+        Branches(none, none) if shape.is_tree else None,
+        depth=shape.depth,
+        num_steps=shape.depth,
+    )
 
 
-def live(policy: Policy, costs: Costs, alpha: float, rounds: int, *, noise: float = 0.0) -> list[int]:
-    """Rounds on a machine of these costs where each draft token is right with probability alpha."""
+def live(policy: Policy, costs: Costs, alpha: dict[bool, float], rounds: int, *, noise: float = 0.0) -> list[Shape]:
+    """Rounds on a machine of these costs; a level of a chain (tree: True) holds the right token with chance alpha."""
     dice, chosen = random.Random(0), []
     for _ in range(rounds):
-        num = policy.next_length()
+        shape = policy.next_shape()
         accepted = 0
-        while accepted < num and dice.random() < alpha:
+        while accepted < shape.depth and dice.random() < alpha[shape.is_tree]:
             accepted += 1
         slow = 1 + noise * dice.random()
-        policy.record(tree_of(num), [accepted], slow * costs.draft * num, slow * costs.of_step(1 + num))
-        chosen.append(num)
+        draft_s = (costs.level if shape.is_tree else costs.draft) * shape.depth
+        policy.record(tree_of(shape), [range(1, 1 + accepted)], slow * draft_s, slow * costs.of_step(1 + shape.nodes))
+        chosen.append(shape)
     return chosen
+
+
+def live_chains(policy: Policy, costs: Costs, alpha: float, rounds: int, *, noise: float = 0.0) -> list[int]:
+    """The lengths of chains in such rounds."""
+    return [shape.nodes for shape in live(policy, costs, {False: alpha}, rounds, noise=noise)]
 
 
 def test_costs_are_linear_between_what_was_measured() -> None:
@@ -48,16 +61,16 @@ def test_the_best_length_is_found(alpha: float, draft: float) -> None:
         return sum(alpha**k for k in range(num + 1)) / (num * draft + costs.of_step(1 + num))
 
     best = max(range(9), key=rate)
-    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), draft))
-    chosen = live(policy, costs, alpha, 600, noise=0.2)[200:]
+    policy = Policy(chains(8), costs=Costs(dict(costs.step), draft))
+    chosen = live_chains(policy, costs, alpha, 600, noise=0.2)[200:]
     mean_rate = sum(map(rate, chosen)) / len(chosen)
     assert mean_rate > 0.95 * rate(best)
 
 
 def test_a_losing_drafter_costs_next_to_nothing() -> None:
     costs = Costs({1: 1.0, 9: 1.6}, 0.8)
-    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), costs.draft))
-    chosen = live(policy, costs, 0.3, 2000)
+    policy = Policy(chains(8), costs=Costs(dict(costs.step), costs.draft))
+    chosen = live_chains(policy, costs, 0.3, 2000)
     assert chosen[:FIRST_TRY].count(0) >= FIRST_TRY - 3
     assert sum(num > 0 for num in chosen[500:]) < 0.02 * 1500
     assert max(chosen[500:]) > 0, "it tries again now and then"
@@ -65,36 +78,36 @@ def test_a_losing_drafter_costs_next_to_nothing() -> None:
 
 def test_drafting_comes_back_when_it_pays_again() -> None:
     costs = Costs({1: 1.0, 9: 1.3}, 0.4)
-    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), costs.draft))
-    live(policy, costs, 0.1, 300)
-    chosen = live(policy, costs, 0.95, 1200)
+    policy = Policy(chains(8), costs=Costs(dict(costs.step), costs.draft))
+    live_chains(policy, costs, 0.1, 300)
+    chosen = live_chains(policy, costs, 0.95, 1200)
     assert sum(chosen[-200:]) / 200 > 3
 
 
 def test_a_slow_spell_of_the_machine_changes_nothing() -> None:
     costs = Costs({1: 1.0, 9: 1.3}, 0.4)
-    policy = Policy(max_draft=8, fixed=None, costs=Costs(dict(costs.step), costs.draft))
-    live(policy, costs, 0.9, 300)
+    policy = Policy(chains(8), costs=Costs(dict(costs.step), costs.draft))
+    live_chains(policy, costs, 0.9, 300)
     slow = Costs({width: 3 * s for width, s in costs.step.items()}, 3 * costs.draft)
-    chosen = live(policy, slow, 0.9, 100)
+    chosen = live_chains(policy, slow, 0.9, 100)
     assert min(chosen) > 1
 
 
 def test_guesses_are_cut_where_they_stop_paying() -> None:
-    policy = Policy(max_draft=16, fixed=None, costs=Costs({1: 1.0, 2: 1.05, 17: 2.0}))
+    policy = Policy(chains(16), costs=Costs({1: 1.0, 2: 1.05, 17: 2.0}))
     assert policy.worth([[0.9, 0.8, 0.05, 0.04]])[0] == 2
     assert policy.worth([[0.02, 0.01]])[0] == 0 and policy.worth([[]])[0] == 0
     num, rate = policy.worth([[0.9, 0.5], [0.9]])
     assert num == 2 and rate == pytest.approx((1 + 0.9 + 0.25) / policy.costs.of_step(3))
-    fixed = Policy(max_draft=16, fixed=3)
-    assert fixed.worth([[0.02] * 9])[0] == 3 and fixed.next_length() == 3 and fixed.most() == 3
+    fixed = Policy(chains(16), pinned=chain(3))
+    assert fixed.worth([[0.02] * 9])[0] == 3 and fixed.next_shape() == chain(3) and fixed.most() == 3
 
 
 def test_without_costs_plain_steps_come_first() -> None:
-    policy = Policy(max_draft=4, fixed=None)
-    assert policy.next_length() == 0
-    policy.record(tree_of(0), [0], 0.0, 1.0)
-    assert policy.next_length() > 0
+    policy = Policy(chains(4))
+    assert policy.next_shape() == PLAIN
+    policy.record(tree_of(PLAIN), [[]], 0.0, 1.0)
+    assert policy.next_shape().nodes > 0
 
 
 def test_costs_are_kept_and_damaged_ones_measured_again(
@@ -106,10 +119,10 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     costs = runtime.engine("share").way(SamplingParams()).policy.costs
     assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0
     [file] = (tmp_path / "cache" / "settings").iterdir()
-    file.write_text('{"step": {"1": 7.0, "9": 8.0}, "draft": 3.0}')
+    file.write_text('{"step": {"1": 7.0, "9": 8.0}, "draft": 3.0, "level": 0.0}')
     again = Runtime(config, ("share",)).engine("share")
     assert again.way(SamplingParams()).policy.costs == Costs({1: 7.0, 9: 8.0}, 3.0)
-    file.write_text('{"step": {"1": -7.0}, "draft": 3.0}')
+    file.write_text('{"step": {"1": -7.0}, "draft": 3.0, "level": 0.0}')
     fresh = Runtime(config, ("share",)).engine("share").way(SamplingParams()).policy.costs
     assert 0 < fresh.step[1] < 7 and "measured again" in caplog.text
     for mode in ("suffix", "hybrid"):

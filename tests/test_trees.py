@@ -26,7 +26,7 @@ from sharesd.tables.base import Guess, best_chain, merge
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import pack
+from sharesd.tree import chains, pack
 
 CPU = torch.device("cpu")
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -219,7 +219,7 @@ def test_trees_do_not_change_the_text(sampling: str, batch: int) -> None:
     assert [c.token_ids for c in naive] == [continue_plainly(model, prompt, params) for prompt in PROMPTS]
     futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
     for seed in range(3):
-        drafter = HybridDrafter("oracle", [OracleTable(futures, seed)], num_draft=9, trees=True)
+        drafter = HybridDrafter("oracle", [OracleTable(futures, seed)], num_nodes=9, trees=True)
         engine = new_engine(model, drafter, batch=batch)
         done = engine.complete(PROMPTS, params)
         assert [c.token_ids for c in done] == [c.token_ids for c in naive]
@@ -237,7 +237,7 @@ def test_real_tables_do_not_change_the_text(acceptance: Any) -> None:
     ):
         want = [c.token_ids for c in new_engine(model, batch=3).complete(PROMPTS, params)]
         for tables in ([SuffixTable()], [NgramTable(4, 1, 3)], [SuffixTable(), NgramTable(4, 1, 3)]):
-            drafter = HybridDrafter("tables", tables, num_draft=6, trees=True)
+            drafter = HybridDrafter("tables", tables, num_nodes=6, trees=True)
             done = new_engine(model, drafter, batch=3).complete(PROMPTS, params)
             assert [c.token_ids for c in done] == want
 
@@ -245,8 +245,8 @@ def test_real_tables_do_not_change_the_text(acceptance: Any) -> None:
 def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
     model, draft = tiny_decoder(3), tiny_decoder(3)
     params = SamplingParams(max_new_tokens=24)
-    inner = ClassicDrafter(draft, batch=1, slots=128, num_draft=4, weight_bytes=0)
-    drafter = HybridDrafter("hybrid", [SuffixTable()], inner, num_draft=4, trees=True)
+    inner = ClassicDrafter(draft, batch=1, slots=128, shapes=chains(4), weight_bytes=0)
+    drafter = HybridDrafter("hybrid", [SuffixTable()], inner, num_nodes=4, trees=True)
     engine, naive = new_engine(model, drafter, auto_length=True), new_engine(model)
     text = list(PROMPTS[2])
     for _ in range(3):  # turns of a chat; its text repeats itself, so that tables and model take turns
@@ -260,7 +260,7 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
 def test_recycling_learns_from_plain_steps_too() -> None:
     model = tiny_decoder(3)
     table = RecycleTable(VOCAB, 3)
-    drafter = HybridDrafter("recycle", [table], num_draft=4, trees=True)
+    drafter = HybridDrafter("recycle", [table], num_nodes=4, trees=True)
     engine = new_engine(model, drafter, auto_length=True)
     params = SamplingParams(max_new_tokens=20)
     engine.way(params).policy.use(Costs({1: 1.0, 5: 99.0}))  # nothing is worth a draft

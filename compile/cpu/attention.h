@@ -6,8 +6,9 @@
 // k cache [B, K, d, S], slots innermost so that a vector holds the scores of neighbouring slots; v cache [B, K, S, d];
 // out [B, T, H, d] contiguous; lengths [B]. S is a multiple of 32.
 //
-// Rows of a tree: the row sees what lies below the length, and of the new rows only those on its own path. To give it the
-// bits that it has in plain decoding, its path is copied to where it would lie then: behind the last full block of slots.
+// Rows of a tree: the row sees what lies below the length, and above it only its own path, whose last entry is where it is
+// written itself. To give it the bits that it has in plain decoding, its path is copied to where it would lie then: behind
+// the last full block of slots.
 #pragma once
 #include "types.h"
 
@@ -106,8 +107,9 @@ void attend_tile(const Queries<T>& tile, const Slots<T>& cache, const Slots<T>& 
 }
 
 struct Branches {  // of a draft tree; null pointers for a chain
-  const int64_t* depth = nullptr;  // [B, T]: rows above each row on its path
-  const int64_t* path = nullptr;   // [B, T, T]: the rows of its path, itself last
+  const int64_t* depth = nullptr;  // [B, T]: nodes above each row on its path
+  const int64_t* path = nullptr;   // [B, T, P]: their slots behind the length, the row's own last
+  int64_t P = 0;
 };
 
 struct AttentionShape {
@@ -117,7 +119,12 @@ struct AttentionShape {
   int64_t tiles() const { return tree.path ? T * row_tiles() : (T * (H / K) + kMaxTile - 1) / kMaxTile; }
   int64_t row_tiles() const { return (H / K + kMaxTile - 1) / kMaxTile; }
   int64_t pitch() const { return (S + 63) / 32 * 32; }
-  int64_t tail_slots() const { return tree.path ? (T + 63) / 32 * 32 : 0; }
+  int64_t tail_slots() const { return tree.path ? (tree.P + 63) / 32 * 32 : 0; }
+  // Where a new row is written, counted from the length.
+  int64_t place(int64_t b, int64_t t) const {
+    const int64_t row = b * T + t;
+    return tree.path ? tree.path[row * tree.P + tree.depth[row]] : t;
+  }
 };
 
 template <typename T> struct Scratch {  // of one thread
@@ -165,7 +172,7 @@ void attend_head(const AttentionShape& z, int64_t b, int64_t h, int64_t tile, co
     first = tile / per * G + tile % per * kMaxTile;
     count = std::min(kMaxTile, (tile / per + 1) * G - first);
     depth = z.tree.depth[row];
-    const int64_t* path = z.tree.path + row * z.T;
+    const int64_t* path = z.tree.path + row * z.tree.P;
     if (path[depth] != depth) tail = copy_tail(z, cache, lengths[b], path, depth + 1, scratch);
   }
   Queries<T> qs;
@@ -209,14 +216,14 @@ template <typename T>
 void attend(const T* q, const T* k_new, const T* v_new, T* k_cache, T* v_cache, const int64_t* lengths, T* out,
             const int64_t* depth, const int64_t* path, const int64_t* shape, const int64_t* strides, double scale,
             int64_t window, double softcap) {
-  const AttentionShape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], {depth, path}};
+  const AttentionShape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], {depth, path, shape[7]}};
 #pragma omp parallel num_threads(static_cast<int>(shape[6]))
   {
 #pragma omp for collapse(2) schedule(static)
     for (int64_t b = 0; b < z.B; ++b)
       for (int64_t h = 0; h < z.K; ++h)
         for (int64_t t = 0; t < z.T; ++t)
-          store_kv(z, b, h, lengths[b] + t, k_new + b * strides[2] + t * strides[3] + h * z.d,
+          store_kv(z, b, h, lengths[b] + z.place(b, t), k_new + b * strides[2] + t * strides[3] + h * z.d,
                    v_new + b * strides[4] + t * strides[5] + h * z.d, k_cache, v_cache);
     Scratch<T> scratch(z);
 #pragma omp for collapse(3) schedule(static)

@@ -43,7 +43,7 @@ struct Step {
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads;
   Branches tree;
 };
-static_assert(sizeof(Block) == 78 * 8 && sizeof(Step) == 21 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 78 * 8 && sizeof(Step) == 22 * 8, "stack.py writes these words");
 
 // Where threads wait for each other. Spins briefly, since the work between is short, and then gives way: on a busy machine
 // the thread that is waited for may need this very core.
@@ -171,7 +171,7 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
           rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + m * s.r,
                  reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + m * s.r, s.r);
         if (head >= s.H)
-          store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + m % s.T, vector, vector + s.K * s.d, k_cache, v_cache);
+          store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + z.place(m / s.T, m % s.T), vector, vector + s.K * s.d, k_cache, v_cache);
       }
       barrier->wait();
       const int64_t tiles = z.tiles(), items = s.B * s.K * tiles;

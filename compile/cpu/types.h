@@ -18,6 +18,12 @@ namespace sharesd {
 
 struct bf16 { uint16_t bits; };
 typedef _Float16 f16;
+namespace names {  // those of torch
+using bfloat16 = bf16;
+using float16 = f16;
+using float32 = float;
+using float64 = double;
+}  // namespace names
 
 // One 64-byte vector of the type that sums are kept in: float, or double for double.
 template <typename T> struct Wide { using type = float; };

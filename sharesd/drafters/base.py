@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from sharesd.policy import Policy
 from sharesd.sampler import Sampler
-from sharesd.tree import DraftTree, Verdict
+from sharesd.tree import DraftTree, Shape, Verdict
 
 
 class Drafter(Protocol):
@@ -19,7 +20,7 @@ class Drafter(Protocol):
     """
 
     name: str
-    num_draft: int  # nodes of a draft at most
+    shapes: Sequence[Shape]  # drafts that it may be asked for, the largest last
     reads: bool  # must read what it missed while it was idle, which takes time
     on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
 
@@ -34,8 +35,8 @@ class Drafter(Protocol):
         """Before a draft: each row's tokens up to its root. `idle`: there were rounds without this drafter."""
         ...
 
-    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
-        """Guess this many tokens after each row's root (on the host: at most)."""
+    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
+        """Guess tokens after each row's root: a draft of this shape (on the host: at most that many nodes)."""
         ...
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from sharesd.drafters.chain import draft_chain
+from sharesd.drafters.grown import grow_draft
 from sharesd.models.base import CausalModel
 from sharesd.policy import Policy
 from sharesd.prefill import prefill
 from sharesd.sampler import Sampler
-from sharesd.tree import DraftTree, Verdict
+from sharesd.tree import DraftTree, Shape, Verdict
 
 
 class ClassicDrafter:
     """A model with its own KV cache.
 
-    After full acceptance its cache lacks the last draft token, which it never read. Instead of tracking that, the first
+    It may never have read the last token that was accepted, a leaf of its draft. Instead of tracking that, the first
     step of every draft reads two tokens, the one before the root and the root: of fixed shape, and exact either way.
     """
 
@@ -24,8 +26,11 @@ class ClassicDrafter:
     on_host = False
     reads = True
 
-    def __init__(self, model: CausalModel, *, batch: int, slots: int, num_draft: int, weight_bytes: int) -> None:
-        self.model, self.num_draft, self._weight_bytes = model, num_draft, weight_bytes
+    def __init__(
+        self, model: CausalModel, *, batch: int, slots: int, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
+    ) -> None:
+        """`top` is the number of nodes that a tree expands on each level, and of their children."""
+        self.model, self.shapes, self._top, self._weight_bytes = model, shapes, top, weight_bytes
         self.cache = model.new_cache(batch, slots)
         self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
 
@@ -44,14 +49,16 @@ class ClassicDrafter:
                 self._before_B.copy_(torch.tensor([row[-1] for row in known]))
         self._read = [len(row) - 1 for row in known]
 
-    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
+    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
         first_B2 = torch.stack([self._before_B, root_B], 1)
         self.cache.lengths -= 1
-        tree = draft_chain(self.model, self.cache, first_B2, num_draft, self._sampler)
+        tree = grow_draft(self.model, self.cache, first_B2, shape, self._top, self._sampler)
         self.cache.lengths += 1
         return tree._replace(drafter=self.name)
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+        if tree.places is not None:
+            self.cache.keep(tree.places.gather(1, verdict.path), verdict.num_new)
         self.cache.lengths += verdict.num_new
         history_BT = torch.cat([self._before_B[:, None], root_B[:, None], verdict.tokens], 1)
         self._before_B.copy_(history_BT.gather(1, verdict.num_new[:, None])[:, 0])

@@ -16,7 +16,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.tables.base import Guess, Table, best_chain, merge
-from sharesd.tree import DraftTree, Verdict, pack
+from sharesd.tree import DraftTree, Shape, Verdict, chains, pack
 
 STALE = 48
 """Rounds after which the model drafter drafts again, so that its acceptance stays known."""
@@ -29,10 +29,13 @@ class HybridDrafter:
     reads = False
 
     def __init__(
-        self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_draft: int, trees: bool
+        self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_nodes: int, trees: bool
     ) -> None:
-        """`trees`: the target can verify trees; otherwise the best chain of a guess is used."""
-        self.name, self.num_draft, self._trees = name, num_draft, trees
+        """Without a model at most `num_nodes` are drafted. `trees`: the target can verify them; else the best chain is
+        used.
+        """
+        self.name, self._trees = name, trees
+        self.shapes = model.shapes if model else chains(num_nodes)
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
         self._num_successors = max((table.num_successors for table in tables), default=0)
@@ -65,23 +68,23 @@ class HybridDrafter:
                 self._known[row] = len(text)
         self._texts = texts
 
-    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
-        guesses = [self._guess(row, num_draft) for row in range(len(self._known))]
+    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
+        guesses = [self._guess(row, shape.nodes) for row in range(len(self._known))]
         num_nodes, rate = self._policy.worth([guess.scores for guess in guesses])
         if self.model_drafter is not None:
-            length = num_draft if self._policy.pinned else self._policy.best_length(at_least=1)
-            if self._idle >= STALE or self._policy.rate_of_length(length) > rate:
+            shape = self._policy.pinned or self._policy.best_shape()
+            if self._idle >= STALE or self._policy.rate_of_shape(shape) > rate:
                 self.model_drafter.catch_up(self._texts, self._idle > 0)
                 self._idle = 0
-                return self.model_drafter.draft(root_B, length)
+                return self.model_drafter.draft(root_B, shape)
             self._idle += 1
         if self._other_rule:  # which knows no rows with fewer nodes than others
             num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
         names = "+".join(table.name for table in self.tables)
         return pack(guesses, num_nodes, root_B.device, names)
 
-    def _guess(self, row: int, num_draft: int) -> Guess:
-        guess = merge([table.guess(row, num_draft) for table in self.tables])
+    def _guess(self, row: int, num_nodes: int) -> Guess:
+        guess = merge([table.guess(row, num_nodes) for table in self.tables])
         return guess if self._trees and not self._other_rule else best_chain(guess)
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:

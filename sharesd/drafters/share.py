@@ -6,15 +6,17 @@ step overwrites. Needs no KV of its own and no catching up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from quant.linear import Switch
 from sharesd.cache import StaticKVCache
-from sharesd.drafters.chain import draft_chain
+from sharesd.drafters.grown import grow_draft
 from sharesd.models.base import CausalModel
 from sharesd.policy import Policy
 from sharesd.sampler import Sampler
-from sharesd.tree import DraftTree, Verdict
+from sharesd.tree import DraftTree, Shape, Verdict
 
 
 class ShareDrafter:
@@ -25,10 +27,18 @@ class ShareDrafter:
     reads = False
 
     def __init__(
-        self, model: CausalModel, cache: StaticKVCache, switch: Switch, *, num_draft: int, low_bytes: int
+        self,
+        model: CausalModel,
+        cache: StaticKVCache,
+        switch: Switch,
+        *,
+        shapes: Sequence[Shape],
+        low_bytes: int,
+        top: int = 1,
     ) -> None:
+        """`top` is the number of nodes that a tree expands on each level, and of their children."""
         self.model, self.cache, self.switch = model, cache, switch
-        self.num_draft, self._low_bytes = num_draft, low_bytes
+        self.shapes, self._top, self._low_bytes = shapes, top, low_bytes
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._sampler = sampler
@@ -36,9 +46,9 @@ class ShareDrafter:
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
         pass  # the target's own steps have written what it reads
 
-    def draft(self, root_B: Tensor, num_draft: int) -> DraftTree:
+    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
         with self.switch.use_low():
-            tree = draft_chain(self.model, self.cache, root_B[:, None], num_draft, self._sampler)
+            tree = grow_draft(self.model, self.cache, root_B[:, None], shape, self._top, self._sampler)
         return tree._replace(drafter=self.name)
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:

@@ -1,13 +1,10 @@
-// What Python calls: every kernel for every dtype.
+// What Python calls of a model, for one dtype: build with -DDTYPE=bfloat16, float16, float32 or float64.
 #include "attention.h"
 #include "linear.h"
 #include "lowbit.h"
-#include "noise.h"
 #include "stack.h"
-#include "topk.h"
 
 using sharesd::bf16;
-using sharesd::f16;
 
 // attend: shape is B, T, H, K, S, d, threads; strides (elements) are q row, q token, k row, k token, v row, v token.
 #define EXPORT(NAME, T)                                                                                                \
@@ -30,21 +27,8 @@ using sharesd::f16;
                                     int64_t threads) {                                                                 \
     sharesd::low_linear(x, codes, scales, offsets, bias, y, M, N, K, G, bits, static_cast<int>(threads));              \
   }                                                                                                                    \
-  extern "C" void arg_max_##NAME(const T* x, int64_t* out, int64_t R, int64_t V, int64_t threads) {                     \
-    sharesd::arg_max(x, out, R, V, static_cast<int>(threads));                                                         \
-  }                                                                                                                    \
-  extern "C" void top_k_##NAME(const T* x, int64_t* out, int64_t R, int64_t V, int64_t k, int64_t threads) {            \
-    sharesd::top_k(x, out, R, V, k, static_cast<int>(threads));                                                        \
-  }                                                                                                                    \
   extern "C" void run_stack_##NAME(const sharesd::Step* step, double eps, double scale, double softcap) {               \
     sharesd::run_stack<T>(*step, eps, scale, softcap);                                                                 \
   }
-EXPORT(bfloat16, bf16)
-EXPORT(float16, f16)
-EXPORT(float32, float)
-EXPORT(float64, double)
-
-extern "C" void gumbel_float32(const int64_t* keys, const int64_t* multipliers, float* out, int64_t R, int64_t J, int64_t V,
-                               int64_t threads) {
-  sharesd::gumbel(keys, multipliers, out, R, J, V, static_cast<int>(threads));
-}
+#define EXPORT_NAMED(NAME) EXPORT(NAME, sharesd::names::NAME)
+EXPORT_NAMED(DTYPE)

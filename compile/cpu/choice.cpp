@@ -1,0 +1,21 @@
+// What Python calls to choose tokens, for every dtype.
+#include "noise.h"
+#include "topk.h"
+
+#define EXPORT(NAME)                                                                                                   \
+  extern "C" void arg_max_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t threads) {  \
+    sharesd::arg_max(x, out, R, V, static_cast<int>(threads));                                                         \
+  }                                                                                                                    \
+  extern "C" void top_k_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t k,            \
+                               int64_t threads) {                                                                      \
+    sharesd::top_k(x, out, R, V, k, static_cast<int>(threads));                                                        \
+  }
+EXPORT(bfloat16)
+EXPORT(float16)
+EXPORT(float32)
+EXPORT(float64)
+
+extern "C" void gumbel_float32(const int64_t* keys, const int64_t* multipliers, float* out, int64_t R, int64_t J, int64_t V,
+                               int64_t threads) {
+  sharesd::gumbel(keys, multipliers, out, R, J, V, static_cast<int>(threads));
+}

@@ -1,0 +1,16 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from compile import native
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> None:
+    """Load the CPU kernels before any test takes a cache folder of its own, where they would be built anew."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(native.library, ("bfloat16", "float16", "float32", "float64", "choice")))

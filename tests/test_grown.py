@@ -1,0 +1,179 @@
+"""Trees that a model drafts: the likeliest paths, the text of plain decoding, a drafter's cache that stays right."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import (
+    SCRATCH,
+    VOCAB,
+    classic_engine,
+    logits_of,
+    new_engine,
+    share_engine,
+    switched,
+    tiny_decoder,
+)
+from test_policy import live
+from tiny import make_checkpoint
+
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.drafters.grown import grow_draft
+from sharesd.load import Runtime
+from sharesd.models.decoder import Decoder
+from sharesd.policy import Costs, Policy
+from sharesd.prefill import prefill
+from sharesd.sampler import Sampler
+from sharesd.tree import Shape, chain, chains, shapes_of
+
+PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 11},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "top_k": 20, "seed": 3},
+}
+TREE = (3, 4, 11)
+
+
+def likeliest(model: Decoder, text: list[int], top: int, depth: int, budget: int) -> set[tuple[int, ...]]:
+    """Paths of the tree, by plain forwards of whole texts."""
+    found: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        children: dict[tuple[int, ...], float] = {}
+        for path, score in level.items():
+            logp, ids = logits_of(model, [*text, *path])[-1].log_softmax(-1).topk(top)
+            children |= {(*path, int(i)): score + float(p) for p, i in zip(logp, ids, strict=True)}
+        found |= children
+        level = dict(sorted(children.items(), key=lambda item: -item[1])[:top])
+    return set(sorted(found, key=lambda path: -found[path])[:budget])
+
+
+@pytest.mark.parametrize("tree", [(2, 1, 2), (2, 3, 4), (3, 4, 11), (4, 3, 36), (2, 6, 7)])
+def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
+    top, depth, budget = tree
+    model = tiny_decoder(3)
+    cache = model.new_cache(len(PROMPTS), 96)
+    prefill(model, cache, [list(prompt) for prompt in PROMPTS], [0] * len(PROMPTS))
+    sampler = Sampler(SamplingParams(), batch=len(PROMPTS), vocab_size=VOCAB, device=torch.device("cpu"))
+    before = cache.lengths.clone()
+    root = torch.tensor([7, 8, 9])
+    draft = grow_draft(model, cache, root[:, None], Shape(depth, budget), top, sampler)
+    assert torch.equal(cache.lengths, before) and draft.branches is not None
+    for b, prompt in enumerate(PROMPTS):
+        depths, rows = (part[b].tolist() for part in draft.branches)
+        tokens = [int(root[b]), *draft.tokens[b].tolist()]
+        paths = [rows[row][: depths[row] + 1] for row in range(budget + 1)]
+        assert all(path[0] == 0 and path[-1] == row and path == sorted(path) for row, path in enumerate(paths))
+        ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
+        assert ours == likeliest(model, [*prompt, int(root[b])], top, depth, budget)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["share", "classic"])
+def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: int) -> None:
+    model = tiny_decoder(3)
+    params = SamplingParams(max_new_tokens=40, **SAMPLINGS[sampling])
+    if kind == "share":
+        model, switch = switched(model, 0.1)
+        engine = share_engine(model, switch, num_draft=TREE[2], tree=TREE, batch=batch)
+    else:
+        engine = classic_engine(model, near(model), num_draft=TREE[2], tree=TREE, batch=batch)
+    want = [c.token_ids for c in new_engine(model, batch=batch).complete(PROMPTS, params)]
+    assert [c.token_ids for c in engine.complete(PROMPTS, params)] == want
+    assert engine.stats.sources["accepted"] > 30, "the trees shall hit"
+    engine.auto_length, engine._ways = True, {}
+    engine.way(params).policy.use(Costs({1: 1.0, 12: 1.2}, 0.2, 0.25))
+    assert [c.token_ids for c in engine.complete(PROMPTS, params)] == want
+
+
+def near(model: Decoder) -> Decoder:
+    """A model that mostly agrees."""
+    twin, noise = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    for weight in twin.parameters():
+        weight.data += 0.02 * weight.data.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    return twin
+
+
+def test_the_drafters_own_cache_keeps_the_accepted_path() -> None:
+    model = tiny_decoder(3)
+    engine = classic_engine(model, copy.deepcopy(model), num_draft=TREE[2], tree=TREE)
+    drafter: Any = engine.drafter
+    for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0)):
+        [done] = engine.complete([PROMPTS[1]], params)
+        text = [*PROMPTS[1], *done.token_ids]
+        fresh = model.new_cache(1, 96)
+        model.forward(torch.tensor([text]), fresh)
+        known = int(drafter.cache.lengths) - 1  # the last token may not have been read
+        assert known >= len(text) - 1 - TREE[2]
+        known = min(known, len(text) - 1)
+        for ours, theirs in zip((*drafter.cache.k, *drafter.cache.v), (*fresh.k, *fresh.v), strict=True):
+            assert torch.allclose(ours[:, :, :known], theirs[:, :, :known], rtol=0, atol=1e-12)
+        assert engine.stats.tau > 2.5
+
+
+def test_shapes() -> None:
+    assert shapes_of(2, 3, 6) == (*chains(6), Shape(1, 2), Shape(2, 3), Shape(2, 6), Shape(3, 6))
+    assert shapes_of(2, 1, 2)[-1] == Shape(1, 2) and not any(shape.is_tree for shape in chains(4))
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_draft", "message"),
+    [
+        ((1, 3, 4), None, "tree is 1:3:4; K must be at least 2"),
+        ((2, 0, 4), None, "tree is 2:0:4"),
+        ((2, 4, 4), None, "the budget above the depth"),
+        ((2, 2, 7), None, "at most K"),
+        ((2, 4, 8), 4, "num_draft is 4 and tree is 2:4:8"),
+    ],
+)
+def test_impossible_trees_are_refused(tree: Any, num_draft: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(tree=tree, num_draft=num_draft)
+
+
+def test_only_match_decides_about_trees() -> None:
+    model = tiny_decoder(3)
+    engine = classic_engine(model, model, num_draft=8, tree=(2, 4, 8))
+    with pytest.raises(ValueError, match="acceptance rejection decides about chains only"):
+        engine.complete([PROMPTS[0]], SamplingParams(acceptance="rejection", temperature=1.0))
+
+
+@pytest.mark.parametrize("compile", ["native", "off"])
+def test_loaded_engines_draft_trees(compile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    config = EngineConfig(
+        target=str(make_checkpoint(tmp_path / "model")),
+        compile=compile,
+        max_context=64,
+        max_batch=2,
+        tree=(4, 3, 32),
+        num_draft=32,
+    )
+    runtime = Runtime(config, ("naive", "share", "classic", "hybrid"))
+    for params in (SamplingParams(max_new_tokens=64), SamplingParams(max_new_tokens=64, temperature=0.7, seed=5)):
+        texts = {
+            mode: [c.token_ids for c in runtime.engine(mode).complete(["the cat sat", "why"], params)]  # type: ignore[arg-type]
+            for mode in runtime.modes
+        }
+        assert all(text == texts["naive"] for text in texts.values())
+    assert runtime.cache.slots >= 64 + SCRATCH
+
+
+def test_trees_are_taken_where_they_pay() -> None:
+    shapes = shapes_of(2, 4, 8)
+    costs = Costs({1: 1.0, 9: 1.1}, 0.3, 0.33)
+    policy = Policy(shapes, costs=copy.deepcopy(costs))
+    chosen = live(policy, costs, {False: 0.5, True: 0.9}, 600)
+    assert sum(shape.is_tree for shape in chosen[200:]) > 350
+    dear = Costs({1: 1.0, 5: 1.1, 9: 2.0}, 0.3, 0.6)
+    policy = Policy(shapes, costs=copy.deepcopy(dear))
+    chosen = live(policy, dear, {False: 0.85, True: 0.9}, 600)
+    assert sum(not shape.is_tree and shape != chain(0) for shape in chosen[200:]) > 350
+    assert math.isfinite(policy.rate_of_shape(shapes[-1]))

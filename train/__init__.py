@@ -1,0 +1,1 @@
+"""Drafters that are prepared before they are used."""
