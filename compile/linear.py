@@ -15,7 +15,7 @@ from compile.native import kernel
 from compile.ops import LIBRARY
 
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
-_LOW_ARGTYPES = (*[c_void_p] * 6, *[c_int64] * 6)
+_LOW_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
 LOW_INPUTS = 32
 """Inputs of a low-bit linear come in groups of this size."""
 _LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1), torch.float64: (8, 1)}
@@ -31,6 +31,8 @@ def pack(weight_NK: Tensor) -> Tensor:
 
 class PackedLinear(nn.Module):
     """nn.Linear on the CPU with packed weights."""
+
+    weight: Tensor  # [N / L, K / P, L, P]
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
@@ -84,9 +86,7 @@ class LowPackedLinear(nn.Module):
     w = (code - middle) * scale + offset with one scale and offset (bfloat16) for each group of inputs of an output.
     """
 
-    codes: Tensor  # uint8 [N / 16, K * bits / 32, 16, 4]
-    scale: Tensor  # [N / 16, G, 16]
-    offset: Tensor  # [N / 16, G, 16]
+    weight: Tensor  # uint8 [N / 16, groups, bytes]: codes, then scales and offsets, of 16 outputs and a group of inputs
 
     def __init__(self, codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, bias_N: Tensor | None, bits: int) -> None:
         """`codes_NK` is uint8, below 16 with 4 bits; middle is 8 or 128. Inputs must be a multiple of 32."""
@@ -101,32 +101,30 @@ class LowPackedLinear(nn.Module):
             packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).transpose(1, 2)
         else:
             packed = codes_NK.view(-1, 16, self.in_features // 4, 4).transpose(1, 2)
-        self.register_buffer("codes", packed.contiguous())
-        for name, values in (("scale", scale_NG), ("offset", offset_NG)):
-            lanes = values.to(torch.bfloat16).view(-1, 16, values.shape[1]).transpose(1, 2)
-            self.register_buffer(name, lanes.contiguous())
+        factors = [
+            values.to(torch.bfloat16).view(-1, 16, values.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+            for values in (scale_NG, offset_NG)
+        ]
+        groups = scale_NG.shape[1]
+        self.register_buffer("weight", torch.cat([packed.reshape(len(packed), groups, -1), *factors], 2))
         self.register_buffer("bias", bias_N)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and offsets."""
-        return sum(t.nbytes for t in (self.codes, self.scale, self.offset))
+        return self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.sharesd.low_linear(
-            x, self.codes, self.scale, self.offset, self.bias, self.out_features, self.group_size, self.bits
-        )
+        return torch.ops.sharesd.low_linear(x, self.weight, self.bias, self.out_features, self.group_size, self.bits)
 
 
-def _low_linear_cpu(x, codes, scale, offset, bias, out_features, group_size, bits):
+def _low_linear_cpu(x, weight, bias, out_features, group_size, bits):
     x = x.contiguous()
     K = x.shape[-1]
     y = x.new_empty((*x.shape[:-1], out_features))
     kernel("low_linear", x.dtype, *_LOW_ARGTYPES)(
         x.data_ptr(),
-        codes.data_ptr(),
-        scale.data_ptr(),
-        offset.data_ptr(),
+        weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         x.numel() // K,
@@ -140,10 +138,7 @@ def _low_linear_cpu(x, codes, scale, offset, bias, out_features, group_size, bit
 
 
 LIBRARY.define(
-    "low_linear(Tensor x, Tensor codes, Tensor scale, Tensor offset, Tensor? bias, "
-    "int out_features, int group_size, int bits) -> Tensor"
+    "low_linear(Tensor x, Tensor weight, Tensor? bias, int out_features, int group_size, int bits) -> Tensor"
 )
 LIBRARY.impl("low_linear", _low_linear_cpu, "CPU")
-LIBRARY.impl(
-    "low_linear", lambda x, c, s, o, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta"
-)
+LIBRARY.impl("low_linear", lambda x, w, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta")

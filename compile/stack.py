@@ -19,7 +19,7 @@ from compile.linear import LowPackedLinear, PackedLinear
 from compile.native import kernel
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-_BLOCK_WORDS = 78
+_BLOCK_WORDS = 62
 _Step = ctypes.c_int64 * 22
 
 
@@ -108,12 +108,10 @@ def _lowered(linear: Any) -> Any:
 def _words(linear: Any) -> list[int]:
     """The words of `struct Linear`."""
     if isinstance(linear, PackedLinear):
-        tensors: tuple = (linear.weight, None, None, linear.bias)
         bits, group = 0, 0
     elif isinstance(linear, LowPackedLinear):
-        tensors = (linear.codes, linear.scale, linear.offset, linear.bias)
         bits, group = linear.bits, linear.group_size
     else:
         raise Unsuited(f"the CPU kernel has no linear of kind {type(linear).__name__}")
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    addresses = [0 if t is None else t.data_ptr() for t in (linear.weight, linear.bias)]
     return [bits, *addresses, linear.out_features, linear.in_features, group]

@@ -1,10 +1,12 @@
 // y = x W^T for weights of 4 or 8 bits and a few rows: the drafter's linears. Activations are rounded to 8 bits with one scale
-// for every 64 of them, so that products are integers (as llama.cpp does it for its 4-bit formats); sums of a group are
+// for every 32 of them, so that products are integers (as llama.cpp does it for its 4-bit formats); sums of a group are
 // exact, groups are added in float32.
 //
 // w[n, k] = (code - middle) * scale[n, g] + offset[n, g], middle = 8 or 128.
-// 4 bits: codes [N / 16][K / 8][16 outputs][4 bytes]; a byte holds input k (low half) and input k + 4 (high half).
-// 8 bits: codes [N / 16][K / 4][16 outputs][4 inputs]. Scales and offsets: [N / 16][K / G][16] bfloat16 each.
+// Weights [N / 16][K / G], each the codes of G inputs of 16 outputs, their scales [16] and offsets [16] in bfloat16: a thread
+// reads one stream of memory, which processors foresee far better than several short ones.
+// 4 bits: codes [G / 8][16 outputs][4 bytes]; a byte holds input k (low half) and input k + 4 (high half).
+// 8 bits: codes [G / 4][16 outputs][4 inputs].
 #pragma once
 #include "linear.h"
 
@@ -69,69 +71,62 @@ inline void dot4(vint& acc, const vbyte& w, const int8_t* x) {
 #endif
 }
 
-template <int BITS, int B, typename T>
-void low_tile(const RoundedRows& x, int64_t m, const uint8_t* codes, const bf16* scales, const bf16* offsets, const T* bias,
-              T* y, int64_t n, int64_t N, int64_t K, int64_t G) {
-  constexpr int64_t kBytes = 16 * kXGroup * BITS / 8;  // of a block of outputs and a group of inputs
-  const int64_t groups = K / kXGroup, per = G / kXGroup, wide_groups = K / G;
-  const uint8_t* block[B];
-  vfloat acc[B] = {};
-  for (int b = 0; b < B; ++b) block[b] = codes + (n + b) * groups * kBytes;
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t xg = m * groups + g;
-    const int8_t* xs = x.codes.data() + xg * kXGroup;
-    const int32_t start = -(BITS == 4 ? 8 : 128) * x.total[xg];
-    for (int b = 0; b < B; ++b) {
-      vint dot = vint{} + start;
-      for (int64_t i = 0; i < kBytes / 64; ++i) {
-        vbyte w;
-        std::memcpy(&w, block[b] + g * kBytes + i * 64, 64);
+// Row m against the 16 outputs whose weights begin at w.
+template <int BITS, typename T>
+void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t K, int64_t G) {
+  constexpr int64_t kBytes = 16 * kXGroup * BITS / 8;  // of the codes for a group of inputs
+  const int64_t per = G / kXGroup;
+  vfloat acc = {};
+  for (int64_t xg = m * (K / kXGroup), end = xg + K / kXGroup; xg < end; w += 64) {
+    vfloat s, o;
+    load(reinterpret_cast<const bf16*>(w + per * kBytes), &s);
+    load(reinterpret_cast<const bf16*>(w + per * kBytes + 32), &o);
+    float sum = 0;
+    for (int64_t i = 0; i < per; ++i, ++xg, w += kBytes) {
+      const int8_t* xs = x.codes.data() + xg * kXGroup;
+      vint dot = vint{} - (BITS == 4 ? 8 : 128) * x.total[xg];
+      for (int64_t j = 0; j < kBytes / 64; ++j) {
+        vbyte v;
+        std::memcpy(&v, w + j * 64, 64);
         if (BITS == 4) {
-          dot4(dot, w & 15, xs + i * 8);
-          dot4(dot, (vbyte)((vuint)w >> 4) & 15, xs + i * 8 + 4);
+          dot4(dot, v & 15, xs + j * 8);
+          dot4(dot, (vbyte)((vuint)v >> 4) & 15, xs + j * 8 + 4);
         } else {
-          dot4(dot, w, xs + i * 4);
+          dot4(dot, v, xs + j * 4);
         }
       }
-      vfloat s, o;
-      load(scales + ((n + b) * wide_groups + g / per) * 16, &s);
-      load(offsets + ((n + b) * wide_groups + g / per) * 16, &o);
-      acc[b] += (s * x.scale[xg]) * __builtin_convertvector(dot, vfloat) + o * x.sum[xg];
+      acc += (s * x.scale[xg]) * __builtin_convertvector(dot, vfloat);
+      sum += x.sum[xg];
     }
+    acc += o * sum;
   }
-  for (int b = 0; b < B; ++b)
-    for (int64_t l = 0; l < std::min<int64_t>(16, N - (n + b) * 16); ++l) {
-      const int64_t at = (n + b) * 16 + l;
-      narrow(bias ? acc[b][l] + static_cast<float>(widen(bias[at])) : acc[b][l], y + m * N + at);
-    }
+  for (int64_t l = 0; l < std::min<int64_t>(16, N); ++l)
+    narrow(bias ? acc[l] + static_cast<float>(widen(bias[l])) : acc[l], y + l);
 }
 
 template <typename T>
-void low_blocks(int bits, const RoundedRows& x, const uint8_t* codes, const bf16* scales, const bf16* offsets, const T* bias,
-                T* y, int64_t M, int64_t N, int64_t K, int64_t G, int64_t begin, int64_t end) {
-  for (int64_t n = begin; n < end;) {
-    const bool four = n + 4 <= end;
+void low_blocks(int bits, const RoundedRows& x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,
+                int64_t G, int64_t begin, int64_t end) {
+  const int64_t bytes = K / G * (16 * G * bits / 8 + 64);
+  for (int64_t n = begin; n < end; ++n)
     for (int64_t m = 0; m < M; ++m) {
-      if (bits == 4 && four) low_tile<4, 4>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
-      if (bits == 4 && !four) low_tile<4, 1>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
-      if (bits == 8 && four) low_tile<8, 4>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
-      if (bits == 8 && !four) low_tile<8, 1>(x, m, codes, scales, offsets, bias, y, n, N, K, G);
+      const T* b = bias ? bias + n * 16 : nullptr;
+      T* out = y + m * N + n * 16;
+      if (bits == 4) low_tile<4>(x, m, w + n * bytes, b, out, N - n * 16, K, G);
+      if (bits == 8) low_tile<8>(x, m, w + n * bytes, b, out, N - n * 16, K, G);
     }
-    n += four ? 4 : 1;
-  }
 }
 
 template <typename T>
-void low_linear(const T* x, const uint8_t* codes, const bf16* scales, const bf16* offsets, const T* bias, T* y, int64_t M,
-                int64_t N, int64_t K, int64_t G, int64_t bits, int threads) {
+void low_linear(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t G, int64_t bits,
+                int threads) {
   RoundedRows rounded;
   round_rows(x, M, K, rounded);
   const int64_t blocks = (N + 15) / 16;
 #pragma omp parallel num_threads(threads)
   {
     const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
-    low_blocks(static_cast<int>(bits), rounded, codes, scales, offsets, bias, y, M, N, K, G, share(blocks, me, all),
-               share(blocks, me + 1, all));
+    low_blocks(static_cast<int>(bits), rounded, w, bias, y, M, N, K, G, share(blocks, me, all), share(blocks, me + 1, all));
   }
 }
 

@@ -4,8 +4,6 @@
 #include "lowbit.h"
 #include "stack.h"
 
-using sharesd::bf16;
-
 // attend: shape is B, T, H, K, S, d, threads; strides (elements) are q row, q token, k row, k token, v row, v token.
 #define EXPORT(NAME, T)                                                                                                \
   extern "C" void attend_##NAME(const T* q, const T* k, const T* v, T* kc, T* vc, const int64_t* lengths, T* out,       \
@@ -22,10 +20,9 @@ using sharesd::bf16;
                                 int64_t threads) {                                                                     \
     sharesd::linear(x, w, bias, y, M, N, K, static_cast<int>(threads));                                                \
   }                                                                                                                    \
-  extern "C" void low_linear_##NAME(const T* x, const uint8_t* codes, const bf16* scales, const bf16* offsets,          \
-                                    const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t G, int64_t bits,      \
-                                    int64_t threads) {                                                                 \
-    sharesd::low_linear(x, codes, scales, offsets, bias, y, M, N, K, G, bits, static_cast<int>(threads));              \
+  extern "C" void low_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N,           \
+                                    int64_t K, int64_t G, int64_t bits, int64_t threads) {                             \
+    sharesd::low_linear(x, w, bias, y, M, N, K, G, bits, static_cast<int>(threads));                                   \
   }                                                                                                                    \
   extern "C" void run_stack_##NAME(const sharesd::Step* step, double eps, double scale, double softcap) {               \
     sharesd::run_stack<T>(*step, eps, scale, softcap);                                                                 \

@@ -18,8 +18,6 @@ namespace sharesd {
 struct Linear {
   int64_t bits;  // 0: full precision, 4, 8: low
   const void* weight;
-  const bf16* scale;
-  const bf16* offset;
   const void* bias;
   int64_t N, K, G;
 };
@@ -43,7 +41,7 @@ struct Step {
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads;
   Branches tree;
 };
-static_assert(sizeof(Block) == 78 * 8 && sizeof(Step) == 22 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 22 * 8, "stack.py writes these words");
 
 // Where threads wait for each other. Spins briefly, since the work between is short, and then gives way: on a busy machine
 // the thread that is waited for may need this very core.
@@ -120,8 +118,8 @@ void product(const Linear& l, const T* x, T* y, int64_t M, int64_t me, int64_t a
   const int64_t begin = share(blocks, me, all), end = share(blocks, me + 1, all);
   if (l.bits) {
     round_rows(x, M, l.K, rounded);
-    low_blocks(static_cast<int>(l.bits), rounded, static_cast<const uint8_t*>(l.weight), l.scale, l.offset, bias, y, M, l.N,
-               l.K, l.G, begin, end);
+    low_blocks(static_cast<int>(l.bits), rounded, static_cast<const uint8_t*>(l.weight), bias, y, M, l.N, l.K, l.G, begin,
+               end);
   } else {
     linear_blocks(x, static_cast<const T*>(l.weight), bias, y, M, l.N, l.K, begin, end);
   }
