@@ -14,9 +14,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock, Thread
 
 import platformdirs
 import torch
@@ -38,6 +41,9 @@ def cache_root() -> Path:
     return Path(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd"))
 
 
+_locks: defaultdict[str, Lock] = defaultdict(Lock)  # one for each part that is being built
+
+
 @cache
 def library(part: str) -> ctypes.CDLL:
     """The shared library of a part: `choice`, or the model kernels of a dtype (`bfloat16` ...).
@@ -56,6 +62,22 @@ def library(part: str) -> ctypes.CDLL:
         key.update(file.read_bytes())
     key.update(repr((FORMAT, source, compiler, FLAGS, platform.machine(), _cpu_features())).encode())
     target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
+    with _locks[part]:
+        return _loaded(target) or _built(target, compiler, source)
+
+
+def prepare(*parts: str) -> None:
+    """Begin to build libraries in the background. Whoever needs one waits for it, and hears what went wrong."""
+
+    def build(part: str) -> None:
+        with suppress(RuntimeError):
+            library(part)
+
+    for part in parts:
+        Thread(target=build, args=(part,), daemon=True).start()
+
+
+def _loaded(target: Path) -> ctypes.CDLL | None:
     if target.exists():
         try:
             if _is_sealed(target):  # the system would load, or crash on, whatever begins like a library
@@ -63,6 +85,10 @@ def library(part: str) -> ctypes.CDLL:
             log.warning("rebuilding %s, which does not hold what was built", target)
         except OSError as error:
             log.warning("rebuilding %s, which does not load: %s", target, error)
+    return None
+
+
+def _built(target: Path, compiler: str, source: tuple[str, ...]) -> ctypes.CDLL:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name

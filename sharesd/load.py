@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
-from compile.native import cache_root
+from compile.native import cache_root, prepare
 from compile.pages import on_huge_pages
 from compile.regions import CompiledBlocks, CompiledModel, compile_step
 from compile.stack import NativeStack, Unsuited
@@ -79,6 +79,8 @@ class Runtime:
             self.compile = "native" if self.device.type == "cpu" else "regional"
         elif config.compile == "native" and self.device.type != "cpu":
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
+        if self.compile == "native":
+            prepare(str(self.dtype).removeprefix("torch."), "choice")
         folder = self._folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
