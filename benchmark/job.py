@@ -92,6 +92,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "tree": config.tree and ":".join(map(str, config.tree)),
         "hybrid_with": list(config.hybrid_with),
         "ngram": [config.ngram_min, config.ngram_max, config.ngram_recent],
+        "corpus": config.corpus,
         "recycle_table": str(config.table_file.name) if config.table_file else "empty",
         "exact": config.exact,
         "max_context": config.max_context,

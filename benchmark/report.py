@@ -114,7 +114,7 @@ def category_rows(modes: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
 
 
 def _rounds(modes: Mapping[str, Any]) -> str:
-    head = ("mode", "draft ms", "verify ms", "overhead ms", "c", "v")
+    head = ("mode", "draft ms", "verify ms", "overhead ms", "c", "v", "slowest turn", "slower turns")
     rows = [
         [
             mode,
@@ -123,11 +123,22 @@ def _rounds(modes: Mapping[str, Any]) -> str:
             number(figures["overhead_ms"], 2),
             number(figures["cost_ratio_c"], 3),
             number(figures["verify_ratio_v"], 3),
+            *_slow_turns(figures["speedup_by_turn"] if mode != "naive" else None),
         ]
         for mode, figures in modes.items()
     ]
-    legend = "Means per round. c: a draft step over a step of `naive`; v: a verify step over a step of `naive`."
+    legend = (
+        "Means per round. c: a draft step over a step of `naive`; v: a verify step over a step of `naive`. Slowest "
+        "turn: its speedup, the median of the runs; slower turns: those below 0.97x. With a single run these two "
+        "measure the noise of the machine as well."
+    )
     return f"{_table(head, rows)}\n\n{legend}"
+
+
+def _slow_turns(by_turn: Mapping[str, Any] | None) -> tuple[str, str]:
+    return (
+        (times(by_turn["min"]), f"{by_turn['num_slower']} of {by_turn['num_turns']}") if by_turn else (ABSENT, ABSENT)
+    )
 
 
 def _acceptance(modes: Mapping[str, Any]) -> str:

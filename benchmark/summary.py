@@ -12,6 +12,8 @@ from typing import Any
 from benchmark.records import Key, TurnRecord
 
 Records = Mapping[Key, TurnRecord]
+NOISE = 0.03
+"""By which a turn may be slower than the base without being called slower."""
 BASE = "naive"
 """The mode that speedups and identity are measured against."""
 
@@ -115,12 +117,18 @@ def speedups(records: Records, base: Records | None) -> dict[str, Any]:
 
     `speedup_vs_naive`: ratio of tokens per second, in each run, then the median of the runs (for identical texts that
     is the ratio of the decode times). `speedup_by_question`: median and quartiles of the ratios of single questions.
+    `speedup_by_turn`: each turn's ratio is the median of its runs; the slowest, and how many are slower than the base
+    by more than `NOISE`. The noise of single turns is only known with several runs.
     """
     pairs = [(record, base[key]) for key, record in records.items() if key in base] if base else []
     runs = [_speedup(pair for pair in pairs if pair[0].run == run) for run in dict.fromkeys(r.run for r, _ in pairs)]
     conversations: dict[tuple, list[tuple[TurnRecord, TurnRecord]]] = {}
     for pair in pairs:
         conversations.setdefault(pair[0].key[:2], []).append(pair)
+    turns: dict[tuple, list[float | None]] = {}
+    for pair in pairs:
+        turns.setdefault(pair[0].key[1:], []).append(_speedup([pair]))
+    by_turn = [ratio for ratio in map(_median, turns.values()) if ratio is not None]
     questions = [ratio for ratio in map(_speedup, conversations.values()) if ratio is not None]
     return {
         "speedup_vs_naive": _median(runs),
@@ -131,6 +139,13 @@ def speedups(records: Records, base: Records | None) -> dict[str, Any]:
             "p75": quantile(questions, 0.75),
         }
         if questions
+        else None,
+        "speedup_by_turn": {
+            "min": min(by_turn),
+            "num_slower": sum(ratio < 1 - NOISE for ratio in by_turn),
+            "num_turns": len(by_turn),
+        }
+        if by_turn
         else None,
     }
 

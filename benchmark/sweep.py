@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 NUM_QUESTIONS, MAX_NEW_TOKENS = 8, 96
 FIELDS = {"K": "num_draft", "max-draft": "max_draft", "ngram-min": "ngram_min", "ngram-max": "ngram_max"}
 """What can be swept -> its field of EngineConfig."""
+TREE_PARTS = {"tree-top": 0, "tree-depth": 1, "tree-budget": 2}
+"""What can be swept -> its place in EngineConfig.tree."""
 MODES = ("ngram", "suffix", "share", "hybrid")
 Axis = tuple[str, tuple[int, ...]]
 """Name of a setting and its values."""
@@ -75,7 +77,8 @@ def add_parser(subparsers: Any) -> None:
         required=True,
         metavar="NAME=LIST",
         help="a setting and its values, such as K=1,2,4 (draft tokens per round); max-draft: at most so many, where "
-        "their number is chosen; ngram-min, ngram-max. Give it once or twice",
+        "their number is chosen; ngram-min, ngram-max; tree-top, tree-depth, tree-budget: parts of --tree. Give it "
+        "once or twice",
     )
     group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
     group.add_argument(
@@ -127,6 +130,8 @@ def configs_of(config: EngineConfig, axes: Sequence[Axis]) -> list[tuple[dict[st
     length = next((name for name in names if name in ("K", "max-draft")), None)
     if length and config.num_draft is not None:
         raise ValueError(f"--num-draft is {config.num_draft} and --over names {length}; drop --num-draft")
+    if config.tree is None and any(name in TREE_PARTS for name in names):
+        raise ValueError(f"--over names {names[0]}, but there is no tree; give the other parts, such as --tree 2:4:8")
     tables = config.hybrid_with if config.mode == "hybrid" else (config.mode,)
     ngram = next((name for name in names if name.startswith("ngram")), None)
     if ngram and "ngram" not in tables:
@@ -139,7 +144,10 @@ def configs_of(config: EngineConfig, axes: Sequence[Axis]) -> list[tuple[dict[st
         if shortest > longest:
             left_out.append(_label(values))
         else:
-            fields: dict[str, Any] = {FIELDS[name]: value for name, value in values.items()}
+            fields: dict[str, Any] = {FIELDS[name]: value for name, value in values.items() if name in FIELDS}
+            if config.tree is not None:
+                top, depth, budget = (values.get(name, config.tree[place]) for name, place in TREE_PARTS.items())
+                fields["tree"] = (top, depth, budget)
             found.append((values, replace(config, **fields)))
     if not found:
         raise ValueError("every point has ngram-min above ngram-max; lower --ngram-min or raise --ngram-max")
@@ -289,6 +297,7 @@ def _label(values: Mapping[str, int]) -> str:
 def _axis(text: str) -> Axis:
     """A type of argparse: NAME=LIST."""
     name, _, values = text.partition("=")
-    if name not in FIELDS:
-        raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(FIELDS)}; write for example K=1,2,4")
+    known = (*FIELDS, *TREE_PARTS)
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(known)}; write for example K=1,2,4")
     return name, arguments.numbers(values)

@@ -114,6 +114,8 @@ class EngineConfig:
     """`ngram`: longest run of tokens that is looked up."""
     ngram_recent: bool = False
     """`ngram`: continue the most recent match rather than the first."""
+    corpus: str | None = None
+    """`suffix`: datastore of texts to look into as well, a file of `python -m train corpus`."""
     recycle_table: str | None = None
     """`recycle`: file of a table to start from, or `empty`; None = the one that comes with the embedded model, if that
     is the target, else an empty one."""

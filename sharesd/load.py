@@ -39,7 +39,7 @@ from sharesd.settings import cpu_name
 from sharesd.tables.base import Table
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
-from sharesd.tables.suffix import SuffixTable
+from sharesd.tables.suffix import Datastore, SuffixTable, open_datastore
 from sharesd.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.tree import Shape, chains, shapes_of
 
@@ -246,15 +246,24 @@ class Runtime:
         return self._classic(shapes, top)
 
     def _table(self, name: str) -> Table:
-        if name == "suffix":
-            return SuffixTable()
         config = self.config
+        if name == "suffix":
+            return SuffixTable(self._corpus(config.corpus) if config.corpus is not None else None)
         if name == "recycle":
             table = RecycleTable(self.target.vocab_size)
             if config.table_file is not None:
                 table.load(config.table_file)
             return table
         return NgramTable(config.most_draft, config.ngram_min, config.ngram_max, most_recent=config.ngram_recent)
+
+    def _corpus(self, path: str) -> Datastore:
+        corpus = open_datastore(path)
+        if corpus.largest >= self.target.vocab_size:
+            raise ValueError(
+                f"{path} holds token id {corpus.largest} and the target knows {self.target.vocab_size}; build it with "
+                "the target's tokenizer"
+            )
+        return corpus
 
     def _classic(self, shapes: Sequence[Shape], top: int) -> Drafter:
         if self.config.draft is not None:

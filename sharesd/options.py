@@ -125,6 +125,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ngram-recent", action="store_true", help="mode ngram: the most recent match, not the first")
     group.add_argument(
+        "--corpus",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="mode suffix: datastore of texts to look into as well (`python -m train corpus` makes one)",
+    )
+    group.add_argument(
         "--recycle-table",
         metavar="FILE",
         default=argparse.SUPPRESS,
@@ -256,6 +262,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
         ngram_recent=args.ngram_recent,
+        corpus=getattr(args, "corpus", None),
         recycle_table=getattr(args, "recycle_table", None),
         dtype=args.dtype,
         device=args.device,

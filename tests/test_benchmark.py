@@ -97,6 +97,7 @@ class TestSummary:
         assert share["tokens_per_second"] == pytest.approx(20)
         assert share["speedup_vs_naive"] == pytest.approx(3)
         assert share["speedup_by_question"] == pytest.approx({"p25": 2.5, "median": 3, "p75": 3.5})
+        assert share["speedup_by_turn"] == {"min": 2.0, "num_slower": 0, "num_turns": 3}
         assert share["mean_tokens_per_round"] == pytest.approx(40 / 19)
         assert share["acceptance_by_position"] == pytest.approx([18 / 19, 3 / 19])
         assert share["alpha"] == pytest.approx(21 / 37)

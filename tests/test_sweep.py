@@ -59,6 +59,8 @@ def test_settings_become_configs() -> None:
     assert [(c.num_draft, c.ngram_min, c.most_draft) for _, c in points] == [(1, 2, 1), (2, 2, 2)]
     [(values, found)] = configs_of(config, [("max-draft", (3,))])
     assert values == {"max-draft": 3} and found.num_draft is None and found.most_draft == 3
+    trees = configs_of(EngineConfig(tree=(2, 4, 8)), [("tree-depth", (2, 3)), ("tree-budget", (5,))])
+    assert [c.tree for _, c in trees] == [(2, 2, 5), (2, 3, 5)]
 
 
 @pytest.mark.parametrize("speedups", [(0.5, 2.0), (None, 1.0), (None, None), (1.0, 1.0)])
@@ -92,6 +94,7 @@ def test_pictures_stand_what_was_not_measured(tmp_path: Path, speedups: tuple[fl
         ),
         (("--mode", "share", "--over", "K=1", "--over", "max-draft=2"), "drop one of the two"),
         (("--mode", "share", "--over", "K=1,2", "--num-draft", "3"), "--num-draft is 3 and --over names K; drop"),
+        (("--mode", "share", "--over", "tree-budget=8"), "--over names tree-budget, but there is no tree; give"),
         (("--mode", "ngram", "--over", "ngram-min=5,6"), "every point has ngram-min above ngram-max"),
     ],
 )

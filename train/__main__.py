@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sharesd.options import Parser, main_guard, parse
 
-COMMANDS = ("train.table",)
+COMMANDS = ("train.table", "train.corpus")
 """Modules with `add_parser(subparsers)`, which sets the defaults `run` (args -> exit status) and `parser`."""
 
 

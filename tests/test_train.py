@@ -1,0 +1,118 @@
+"""`python -m train`: prompts are read as they are published, and a table knows what the model says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import make_checkpoint
+
+from sharesd.config import EMBEDDED_TABLE, EngineConfig
+from sharesd.load import Runtime
+from sharesd.tables.recycling import RecycleTable
+from sharesd.tables.suffix import build_datastore
+from train.__main__ import main
+from train.prompts import read_prompts
+
+RECORDS = [
+    {"instruction": "why is the sky blue", "input": ""},
+    {"instruction": "the cat", "instances": [{"input": "sat on the mat", "output": "yes"}]},
+    {"question": "how is it", "answer": "fine"},
+    {"prompt": "this is the cat"},
+    *({"prompt": f"the cat and the mat {i}"} for i in range(10)),
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[Path, Path]:
+    """The records as a list, and again as lines."""
+    whole, lines = tmp_path / "prompts.json", tmp_path / "prompts.jsonl"
+    whole.write_text(json.dumps(RECORDS), encoding="utf-8")
+    lines.write_text("\n".join(map(json.dumps, RECORDS)) + "\n\n", encoding="utf-8")
+    return whole, lines
+
+
+def test_prompts_are_read_once_each(prompts: tuple[Path, Path]) -> None:
+    found = read_prompts([*map(str, prompts)], None)
+    assert len(found) == len(RECORDS) == len(set(found))
+    assert {"why is the sky blue", "the cat\n\nsat on the mat", "how is it", "this is the cat"} < set(found)
+    assert read_prompts([str(prompts[0])], 3) == read_prompts([str(prompts[1])], 3) == found[:3]
+
+
+def test_a_filled_table_knows_what_the_model_says(
+    tmp_path: Path, prompts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "table.npz"
+    options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24"]
+    assert main(["table", "--prompts", str(prompts[0]), "--num-prompts", "14", "--out", str(out), *options]) == 0
+    assert "from 14 prompts" in capsys.readouterr().out
+    table = RecycleTable.filled(out)
+    known = table.successors[table.successors[:, 0] >= 0]
+    assert len(known) > 10 and (np.sort(known, 1)[:, 1:] != np.sort(known, 1)[:, :-1]).all()
+    config = EngineConfig(target=model, mode="recycle", max_context=128, recycle_table=str(out))
+    engine = Runtime(config, ("recycle",)).engine("recycle")
+    [done] = engine.complete(["the cat and the mat 3"])
+    hits = sum(b in table.successors[a] for a, b in zip(done.token_ids, done.token_ids[1:], strict=False))
+    assert hits > 0.2 * len(done.token_ids), "by chance it would be 8 of 384"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompts", "none.json", "--out", "x.npz"], "--prompts none.json cannot be read"),
+        (["--prompts", "bad.jsonl", "--out", "x.npz"], "bad.jsonl:2 is not JSON"),
+        (["--prompts", "empty.jsonl", "--out", "x.npz"], "empty.jsonl:1 has none of instruction, prompt, question"),
+        (["--prompts", "few.jsonl", "--out", "x.npz"], "--num-prompts is 400, but the files hold 1"),
+        (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; name a .npz file"),
+        (["--prompts", "few.jsonl", "--out", "x.npz", "--num-prompts", "3"], "it must be at least 10"),
+    ],
+)
+def test_mistakes_are_one_line(
+    args: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("few.jsonl").write_text('{"prompt": "hello"}\n')
+    Path("bad.jsonl").write_text('{"prompt": "hello"}\n{"prompt": \n')
+    Path("empty.jsonl").write_text('{"text": "hello"}\n')
+    assert main(["table", *args]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and not Path("x.npz").exists()
+
+
+def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
+    text, answers = tmp_path / "a.txt", tmp_path / "answers-naive.jsonl"
+    text.write_text("the cat sat on the mat", encoding="utf-8")
+    config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off")
+    engine = Runtime(config, ("suffix",)).engine("suffix")
+    [said] = engine.complete(["why is the sky"])
+    answers.write_text(json.dumps({"text": said.text}) + "\n", encoding="utf-8")
+    assert main(["corpus", "--texts", str(text), str(answers), "--target", model, "--out", str(out)]) == 0
+    assert "of 2 texts" in capsys.readouterr().out
+    before = engine.stats.steps
+    engine = Runtime(replace(config, corpus=str(out)), ("suffix",)).engine("suffix")
+    [again] = engine.complete(["why is the sky"])
+    assert again.token_ids == said.token_ids and engine.stats.steps < before
+    assert main(["corpus", "--texts", str(answers), "--target", model, "--out", "x.txt"]) == 2
+    answers.write_text('{"text": "a"}\n{}\n', encoding="utf-8")
+    assert main(["corpus", "--texts", str(answers), "--target", model, "--out", str(out)]) == 2
+    assert "answers-naive.jsonl:2 is no JSON record" in capsys.readouterr().err
+    build_datastore([1, 2, 10_000], out)
+    with pytest.raises(ValueError, match="holds token id 10000 and the target knows 384"):
+        Runtime(replace(config, corpus=str(out)), ("suffix",))
+
+
+def test_the_embedded_models_table_ships() -> None:
+    assert EMBEDDED_TABLE.stat().st_size < 2_000_000
+    table = RecycleTable.filled(EMBEDDED_TABLE)
+    assert table.successors.shape == (49152, 8) and (table.successors[:, 0] >= 0).sum() > 4000
+    assert EngineConfig().table_file == EMBEDDED_TABLE and EngineConfig(recycle_table="empty").table_file is None
+    assert EngineConfig(target="elsewhere").table_file is None
