@@ -202,12 +202,9 @@ def measure(
 
 def quickest_costs(engine: Engine, params: SamplingParams) -> Costs:
     """Seconds of steps and draft steps behind the text decoded last: the quickest of several measurements."""
-    from sharesd.calibrate import measure_costs
-    from sharesd.policy import Costs
+    from sharesd.calibrate import measure_costs, quickest
 
-    seen = [measure_costs(engine, params) for _ in range(COST_REPEATS)]
-    steps = {width: min(costs.step[width] for costs in seen) for width in seen[0].step}
-    return Costs(step=steps, draft=min(costs.draft for costs in seen))
+    return quickest([measure_costs(engine, params) for _ in range(COST_REPEATS)])
 
 
 def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:

@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -20,15 +20,17 @@ from sharesd.tree import PLAIN, DraftTree, Shape, chain
 
 log = logging.getLogger(__name__)
 
-REPEATS = 3
-"""Times that each round is timed; the median counts."""
+REPEATS, SECONDS = (2, 6), 0.6
+"""Each round is timed at least and at most so often, and no more once this has passed; the quickest counts."""
+STARTS = 4
+"""Starts at which costs are measured: one of them may fall into a bad moment of the machine."""
 
 
 def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) -> None:
     """Compile what this way of sampling needs; where the policy chooses lengths, give it costs.
 
-    `kept` is the file of costs measured before under the same conditions; without it, or if it is damaged, they are
-    measured now, and kept.
+    `kept` is the file of costs measured before under the same conditions. Those of the first few starts are joined, the
+    quickest of each; later starts measure nothing.
     """
     policy = engine.way(params).policy
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
@@ -40,11 +42,12 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
         engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + shape.depth)))
     policy.pinned = before
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
-        costs = _read(kept) if kept else None
-        if costs is None:
-            costs = measure_costs(engine, params)
+        costs, starts = (_read(kept) if kept else None) or (None, 0)
+        if costs is None or starts < STARTS:
+            fresh = measure_costs(engine, params)
+            costs = fresh if costs is None else quickest([costs, fresh])
             if kept:
-                _write(kept, costs)
+                _write(kept, costs, starts + 1)
         policy.use(costs)
     engine.forget()
 
@@ -58,7 +61,11 @@ def measure_costs(engine: Engine, params: SamplingParams) -> Costs:
     model = getattr(drafter, "model_drafter", None) if drafter and drafter.on_host else drafter
     steps: dict[int, list[float]] = {}
     drafts: list[float] = []
-    for _ in range(REPEATS):
+    levels: list[float] = []
+    started = time.perf_counter()
+    for repeat in range(REPEATS[1]):
+        if repeat >= REPEATS[0] and time.perf_counter() - started > SECONDS:
+            break
         for num_nodes in _lengths(engine.num_draft):
             tree = DraftTree(torch.zeros(engine.cache.batch, num_nodes, dtype=torch.int64, device=state.root_B.device))
 
@@ -71,12 +78,16 @@ def measure_costs(engine: Engine, params: SamplingParams) -> Costs:
             elif model is not None:
                 drafts.append(_seconds_per_step(model, engine, chain(num_nodes)))
             steps.setdefault(1 + num_nodes, []).append(_timed(step))
-    step_s = {width: median(times) for width, times in steps.items()}
-    if model is None:
-        return Costs(step_s)
-    largest = model.shapes[-1]
-    levels = [_seconds_per_step(model, engine, largest) for _ in range(REPEATS) if largest.is_tree]
-    return Costs(step_s, median(drafts), median(levels) if levels else 0.0)
+        if model is not None and model.shapes[-1].is_tree:
+            levels.append(_seconds_per_step(model, engine, model.shapes[-1]))
+    step_s = {width: min(times) for width, times in steps.items()}
+    return Costs(step_s, min(drafts, default=0.0), min(levels, default=0.0))
+
+
+def quickest(measured: Sequence[Costs]) -> Costs:
+    """The least of each cost, over measurements of the same widths."""
+    step = {width: min(costs.step[width] for costs in measured) for width in measured[0].step}
+    return Costs(step, min(costs.draft for costs in measured), min(costs.level for costs in measured))
 
 
 def _seconds_per_step(drafter: Drafter, engine: Engine, shape: Shape) -> float:
@@ -92,14 +103,15 @@ def _shapes(engine: Engine) -> list[Shape]:
     return [PLAIN, chain(engine.num_draft), *(shape for shape in drafter.shapes[-1:] if shape.is_tree)]
 
 
-def _read(file: Path) -> Costs | None:
+def _read(file: Path) -> tuple[Costs, int] | None:
+    """Costs, and at how many starts they were measured."""
     try:
         found = json.loads(file.read_text())
         step = {int(width): float(seconds) for width, seconds in found["step"].items()}
         costs = Costs(step, float(found["draft"]), float(found["level"]))
         if not step or min(*step.values(), 1.0) <= 0 or min(costs.draft, costs.level) < 0:
             raise ValueError("times must be positive")
-        return costs
+        return costs, int(found["starts"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -107,10 +119,10 @@ def _read(file: Path) -> Costs | None:
         return None
 
 
-def _write(file: Path, costs: Costs) -> None:
+def _write(file: Path, costs: Costs, starts: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(asdict(costs)))
+    partial.write_text(json.dumps({**asdict(costs), "starts": starts}))
     partial.replace(file)
 
 

@@ -12,6 +12,7 @@ so a common factor follows it quickly and single entries slowly.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,6 +31,8 @@ POOLED = 8
 """Tries that the acceptance at all positions together is worth, in the estimate for each."""
 PROMISES = 8
 """Tokens promised and accepted that are assumed before there is evidence about a table."""
+SETTLING, KNOWN = 5, 8
+"""Rounds before single costs are corrected; corrections of a cost before the machine's pace is told from it."""
 FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
 TRY_ROUNDS = 3
@@ -103,6 +106,7 @@ class Policy:
         self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
         self.costs = costs or Costs()
         self._drift = 1.0  # how much slower the machine is than the table says
+        self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
         self._most = max((shape.nodes for shape in shapes), default=0)
         self._chains = Survival(self._most, FIRST_ALPHA)
         self._trees = Survival(self._most, FIRST_TREE_ALPHA)
@@ -214,19 +218,28 @@ class Policy:
     def _record_times(self, tree: DraftTree, draft_s: float, step_s: float) -> None:
         costs, steps, width = self.costs, tree.num_steps, 1 + tree.tokens.shape[1]
         kind = "draft" if tree.branches is None else "level"
-        if width not in costs.step:
-            costs.step[width] = step_s / self._drift
+        costs.step.setdefault(width, step_s / self._drift)
         if steps and not getattr(costs, kind):
             setattr(costs, kind, draft_s / steps / self._drift)
         each = getattr(costs, kind)
         expected = each * steps + costs.step[width]
         measured = step_s + (draft_s if steps else 0.0)
-        self._drift *= 1 + 0.2 * (_clip(measured / (expected * self._drift)) - 1)
-        costs.step[width] *= 1 + 0.05 * (_clip(step_s / (costs.step[width] * self._drift)) - 1)
+        settling = self._timed["rounds"] < SETTLING  # entries would learn what the common factor has not yet
+        if settling or width == 1 or self._timed[width] >= KNOWN:
+            self._drift *= 1 + self._trust("rounds", 0.2) * (_clip(measured / (expected * self._drift)) - 1)
+        if settling:
+            return
+        costs.step[width] *= 1 + self._trust(width, 0.05) * (_clip(step_s / (costs.step[width] * self._drift)) - 1)
         if steps:
-            setattr(costs, kind, each * (1 + 0.05 * (_clip(draft_s / (each * steps * self._drift)) - 1)))
+            ratio = _clip(draft_s / (each * steps * self._drift))
+            setattr(costs, kind, each * (1 + self._trust(kind, 0.05) * (ratio - 1)))
+
+    def _trust(self, entry: object, least: float) -> float:
+        """How far a round corrects an entry: by a running mean at first, which the table opens with one vote."""
+        self._timed[entry] += 1
+        return max(least, 1 / (1 + self._timed[entry]))
 
 
 def _clip(ratio: float) -> float:
-    """One slow round says little."""
-    return min(2.0, max(0.5, ratio))
+    """One slow round says little; a quick one shows what is possible."""
+    return min(2.0, max(0.1, ratio))

@@ -10,6 +10,7 @@ import torch
 from tiny import make_checkpoint
 
 from compile.attention import Branches
+from sharesd.calibrate import quickest
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.policy import FIRST_TRY, Costs, Policy
@@ -93,6 +94,15 @@ def test_a_slow_spell_of_the_machine_changes_nothing() -> None:
     assert min(chosen) > 1
 
 
+def test_costs_from_a_bad_moment_do_not_last() -> None:
+    costs = Costs({1: 1.0, 2: 1.02, 3: 1.05, 9: 1.4}, 0.4)
+    wrong = Costs({1: 3.0, 2: 8.6, 3: 5.8, 9: 10.1}, 3.0)
+    chosen = live_chains(Policy(chains(8), costs=wrong), costs, 0.9, 300)
+    assert sum(chosen[100:]) / 200 > 1.9
+    best = quickest([wrong, costs, wrong])
+    assert best == costs
+
+
 def test_guesses_are_cut_where_they_stop_paying() -> None:
     policy = Policy(chains(16), costs=Costs({1: 1.0, 2: 1.05, 17: 2.0}))
     assert policy.worth([[0.9, 0.8, 0.05, 0.04]])[0] == 2
@@ -119,10 +129,10 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     costs = runtime.engine("share").way(SamplingParams()).policy.costs
     assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0
     [file] = (tmp_path / "cache" / "settings").iterdir()
-    file.write_text('{"step": {"1": 7.0, "9": 8.0}, "draft": 3.0, "level": 0.0}')
+    file.write_text('{"step": {"1": 7.0, "9": 8.0}, "draft": 3.0, "level": 0.0, "starts": 9}')
     again = Runtime(config, ("share",)).engine("share")
     assert again.way(SamplingParams()).policy.costs == Costs({1: 7.0, 9: 8.0}, 3.0)
-    file.write_text('{"step": {"1": -7.0}, "draft": 3.0, "level": 0.0}')
+    file.write_text('{"step": {"1": -7.0}, "draft": 3.0, "level": 0.0, "starts": 9}')
     fresh = Runtime(config, ("share",)).engine("share").way(SamplingParams()).policy.costs
     assert 0 < fresh.step[1] < 7 and "measured again" in caplog.text
     for mode in ("suffix", "hybrid"):
