@@ -13,6 +13,7 @@ make_environment() {
     exit 2
   fi
   echo "Making .venv: installing packages takes about a minute ..." >&2
+  python=$("$python" -c 'import sys; print(sys._base_executable)')  # not that of an old .venv, which goes now
   rm -rf .venv
   "$python" -m venv .venv
   export PIP_DISABLE_PIP_VERSION_CHECK=1
