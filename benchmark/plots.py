@@ -10,9 +10,17 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = {"naive": "#999999", "classic": "#E69F00", "share": "#0072B2"}
+COLOURS = {
+    "naive": "#999999",
+    "classic": "#E69F00",
+    "share": "#0072B2",
+    "ngram": "#F0E442",
+    "suffix": "#009E73",
+    "recycle": "#D55E00",
+    "hybrid": "#56B4E9",
+}
 """Of the palette of Okabe and Ito (2008)."""
-SPARE_COLOURS = ("#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+SPARE_COLOUR = "#CC79A7"
 HATCHES = {"classic": "//"}
 """So that prints without colours can be read."""
 
@@ -81,8 +89,12 @@ def _bars(modes: Mapping[str, Any], num_groups: int) -> list[tuple[str, list[flo
 
 
 def _style(mode: str) -> dict[str, Any]:
-    spare = SPARE_COLOURS[sum(map(ord, mode)) % len(SPARE_COLOURS)]
-    return {"color": COLOURS.get(mode, spare), "hatch": HATCHES.get(mode), "edgecolor": "white", "linewidth": 0.5}
+    return {
+        "color": COLOURS.get(mode, SPARE_COLOUR),
+        "hatch": HATCHES.get(mode),
+        "edgecolor": "white",
+        "linewidth": 0.5,
+    }
 
 
 def _save(path: Path, draw: Callable[[Axes], None], *, width: float) -> None:

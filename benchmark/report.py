@@ -8,6 +8,9 @@ from typing import Any
 from benchmark.table import HEADLINE, headline
 from benchmark.text import ABSENT, number, percent, size, times
 
+WIDENED = "SmolLM2-135M-Instruct widened to"
+"""How `benchmark.widen` names the widened embedded model."""
+
 MAX_DIVERGENCES = 10
 """Differences that the report lists; summary.json has all."""
 
@@ -200,11 +203,13 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     notes = []
     if settings["questions"]["source"] == "built-in":
         notes.append("The questions are ShareSD's own, in the categories of MT-Bench; they are not MT-Bench.")
-    if settings["target"] is None:
+    if settings["target"] is None or WIDENED in settings["model"]:
         notes.append(
             "The embedded model's weights came from a 4-bit file (blocks of 32), so that its quantized drafts agree "
             "with it more often than those of other models would: acceptance at 4 bits says little about other models."
         )
+    if "recycle" in (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ())):
+        notes.append(f"Token recycling started from the table: {settings['recycle_table']}.")
     if settings["prompt_format"] == "plain":
         notes.append("The checkpoint has no chat template: prompts are `User: ...`, blank line, `Assistant:`.")
     if summary["num_sessions"] > 1:

@@ -1,8 +1,8 @@
 """`scaling`: what a step costs against context length, verify width and batch, beside the least that memory allows.
 
 A step must at least read the weights of the blocks and the head, and the live KV. These bytes over the bandwidth of
-memory are its floor. The bandwidth is that of summing a large buffer with the same threads, measured in turns with the
-steps, so that both see the same machine. Weights that stay in the processor's caches can undercut the floor.
+memory are its floor. The bandwidth is that of summing a large buffer with the same threads, measured right before every
+step, so that both see the same machine. Weights that stay in the processor's caches can undercut the floor.
 
 `context` counts the live slots of KV, those that the step itself writes included. Texts are not read: keys and values
 are zeros, which changes no time.
@@ -74,17 +74,9 @@ class Figure:
     median_ms: float
     min_ms: float
     floor_ms: float
-    """These bytes over the bandwidth."""
-
-    @property
-    def efficiency(self) -> float:
-        """Floor over median: 1 = as quick as memory allows."""
-        return self.floor_ms / self.median_ms
-
-    @property
-    def best_efficiency(self) -> float:
-        """Floor over minimum."""
-        return self.floor_ms / self.min_ms
+    """These bytes over the median of the bandwidths."""
+    times_floor: float
+    """Median of each time over its own floor, by the bandwidth measured right before it; 1 = as memory allows."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -159,8 +151,7 @@ def measure(
     """
     from sharesd.load import Runtime
 
-    timed: list[tuple[Point, _Step, list[float]]] = []
-    rates: list[float] = []
+    timed: list[tuple[Point, _Step, list[tuple[float, float]]]] = []
     facts: dict[str, Any] = {}
     waiting = list(points)
     done = 0
@@ -177,17 +168,16 @@ def measure(
         waiting = [point for point in waiting if point not in here]
         steps = [_Step(engine, point) for point in here]
         bandwidth = Bandwidth(runtime.device)
-        seconds: list[list[float]] = [[] for _ in steps]
+        pairs: list[list[tuple[float, float]]] = [[] for _ in steps]  # bytes per second, seconds
         for step in steps:
             for _ in range(WARM_CALLS):
                 step.seconds()
         for repeat in range(repeats):
-            for step, times in zip(steps, seconds, strict=True):
-                rates.append(bandwidth.sample())
-                times.append(step.seconds())
+            for step, found in zip(steps, pairs, strict=True):
+                found.append((bandwidth.sample(), step.seconds()))
             progress("timing steps", done + (repeat + 1) * len(steps), repeats * len(points))
         done += repeats * len(steps)
-        timed += zip(here, steps, seconds, strict=True)
+        timed += zip(here, steps, pairs, strict=True)
         facts = {
             "device": str(runtime.device),
             "dtype": str(runtime.dtype).removeprefix("torch."),
@@ -197,8 +187,8 @@ def measure(
         for step in steps:
             step.release()
         del runtime, engine  # before the next one is loaded
-    facts["bandwidth"] = max(rates)
-    figures = {point: _figure(point, step, times, facts["bandwidth"]) for point, step, times in timed}
+    facts["bandwidth"] = median(rate for _, _, found in timed for rate, _ in found)
+    figures = {point: _figure(point, step, found, facts["bandwidth"]) for point, step, found in timed}
     return [figures[point] for point in points], facts
 
 
@@ -208,7 +198,12 @@ class Bandwidth:
     def __init__(self, device: torch.device, num_bytes: int = BUFFER_BYTES) -> None:
         import torch
 
-        self._buffer = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)  # written: it has pages of its own
+        from compile.pages import huge_pages
+
+        if device.type == "cpu":  # on pages like those of the weights
+            self._buffer = huge_pages(num_bytes // 8 * 8).view(torch.int64).fill_(1)
+        else:
+            self._buffer = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
 
     def sample(self) -> float:
         """Bytes per second, measured now."""
@@ -308,7 +303,8 @@ def kv_bytes(model: object, cache: StaticKVCache, point: Point) -> int:
     return sum((k.nbytes + v.nbytes) // k.shape[2] * num for k, v, num in pairs)
 
 
-def _figure(point: Point, step: _Step, seconds: Sequence[float], bandwidth: float) -> Figure:
+def _figure(point: Point, step: _Step, pairs: Sequence[tuple[float, float]], bandwidth: float) -> Figure:
+    num_bytes, seconds = step.weight_bytes + step.kv_bytes, [time for _, time in pairs]
     return Figure(
         point=point,
         step_rows=step.rows,
@@ -316,7 +312,8 @@ def _figure(point: Point, step: _Step, seconds: Sequence[float], bandwidth: floa
         kv_bytes=step.kv_bytes,
         median_ms=1e3 * median(seconds),
         min_ms=1e3 * min(seconds),
-        floor_ms=1e3 * (step.weight_bytes + step.kv_bytes) / bandwidth,
+        floor_ms=1e3 * num_bytes / bandwidth,
+        times_floor=median(time * rate / num_bytes for rate, time in pairs),
     )
 
 
@@ -348,15 +345,13 @@ def _report(
             {
                 **asdict(figure.point),
                 **{name: value for name, value in asdict(figure).items() if name != "point"},
-                "floor_over_median": figure.efficiency,
-                "floor_over_min": figure.best_efficiency,
             }
             for figure in figures
         ],
     }
 
 
-_HEAD = ("median ms", "min ms", "floor ms", "floor/median", "/min", "MB", "c")
+_HEAD = ("median ms", "min ms", "floor ms", "x floor", "MB", "c")
 
 
 def _rows(axis: str, figures: Sequence[Figure]) -> list[list[str]]:
@@ -374,7 +369,7 @@ def _rows(axis: str, figures: Sequence[Figure]) -> list[list[str]]:
                 point.part,
                 f"{getattr(point, axis)}{padded}",
                 *(f"{value:.3f}" for value in (figure.median_ms, figure.min_ms, figure.floor_ms)),
-                *(f"{value:.2f}" for value in (figure.efficiency, figure.best_efficiency)),
+                f"{figure.times_floor:.2f}",
                 f"{(figure.weight_bytes + figure.kv_bytes) / 1e6:.1f}",
                 f"{ratios[point.context]:.3f}" if shows_c else "",
             ]
@@ -400,9 +395,10 @@ def _show(figures: Sequence[Figure], bandwidth: float, out_dir: Path) -> None:
 def _markdown(model: str, figures: Sequence[Figure], bandwidth: float) -> str:
     parts = [
         f"# Steps of {model}",
-        f"Bandwidth of memory, measured in turns with the steps: {bandwidth / 1e9:.1f} GB/s. floor: weights of the "
-        "blocks and the head, as they are stored, and live KV (MB: both), over this bandwidth. c: a draft step over a "
-        "target step of one row at the same context.",
+        f"Bandwidth of memory, measured right before each step: {bandwidth / 1e9:.1f} GB/s in the median. floor: "
+        "weights of the blocks and the head, as they are stored, and live KV (MB: both), over this bandwidth. x floor: "
+        "the median of the ratios of each time to the floor by its own bandwidth. c: a draft step over a target step "
+        "of one row at the same context.",
     ]
     for axis, title in _titles(figures).items():
         parts += [f"## {title[0].upper()}{title[1:]}", markdown_table(("part", axis, *_HEAD), _rows(axis, figures))]

@@ -20,18 +20,23 @@ def on_huge_pages(model: nn.Module) -> int:
     Where the system has none to give (it is asked, not told), the region has ordinary pages, and nothing is lost.
     """
     linears = [module for module in model.modules() if isinstance(module, (PackedLinear, LowPackedLinear))]
-    sizes = {id(linear): -(-linear.weight.nbytes // ALIGNMENT) * ALIGNMENT for linear in linears}
+    sizes = [-(-linear.weight.nbytes // ALIGNMENT) * ALIGNMENT for linear in linears]
     if not linears or not hasattr(mmap, "MADV_HUGEPAGE"):
         return 0
-    total = sum(sizes.values())
-    memory = mmap.mmap(-1, total + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for linear, place in zip(linears, huge_pages(sum(sizes)).split(sizes), strict=True):
+        linear.weight = _moved(linear.weight, place[: linear.weight.nbytes])
+    return sum(sizes)
+
+
+def huge_pages(num_bytes: int) -> Tensor:
+    """Zeroed memory [num_bytes] uint8 that begins with a huge page, where the system knows such."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     region = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
-    at = -region.data_ptr() % HUGE
-    for linear in linears:
-        linear.weight = _moved(linear.weight, region[at : at + linear.weight.nbytes])
-        at += sizes[id(linear)]
-    return total
+    first = -region.data_ptr() % HUGE
+    return region[first : first + num_bytes]
 
 
 def _moved(weight: Tensor, place: Tensor) -> Tensor:
