@@ -41,7 +41,8 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias_N, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.sharesd.linear(x, self.weight, self.bias, self.out_features)
+        function = torch.ops.sharesd.linear if torch.compiler.is_compiling() else _linear_cpu
+        return function(x, self.weight, self.bias, self.out_features)
 
 
 def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
@@ -115,7 +116,8 @@ class LowPackedLinear(nn.Module):
         return self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.sharesd.low_linear(x, self.weight, self.bias, self.out_features, self.group_size, self.bits)
+        function = torch.ops.sharesd.low_linear if torch.compiler.is_compiling() else _low_linear_cpu
+        return function(x, self.weight, self.bias, self.out_features, self.group_size, self.bits)
 
 
 def _low_linear_cpu(x, weight, bias, out_features, group_size, bits):

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_double, c_void_p
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from compile.native import kernel
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 22
+_Step = ctypes.c_int64 * 25
 
 
 class Unsuited(ValueError):
@@ -34,45 +35,53 @@ class NativeStack:
         self,
         blocks: Iterable[Any],
         *,
+        tables: Sequence[tuple[Tensor, Tensor]],
         ropes: Sequence[int],
         activation: str,
+        norm: Any = None,
         low: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`ropes` names the table of angles of each block. Raises Unsuited where the kernel does not know a module."""
-        self._low = low
+        """`tables` are (cosines, sines) [positions, r] of every rope, `ropes` names that of each block, `norm` follows
+        the last block. Raises Unsuited where the kernel does not know a module.
+        """
+        self._low, self._norm, self._tables = low, norm, tables
+        self._angles = (ctypes.c_int64 * (2 * len(tables)))(*(pair[i].data_ptr() for i in (0, 1) for pair in tables))
+        self._kv: WeakKeyDictionary[Any, ctypes.Array] = WeakKeyDictionary()  # addresses of each cache's tensors
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the table points at
         self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
         assert self._table.shape[1] == _BLOCK_WORDS
-        attn, norm = blocks[0].attn, blocks[0].attn_norm
+        attn, first_norm = blocks[0].attn, blocks[0].attn_norm
         self._sizes = (attn.num_heads, attn.num_kv_heads, attn.head_dim)
         self._mlp_size = _full(blocks[0].mlp.down).in_features
         self._activation = ACTIVATIONS.index(activation)
-        self._constants = (norm.eps, attn.scale, attn.softcap)
+        self._constants = (first_norm.eps, attn.scale, attn.softcap)
 
-    def __call__(
-        self, x_BTD: Tensor, turns: Sequence[tuple[Tensor, Tensor]], cache: Any, branches: Branches | None = None
-    ) -> Tensor:
-        """The residual stream after all blocks. `turns` are the (cosines, sines) [B, T, r] of every rope.
+    def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
+        """The residual stream after all blocks and the norm.
 
-        `cache` has `lengths`, and `k` and `v` of every block in the layout of `compile.attention.new_kv`; if it has
-        those of the first few only, no others run.
+        `cache` has `lengths`, and `k` and `v` of every block in the layout of `compile.attention.new_kv`, which keep
+        their places; if it has those of the first few only, no others run.
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
         B, T, D = x_BTD.shape
         H, K, d = self._sizes
-        turns = [(cos.contiguous(), sin.contiguous()) for cos, sin in turns]
-        kv = (ctypes.c_int64 * (2 * len(cache.k)))(*(t.data_ptr() for t in (*cache.k, *cache.v)))
-        angles = (ctypes.c_int64 * (2 * len(turns)))(*(pair[i].data_ptr() for i in (0, 1) for pair in turns))
+        kv = self._kv.get(cache)
+        if kv is None:
+            kv = (ctypes.c_int64 * (2 * len(cache.k)))(*(t.data_ptr() for t in (*cache.k, *cache.v)))
+            self._kv[cache] = kv
+        positions, r = self._tables[0][0].shape
         step = _Step(
             self._table.data_ptr(),
             len(cache.k),
             ctypes.addressof(kv),
-            ctypes.addressof(angles),
-            len(turns),
+            ctypes.addressof(self._angles),
+            len(self._tables),
+            positions,
             cache.lengths.data_ptr(),
             x_BTD.data_ptr(),
-            *(B, T, H, K, cache.k[0].shape[2], d, turns[0][0].shape[-1], D, self._mlp_size, self._activation),
+            *_norm_words(self._norm),
+            *(B, T, H, K, cache.k[0].shape[2], d, r, D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
             *((0, 0, 0) if branches is None else branches.words()),
@@ -88,13 +97,18 @@ def _describe(block: Any, rope: int) -> list[int]:
     attn, mlp = block.attn, block.mlp
     words: list[int] = []
     for norm in (block.attn_norm, attn.q_norm, attn.k_norm, block.attn_out_norm, block.mlp_norm, block.mlp_out_norm):
-        weight = getattr(norm, "weight", None)
-        words += [0, 0] if weight is None else [weight.data_ptr(), int(norm.gemma)]
+        words += _norm_words(norm)
     linears = (attn.qkv, attn.o, mlp.gate_up, mlp.down)
     for part in (_full, _lowered):
         for linear in linears:
             words += _words(part(linear))
     return [*words, attn.window, rope]
+
+
+def _norm_words(norm: Any) -> list[int]:
+    """The words of `struct Norm`."""
+    weight = getattr(norm, "weight", None)
+    return [0, 0] if weight is None else [weight.data_ptr(), int(norm.gemma)]
 
 
 def _full(linear: Any) -> Any:

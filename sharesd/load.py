@@ -158,10 +158,10 @@ class Runtime:
             return first_block(target)
         ropes, activation = [kind.rope for kind in target.config.layers], target.config.activation
         try:
-            stack = NativeStack(target.blocks[:1], ropes=ropes[:1], activation=activation)
+            stack = NativeStack(target.blocks[:1], tables=target.rope_tables, ropes=ropes[:1], activation=activation)
         except Unsuited:
             return first_block(target)
-        return lambda x, turns, cache: stack(x, turns, cache)
+        return stack
 
     def _noise(self) -> Callable[..., Tensor]:
         if self.device.type == "cpu":
@@ -215,7 +215,14 @@ class Runtime:
             config = model.config
             ropes = [kind.rope for kind in config.layers]
             try:
-                model.run_stack = NativeStack(model.blocks, ropes=ropes, activation=config.activation, low=low)
+                model.run_stack = NativeStack(
+                    model.blocks,
+                    tables=model.rope_tables,
+                    ropes=ropes,
+                    activation=config.activation,
+                    norm=model.norm,
+                    low=low,
+                )
                 return model
             except Unsuited as reason:
                 if self.config.compile == "native":

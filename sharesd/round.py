@@ -63,10 +63,13 @@ class Round:
 
     def _verify(self) -> RoundResult:
         tree, cache, (root_B, active_B) = self._tree, self._cache, self._state
-        tokens_BT = torch.cat([root_B[:, None], tree.tokens.clamp(min=0)], 1)
-        num_rows = tokens_BT.shape[1]
+        num_rows = 1 + tree.tokens.shape[1]
+        tokens_BW, branches = root_B[:, None], tree.branches
+        if num_rows > 1:
+            tokens_BW = torch.cat([tokens_BW, tree.tokens.clamp(min=0)], 1)
         padding = self._width - num_rows
-        tokens_BW, branches = F.pad(tokens_BT, (0, padding)), tree.branches
+        if padding:
+            tokens_BW = F.pad(tokens_BW, (0, padding))
         if branches is not None and padding:
             branches = _padded(branches, padding)
         logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]

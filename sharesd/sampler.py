@@ -38,6 +38,8 @@ class Sampler:
         self.params = params
         self.vocab_size = vocab_size
         self.seeds_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._one_B = torch.ones_like(self.seeds_B)
+        self._root_B1 = torch.zeros_like(self.seeds_B)[:, None]
         self.bias_V = sampling.bias_vector(params, vocab_size, device=device)
         self.counts = TokenCounts(batch=batch, vocab_size=vocab_size, device=device) if params.uses_penalties else None
         self._gumbel = gumbel
@@ -92,7 +94,11 @@ class Sampler:
             self._noise.clear()
             return verdict
         logits_BTV = self._process(logits_BTV, tree.tokens)
-        if self.params.acceptance == "match" or num_draft == 0:
+        if num_draft == 0:
+            tokens_B1 = sampling.choose(logits_BTV, self._target_noise(0, lengths_B))
+            self._noise.clear()
+            return Verdict(tokens_B1, self._one_B, self._root_B1)
+        if self.params.acceptance == "match":
             noise = [self._target_noise(t, lengths_B) for t in range(num_draft + 1)]
             joined = None if noise[0] is None else torch.cat([x for x in noise if x is not None], 1)
             verdict = accept_match(tree.tokens, sampling.choose(logits_BTV, joined))

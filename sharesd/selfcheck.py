@@ -15,16 +15,17 @@ WIDTHS = (1, 2, 3, 5, 8, 9, 16)
 LENGTHS = (5, 30)
 """Live slots before the rows."""
 
-RunFirst = Callable[[Tensor, list[tuple[Tensor, Tensor]], StaticKVCache], Tensor]
-"""The first block: (rows [1, T, D], angles of every rope, a cache of one layer) -> rows."""
+RunFirst = Callable[[Tensor, StaticKVCache], Tensor]
+"""The first block: (rows [1, T, D], a cache of one layer) -> rows."""
 
 
 def first_block(model: Decoder) -> RunFirst:
     """The first block by itself, as it runs where steps are not compiled."""
 
-    def run(x_1TD: Tensor, turns: list[tuple[Tensor, Tensor]], cache: StaticKVCache) -> Tensor:
-        turn = turns[max(model.config.layers[0].rope, 0)]
-        return model.blocks[0](x_1TD, *turn, cache.k[0], cache.v[0], cache.lengths)
+    def run(x_1TD: Tensor, cache: StaticKVCache) -> Tensor:
+        at_1T = cache.lengths[:, None] + torch.arange(x_1TD.shape[1], device=x_1TD.device)
+        cos, sin = model.rope_tables[max(model.config.layers[0].rope, 0)]
+        return model.blocks[0](x_1TD, cos[at_1T], sin[at_1T], cache.k[0], cache.v[0], cache.lengths)
 
     return run
 
@@ -46,11 +47,7 @@ def rows_agree(model: Decoder, run: RunFirst) -> bool:
         cache.lengths.fill_(length)
         parts = []
         for begin in range(0, most - width + 1, width):
-            at_1T = cache.lengths[:, None] + torch.arange(width, device=table.device)
-            turns = [
-                (model.get_buffer(f"cos_{i}")[at_1T], model.get_buffer(f"sin_{i}")[at_1T]) for i in range(len(c.ropes))
-            ]
-            parts.append(model.head(model.norm(run(x_1TD[:, begin : begin + width], turns, cache))))
+            parts.append(model.head(model.norm(run(x_1TD[:, begin : begin + width], cache))))
             cache.lengths += width
         return torch.cat(parts, 1)
 

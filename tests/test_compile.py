@@ -151,7 +151,14 @@ def compiled(model: Decoder, how: str, switch: Switch | None = None) -> Decoder:
     pack_linears(model)
     if how == "native":
         ropes = [kind.rope for kind in model.config.layers]
-        model.run_stack = NativeStack(model.blocks, ropes=ropes, activation=model.config.activation, low=low)
+        model.run_stack = NativeStack(
+            model.blocks,
+            tables=model.rope_tables,
+            norm=model.norm,
+            ropes=ropes,
+            activation=model.config.activation,
+            low=low,
+        )
     else:
         model.step_widths = frozenset({1, 2, 1 + NUM_DRAFT})
         model.run_block = CompiledBlocks({1, 2, 1 + NUM_DRAFT}, low)
@@ -271,7 +278,7 @@ def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, chec
 def test_the_stack_refuses_what_it_does_not_know() -> None:
     with pytest.raises(Unsuited, match="no linear of kind Linear"):
         model = wide_decoder()
-        NativeStack(model.blocks, ropes=[0, 0], activation="silu")
+        NativeStack(model.blocks, tables=model.rope_tables, ropes=[0, 0], activation="silu")
 
 
 def test_structure_tells_blocks_apart() -> None:

@@ -102,7 +102,9 @@ def native_decoder(dtype: torch.dtype) -> Decoder:
     model = tiny_decoder(3, dtype=dtype)
     pack_linears(model)
     ropes = [kind.rope for kind in model.config.layers]
-    model.run_stack = NativeStack(model.blocks, ropes=ropes, activation=model.config.activation)
+    model.run_stack = NativeStack(
+        model.blocks, tables=model.rope_tables, norm=model.norm, ropes=ropes, activation=model.config.activation
+    )
     return model
 
 

@@ -34,14 +34,15 @@ struct Step {
   const Block* blocks;
   int64_t num_blocks;
   const int64_t* kv;  // addresses: k of every block, then v
-  const int64_t* angles;  // addresses [B * T, r]: cosines of every rope, then sines
-  int64_t num_ropes;
+  const int64_t* angles;  // addresses [positions, r]: cosines of every rope, then sines
+  int64_t num_ropes, positions;
   const int64_t* lengths;
   void* x;  // [B * T, D], replaced by the result
+  Norm norm;  // of the result
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads;
   Branches tree;
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 22 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 25 * 8, "stack.py writes these words");
 
 // Where threads wait for each other. Spins briefly, since the work between is short, and then gives way: on a busy machine
 // the thread that is waited for may need this very core.
@@ -165,9 +166,12 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
         T* vector = qkv.data() + m * row + head * s.d;
         const Norm& how = head < s.H ? block.q_norm : block.k_norm;
         if (how.weight) norm(how, vector, vector, s.d, eps);
-        if (block.rope >= 0)
-          rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + m * s.r,
-                 reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + m * s.r, s.r);
+        if (block.rope >= 0) {
+          const int64_t ahead = s.tree.path ? s.tree.depth[m] : m % s.T;
+          const int64_t at = std::min(s.lengths[m / s.T] + ahead, s.positions - 1) * s.r;  // padding may lie beyond
+          rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at,
+                 reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at, s.r);
+        }
         if (head >= s.H)
           store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + z.place(m / s.T, m % s.T), vector, vector + s.K * s.d, k_cache, v_cache);
       }
@@ -199,7 +203,13 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       barrier->wait();
       add_out(block.mlp_out_norm);
     }
-    if (me == 0) std::memcpy(s.x, x.data(), M * s.D * sizeof(T));
+    for (int64_t m = share(M, me, all); m < share(M, me + 1, all); ++m) {
+      T* to = static_cast<T*>(s.x) + m * s.D;
+      if (s.norm.weight)
+        norm(s.norm, x.data() + m * s.D, to, s.D, eps);
+      else
+        std::memcpy(to, x.data() + m * s.D, s.D * sizeof(T));
+    }
   }
 }
 

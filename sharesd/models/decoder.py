@@ -172,7 +172,7 @@ class Decoder(nn.Module):
         self.run_block: Callable[..., Tensor] = call_block
         """(block, x, cos, sin, k_cache, v_cache, lengths, *branches) -> x. Compilation and offloading put theirs."""
         self.run_stack: Callable[..., Tensor] = self._run_stack
-        """(x, [(cos, sin) of every rope], cache, branches) -> x: all blocks. Compilation puts its own here."""
+        """(x, cache, branches) -> x: all blocks and the last norm. Compilation puts its own here."""
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
         """An empty cache in the model's dtype and on its device."""
@@ -188,32 +188,28 @@ class Decoder(nn.Module):
         branches: Branches | None = None,
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
-        ahead = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) if branches is None else branches.depth_BT
-        positions_BT = cache.lengths[:, None] + ahead
-        positions_BT = positions_BT.clamp(max=self.max_context - 1)  # padding rows may lie beyond; nobody reads them
-        turns = [
-            (self.get_buffer(f"cos_{i}")[positions_BT], self.get_buffer(f"sin_{i}")[positions_BT])
-            for i in range(len(self.config.ropes))
-        ]
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:
             x_BTD = x_BTD * self.embed_scale
-        x_BTD = self.run_stack(x_BTD, turns, cache, branches)
+        x_BTD = self.run_stack(x_BTD, cache, branches)
         if keep_BR is not None:
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
-        logits_BRV = self.head(self.norm(x_BTD))
+        logits_BRV = self.head(x_BTD)
         cap = self.config.final_softcap
         return cap * torch.tanh(logits_BRV / cap) if cap else logits_BRV
 
-    def _run_stack(
-        self,
-        x_BTD: Tensor,
-        turns: list[tuple[Tensor, Tensor]],
-        cache: StaticKVCache,
-        branches: Branches | None,
-    ) -> Tensor:
+    @property
+    def rope_tables(self) -> list[tuple[Tensor, Tensor]]:
+        """(Cosines, sines) [positions, r] of every rope."""
+        return [(self.get_buffer(f"cos_{i}"), self.get_buffer(f"sin_{i}")) for i in range(len(self.config.ropes))]
+
+    def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None) -> Tensor:
+        ahead = torch.arange(x_BTD.shape[1], device=x_BTD.device) if branches is None else branches.depth_BT
+        positions_BT = cache.lengths[:, None] + ahead
+        positions_BT = positions_BT.clamp(max=self.max_context - 1)  # padding rows may lie beyond; nobody reads them
+        turns = [(cos[positions_BT], sin[positions_BT]) for cos, sin in self.rope_tables]
         for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
             cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
             tensors = (cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
             x_BTD = self.run_block(block, x_BTD, *tensors)
-        return x_BTD
+        return self.norm(x_BTD)
