@@ -19,6 +19,12 @@ cat "$out/naive.txt"
 cmp "$out/naive.txt" "$out/classic.txt"
 cmp "$out/naive.txt" "$out/share.txt"
 
+step "draft trees and tables give it too"
+python -m sharesd generate "Name three colours of the rainbow." --mode share --tree 2:4:8 --num-draft 8 --max-new-tokens 24 >"$out/tree.txt"
+python -m sharesd generate "Name three colours of the rainbow." --mode hybrid --with share,suffix,recycle --max-new-tokens 24 >"$out/hybrid.txt"
+cmp "$out/naive.txt" "$out/tree.txt"
+cmp "$out/naive.txt" "$out/hybrid.txt"
+
 step "chat: two turns, a change of mode"
 printf 'Hello! Who are you?\n/mode naive\nSay that again, shorter.\n/stats\n/exit\n' |
   python -m sharesd chat --mode share --max-new-tokens 24
