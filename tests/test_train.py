@@ -91,7 +91,7 @@ def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
     text, answers = tmp_path / "a.txt", tmp_path / "answers-naive.jsonl"
     text.write_text("the cat sat on the mat", encoding="utf-8")
-    config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off")
+    config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
     engine = Runtime(config, ("suffix",)).engine("suffix")
     [said] = engine.complete(["why is the sky"])
     answers.write_text(json.dumps({"text": said.text}) + "\n", encoding="utf-8")
