@@ -1,8 +1,9 @@
-"""Weights on huge pages: every step reads all of them, and looking up small pages takes a fifth of that time."""
+"""Weights on huge pages: every step reads all of them, and looking up small pages takes up to a fifth of that time."""
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ def huge_pages(num_bytes: int) -> Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a system that knows the word but not the pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     region = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
     first = -region.data_ptr() % HUGE
     return region[first : first + num_bytes]

@@ -38,7 +38,7 @@ class CompiledBlocks:
         kind = self._kinds.get(id(block))
         if kind is None:
             kind = self._kinds[id(block)] = self._signatures.setdefault(structure(block), len(self._signatures))
-        key = (kind, x_BTD.shape[0], x_BTD.shape[1], len(tensors), self._variant())
+        key = (kind, x_BTD.shape, *(tensor.shape for tensor in tensors), self._variant())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(block).forward)
@@ -59,7 +59,8 @@ class CompiledModel:
         """As the model's own forward."""
         if tokens_BT.shape[1] not in self._widths:
             return self._model.forward(tokens_BT, cache, keep_BR, branches)
-        key = (*tokens_BT.shape, None if keep_BR is None else keep_BR.shape[1], branches is None, self._variant())
+        shapes = (tokens_BT.shape, keep_BR is not None and keep_BR.shape, branches is not None and branches[1].shape)
+        key = (*shapes, self._variant())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(self._model).forward)

@@ -16,7 +16,8 @@ from sharesd.config import SamplingParams
 from sharesd.drafters.base import Drafter
 from sharesd.engine import Engine
 from sharesd.policy import Costs
-from sharesd.tree import PLAIN, DraftTree, Shape, chain
+from sharesd.tables.base import Guess
+from sharesd.tree import PLAIN, DraftTree, Shape, chain, pack
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
         policy.pinned = shape
         engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + shape.depth)))
     policy.pinned = before
+    if engine.drafter is not None and engine.drafter.on_host:
+        _verify_tree(engine, params)
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
         costs, starts = (_read(kept) if kept else None) or (None, 0)
         if costs is None or starts < STARTS:
@@ -50,6 +53,17 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
                 _write(kept, costs, starts + 1)
         policy.use(costs)
     engine.forget()
+
+
+@torch.inference_mode()
+def _verify_tree(engine: Engine, params: SamplingParams) -> None:
+    """Verify a tree, where the target takes such: no table may have guessed one so far."""
+    if not engine.target.takes_trees or params.acceptance != "match" or engine.num_draft < 2:
+        return
+    engine.state.active_B.zero_()
+    siblings = Guess(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
+    tree = pack([siblings] * engine.cache.batch, engine.num_draft, engine.state.root_B.device, "")
+    engine.way(params).round(tree).verify(tree)
 
 
 @torch.inference_mode()

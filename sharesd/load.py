@@ -144,10 +144,12 @@ class Runtime:
         """Numbers of rows that steps may have; a single one where a row's bits depend on the width. None = any."""
         target = self.target
         compiled = self.compile in ("regional", "full") and isinstance(target, Decoder)
-        if not self.config.exact:
-            return (1, most) if compiled else None
-        if isinstance(target, Decoder) and rows_agree(target, self._run_first(target)):
-            log.info("exact: rows have the same bits in steps of any width")
+        agree = isinstance(target, Decoder) and rows_agree(target, self._run_first(target))
+        if agree or not self.config.exact:
+            if agree:
+                log.info("exact: rows have the same bits in steps of any width")
+            else:
+                log.warning("exact is off, and rows differ between steps of 1 and of more rows: so may texts of modes")
             return (1, most) if compiled else None
         fixed = max(EXACT_WIDTH, most)
         log.info("exact: rows depend on the width of their step, so every step of every mode has %d rows", fixed)

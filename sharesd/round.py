@@ -94,9 +94,9 @@ class Round:
 
 
 def _padded(branches: Branches, padding: int) -> Branches:
-    """With rows that are written behind the others and seen by nobody."""
+    """With rows that are written behind the others and seen by nobody; paths may be as long as there are rows."""
     depth_BT, path_BTP = branches
-    B, T, _ = path_BTP.shape
-    path_BTP = F.pad(path_BTP, (0, 0, 0, padding))
+    T = path_BTP.shape[1]
+    path_BTP = F.pad(path_BTP, (0, padding, 0, padding))
     path_BTP[:, T:, 0] = torch.arange(T, T + padding, device=path_BTP.device)
     return Branches(F.pad(depth_BT, (0, padding)), path_BTP)

@@ -188,6 +188,21 @@ def test_drafts_by_the_targets_own_weights_are_all_accepted(how: str) -> None:
                 assert engine.stats.alpha > 0.95
 
 
+@pytest.mark.parametrize("drafters", [("share", "classic"), ("suffix",)], ids="+".join)
+def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Path, drafters: tuple[Mode, ...]) -> None:
+    config = EngineConfig(target=str(checkpoint), compile="regional", max_context=128, tree=(2, 3, 6))
+    runtime = Runtime(config, ("naive", *drafters))
+    engines = {mode: runtime.engine(mode) for mode in runtime.modes}
+    prompts = [list(range(20)), [5, 6, 1, 5, 7, 2, 5, 8, 3, 5, 6, 4, 5]]  # what follows 5 is a matter of choice
+    with no_recompiles():
+        want = [[c.token_ids for c in engines["naive"].complete([prompt], GREEDY)] for prompt in prompts]
+        for mode in drafters:
+            engine = engines[mode]
+            policy = engine.way(GREEDY).policy
+            for policy.pinned in engine.drafter.shapes:  # type: ignore[union-attr]
+                assert [[c.token_ids for c in engine.complete([prompt], GREEDY)] for prompt in prompts] == want
+
+
 # ---- the parts
 
 
@@ -318,7 +333,9 @@ def test_compiled_functions_are_their_own() -> None:
             assert form(module, torch.zeros(2 + amount)).tolist() == [amount] * (2 + amount)
 
 
-def test_the_self_check_tells_whether_rows_depend_on_the_width(checkpoint: Path, monkeypatch: Any) -> None:
+def test_the_self_check_tells_whether_rows_depend_on_the_width(
+    checkpoint: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = wide_decoder()
     pack_linears(model)
     assert rows_agree(model, first_block(model)), "packed linears are row-invariant"
@@ -333,4 +350,6 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(checkpoint: Path,
     config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=3, max_context=128)
     runtime = Runtime(config, ("naive", "share"))
     assert runtime.engine("naive").widths == runtime.engine("share").widths == [8]
+    assert "texts" not in caplog.text
     assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
+    assert "so may texts of modes" in caplog.text

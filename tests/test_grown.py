@@ -63,7 +63,7 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
     sampler = Sampler(SamplingParams(), batch=len(PROMPTS), vocab_size=VOCAB, device=torch.device("cpu"))
     before = cache.lengths.clone()
     root = torch.tensor([7, 8, 9])
-    draft = grow_draft(model, cache, root[:, None], Shape(depth, budget), top, sampler)
+    draft = grow_draft(model, cache, root[:, None], Shape(depth, budget), top, depth, sampler)
     assert torch.equal(cache.lengths, before) and draft.branches is not None
     for b, prompt in enumerate(PROMPTS):
         depths, rows = (part[b].tolist() for part in draft.branches)

@@ -30,7 +30,8 @@ class ClassicDrafter:
         self, model: CausalModel, *, batch: int, slots: int, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
     ) -> None:
         """`top` is the number of nodes that a tree expands on each level, and of their children."""
-        self.model, self.shapes, self._top, self._weight_bytes = model, shapes, top, weight_bytes
+        self.model, self.shapes, self._top, self._deepest = model, shapes, top, shapes[-1].depth
+        self._weight_bytes = weight_bytes
         self.cache = model.new_cache(batch, slots)
         self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
 
@@ -52,7 +53,7 @@ class ClassicDrafter:
     def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
         first_B2 = torch.stack([self._before_B, root_B], 1)
         self.cache.lengths -= 1
-        tree = grow_draft(self.model, self.cache, first_B2, shape, self._top, self._sampler)
+        tree = grow_draft(self.model, self.cache, first_B2, shape, self._top, self._deepest, self._sampler)
         self.cache.lengths += 1
         return tree._replace(drafter=self.name)
 

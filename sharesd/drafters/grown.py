@@ -21,10 +21,11 @@ from sharesd.tree import DraftTree, Shape
 
 
 def grow_draft(
-    model: CausalModel, cache: StaticKVCache, first_BT: Tensor, shape: Shape, top: int, sampler: Sampler
+    model: CausalModel, cache: StaticKVCache, first_BT: Tensor, shape: Shape, top: int, deepest: int, sampler: Sampler
 ) -> DraftTree:
     """A draft of this shape; a tree expands its `top` best nodes of each level by as many children.
 
+    `deepest` is the depth of the deepest tree: steps of all trees have tensors of the same shapes.
     `first_BT` holds the tokens of the first step, from the cache's length on; the last one is the root. Leaves the
     cache's lengths as they were: all that is written lies above them, the root and then `top` nodes per level.
     """
@@ -40,7 +41,7 @@ def grow_draft(
     unread = (shape.depth - 1) * top  # the place of nodes that were not expanded: behind all that were
     # Of the nodes that are expanded, the root to begin with: scores, the nodes on their paths, and where those lie.
     frontier_scores_BF = scores_BC.new_zeros(B, 1)
-    paths_BFD = slots_BFD = first_BT.new_zeros(B, 1, shape.depth)
+    paths_BFD, slots_BFD = first_BT.new_zeros(B, 1, shape.depth), first_BT.new_zeros(B, 1, deepest)
     for level in range(shape.depth):
         seen_BFC = None
         if sampler.counts is not None:

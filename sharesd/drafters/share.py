@@ -38,7 +38,7 @@ class ShareDrafter:
     ) -> None:
         """`top` is the number of nodes that a tree expands on each level, and of their children."""
         self.model, self.cache, self.switch = model, cache, switch
-        self.shapes, self._top, self._low_bytes = shapes, top, low_bytes
+        self.shapes, self._top, self._deepest, self._low_bytes = shapes, top, shapes[-1].depth, low_bytes
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._sampler = sampler
@@ -48,7 +48,7 @@ class ShareDrafter:
 
     def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
         with self.switch.use_low():
-            tree = grow_draft(self.model, self.cache, root_B[:, None], shape, self._top, self._sampler)
+            tree = grow_draft(self.model, self.cache, root_B[:, None], shape, self._top, self._deepest, self._sampler)
         return tree._replace(drafter=self.name)
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
