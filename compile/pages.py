@@ -1,8 +1,9 @@
-"""Weights on huge pages: every step reads all of them, and looking up small pages takes up to a fifth of that time."""
+"""Memory on huge pages, for what every step reads: looking up small pages takes up to a fifth of that time."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -15,18 +16,27 @@ HUGE = 2**21
 ALIGNMENT = 64
 
 
-def on_huge_pages(model: nn.Module) -> int:
-    """Move the packed weights of a model on the CPU into one region of huge pages; returns its bytes.
+def weights_on_huge_pages(model: nn.Module) -> int:
+    """Move the packed weights of a model on the CPU to huge pages; returns their bytes."""
+    linears = [module for module in model.modules() if isinstance(module, (PackedLinear, LowPackedLinear))]
+    weights = [linear.weight for linear in linears]
+    for linear, moved in zip(linears, zeros_like(weights), strict=True):
+        linear.weight = moved.copy_(linear.weight)
+    return sum(weight.nbytes for weight in weights)
+
+
+def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros in the layout of dense tensors of the CPU, in one region of huge pages.
 
     Where the system has none to give (it is asked, not told), the region has ordinary pages, and nothing is lost.
     """
-    linears = [module for module in model.modules() if isinstance(module, (PackedLinear, LowPackedLinear))]
-    sizes = [-(-linear.weight.nbytes // ALIGNMENT) * ALIGNMENT for linear in linears]
-    if not linears or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return 0
-    for linear, place in zip(linears, huge_pages(sum(sizes)).split(sizes), strict=True):
-        linear.weight = _moved(linear.weight, place[: linear.weight.nbytes])
-    return sum(sizes)
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    places = huge_pages(sum(sizes)).split(sizes) if tensors else ()
+    made = []
+    for tensor, place in zip(tensors, places, strict=True):
+        memory = place[: tensor.nbytes].view(tensor.dtype)
+        made.append(memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset()))
+    return made
 
 
 def huge_pages(num_bytes: int) -> Tensor:
@@ -39,8 +49,3 @@ def huge_pages(num_bytes: int) -> Tensor:
     region = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
     first = -region.data_ptr() % HUGE
     return region[first : first + num_bytes]
-
-
-def _moved(weight: Tensor, place: Tensor) -> Tensor:
-    moved = place.view(weight.dtype).view(weight.shape)
-    return moved.copy_(weight)

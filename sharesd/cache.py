@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import keep_rows, new_kv
+from compile.pages import zeros_like
 
 
 class StaticKVCache:
@@ -30,6 +31,9 @@ class StaticKVCache:
         """`shapes` holds (key/value heads, head size) of every layer."""
         pairs = [new_kv(batch, heads, slots, size, dtype, torch.device(device)) for heads, size in shapes]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
+        if torch.device(device).type == "cpu":
+            both = zeros_like([*self.k, *self.v])
+            self.k, self.v = both[: len(pairs)], both[len(pairs) :]
         self.slots = self.k[0].shape[2]
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.held: list[list[int]] = []

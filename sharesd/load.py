@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
 from compile.native import cache_root, prepare
-from compile.pages import on_huge_pages
+from compile.pages import weights_on_huge_pages
 from compile.regions import CompiledBlocks, CompiledModel, compile_step
 from compile.stack import NativeStack, Unsuited
 from quant.attach import QuantReport, make_low, quantize_linears
@@ -203,7 +203,7 @@ class Runtime:
     def _pack(self, model: CausalModel) -> None:
         if isinstance(model, Decoder) and self.device.type == "cpu":
             pack_linears(model)
-            on_huge_pages(model)
+            weights_on_huge_pages(model)
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps compiled as the config says."""

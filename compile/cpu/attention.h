@@ -51,6 +51,7 @@ void attend_tile(const Queries<T>& tile, const Slots<T>& cache, const Slots<T>& 
       V a, b;
       load(k + i * from.pitch, &a);
       load(k + i * from.pitch + L, &b);
+      __builtin_prefetch(k + i * from.pitch + 2 * L);  // rows lie too far apart for the processor to foresee them
       for (int n = 0; n < N; ++n) {
         dot[n][0] += q[n][i] * a;
         dot[n][1] += q[n][i] * b;

@@ -69,12 +69,17 @@ void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int
   using V = typename Kn::V;
   using W = typename Kn::W;
   constexpr int64_t P = Kn::P, L = 64 / sizeof(W);
+  constexpr int64_t ahead = (M < 5 ? 16 : 32) * 64;  // bytes; processors foresee each stream to the end of a page only
   const int64_t steps = K / P;
   V acc[M][B] = {};
   const T* blocks = w + n * K * L;
   for (int64_t k = 0; k < steps; ++k) {
     decltype(Kn::weights(w)) wv[B];
-    for (int b = 0; b < B; ++b) wv[b] = Kn::weights(blocks + (b * steps + k) * L * P);
+    for (int b = 0; b < B; ++b) {
+      const T* at = blocks + (b * steps + k) * L * P;
+      wv[b] = Kn::weights(at);
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + ahead, 0, 2);
+    }
     for (int i = 0; i < M; ++i)
       for (int b = 0; b < B; ++b) Kn::step(acc[i][b], x + (m + i) * K + k * P, wv[b]);
   }
@@ -86,26 +91,24 @@ void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int
       }
 }
 
-template <typename T, int B>
+// All rows against vector blocks n..n+B. Sums of a tile fill the registers; rows beyond it read the weights again, from cache.
+template <typename T, int R, int B>
 void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K) {
   int64_t m = 0;
-  for (; m + 6 <= M; m += 6) tile<T, 6, B>(x, w, bias, y, m, n, N, K);
-  switch (M - m) {
-    case 5: tile<T, 5, B>(x, w, bias, y, m, n, N, K); break;
-    case 4: tile<T, 4, B>(x, w, bias, y, m, n, N, K); break;
-    case 3: tile<T, 3, B>(x, w, bias, y, m, n, N, K); break;
-    case 2: tile<T, 2, B>(x, w, bias, y, m, n, N, K); break;
-    case 1: tile<T, 1, B>(x, w, bias, y, m, n, N, K); break;
-    default: break;
-  }
+  for (; m + R <= M; m += R) tile<T, R, B>(x, w, bias, y, m, n, N, K);
+  if constexpr (R > 1)
+    if (m < M) rows<T, R - 1, B>(x + m * K, w, bias, y + m * N, n, M - m, N, K);
 }
 
 // Vector blocks begin..end of the outputs; several threads may share a product.
 template <typename T>
 void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end) {
   int64_t n = begin;
-  for (; n + 4 <= end; n += 4) rows<T, 4>(x, w, bias, y, n, M, N, K);
-  for (; n < end; ++n) rows<T, 1>(x, w, bias, y, n, M, N, K);
+  if (M <= 6)
+    for (; n + 4 <= end; n += 4) rows<T, 6, 4>(x, w, bias, y, n, M, N, K);
+  else
+    for (; n + 3 <= end; n += 3) rows<T, 9, 3>(x, w, bias, y, n, M, N, K);
+  for (; n < end; ++n) rows<T, 9, 1>(x, w, bias, y, n, M, N, K);
 }
 
 template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Kernel<T>::W); }

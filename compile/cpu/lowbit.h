@@ -88,6 +88,7 @@ void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, 
       for (int64_t j = 0; j < kBytes / 64; ++j) {
         vbyte v;
         std::memcpy(&v, w + j * 64, 64);
+        __builtin_prefetch(w + j * 64 + 512, 0, 2);
         if (BITS == 4) {
           dot4(dot, v & 15, xs + j * 8);
           dot4(dot, (vbyte)((vuint)v >> 4) & 15, xs + j * 8 + 4);

@@ -161,8 +161,12 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
       product(linears[0], h.data(), qkv.data(), M, me, all, rounded);
       barrier->wait();
+      // By groups of queries and their key, then rows: neighbouring slots of a key, which share a line of the cache, are
+      // written by one thread.
+      const int64_t group = s.H / s.K + 1;
       for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
-        const int64_t m = item / (s.H + s.K), head = item % (s.H + s.K);
+        const int64_t m = item % M, of = item / M / group, within = item / M % group;
+        const int64_t head = within + 1 < group ? of * (group - 1) + within : s.H + of;
         T* vector = qkv.data() + m * row + head * s.d;
         const Norm& how = head < s.H ? block.q_norm : block.k_norm;
         if (how.weight) norm(how, vector, vector, s.d, eps);
