@@ -7,10 +7,10 @@ import platform
 import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from sharesd import __version__
+from sharesd.settings import cpu_name
 
 PACKAGES = ("torch", "transformers", "hqq", "gemlite", "bitsandbytes", "tokenizers", "safetensors", "triton")
 
@@ -26,7 +26,7 @@ def environment(device: str) -> dict[str, Any]:
     gpu = torch.cuda.get_device_properties(torch.device(device)) if device.startswith("cuda") else None
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_cores": psutil.cpu_count(logical=False),
         "num_logical_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -68,16 +68,6 @@ def num_compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

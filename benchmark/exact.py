@@ -8,17 +8,14 @@ rounding that depends on the shape of a step, a large one at a bug.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
 from rich.table import Table
 
+from benchmark import arguments
 from benchmark import questions as question_files
 from benchmark.job import model_name
 from benchmark.questions import Question
@@ -110,7 +107,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="M", help="tokens per answer at most"
     )
-    group.add_argument("--out-dir", metavar="DIR", help="where exact.json goes (default: results/exact-DATE-TIME)")
+    arguments.add_out_dir(group, "exact")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     samplings = _samplings(args.temps, args.seeds, args.max_new_tokens)
     asked = question_files.load("mtbench", args.questions, args.num_questions)
     questions = [replace(question, turns=question.turns[:1]) for question in asked.questions]
-    out_dir = _out_dir(args.out_dir)
+    out_dir = arguments.out_folder(args.out_dir, "exact")
     cases: list[Case] = []
     total = len(configs) * len(samplings) * len(questions) * len(modes)
     with loading_bars() as progress:
@@ -281,16 +278,13 @@ def _report(
     config: EngineConfig, args: argparse.Namespace, label: str, identical: bool, cases: Sequence[Case]
 ) -> dict[str, Any]:
     from benchmark.environment import environment
+    from sharesd.device import device_of
 
-    device = config.device
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = str(device_of(config.device))
     return {
         "identical": identical,
         "settings": {
-            "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
+            "command": arguments.command(),
             "model": model_name(config.target),
             "draft": config.draft,
             "questions": label,
@@ -346,16 +340,6 @@ def _sampling(case: Case) -> str:
 def _share(case: Case) -> str:
     text = f"{case.num_identical}/{case.num_turns}"
     return f"[bold red]{text}[/]" if case.mismatches else text
-
-
-def _out_dir(text: str | None) -> Path:
-    """Where to write, known to be possible before anything is compared."""
-    folder = Path(text) if text is not None else Path("results") / f"exact-{datetime.now():%Y%m%d-%H%M%S}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out-dir {folder} cannot be made ({error.strerror}); name another folder") from error
-    return folder
 
 
 def _list_of(convert: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:

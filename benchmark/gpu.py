@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--sizes names {size!r}; choose from {EMBEDDED}, {', '.join(SHAPES)}")
     quants = arguments.each("--quants", str, args.quants, ";")
     configs = {quant: _config(args, quant) for quant in quants}
-    from sharesd.load import device_of
+    from sharesd.device import device_of
 
     device_of(args.device)  # ValueError without a GPU, before anything else
     report = _Report(arguments.out_folder(args.out_dir, "gpu"), args.device, args.budget)

@@ -6,15 +6,13 @@ import argparse
 import hashlib
 import json
 import os
-import shlex
-import sys
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmark import arguments, records
 from benchmark import questions as question_files
-from benchmark import records
 from benchmark.questions import Question, QuestionSet
 from benchmark.records import Key
 from sharesd import options
@@ -69,7 +67,7 @@ def job_of(args: argparse.Namespace) -> Job:
     chosen = found.questions[:asked]
     settings = {
         "benchmark": args.benchmark,
-        "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
+        "command": arguments.command(),
         "model": model_name(config.target),
         "target": config.target,
         "draft": config.draft,
@@ -92,8 +90,8 @@ def job_of(args: argparse.Namespace) -> Job:
         "tree": config.tree and ":".join(map(str, config.tree)),
         "hybrid_with": list(config.hybrid_with),
         "ngram": [config.ngram_min, config.ngram_max, config.ngram_recent],
-        "corpus": config.corpus,
-        "recycle_table": str(config.table_file.name) if config.table_file else "empty",
+        "corpus": config.corpus_file.name if config.corpus_file else "empty",
+        "recycle_table": config.table_file.name if config.table_file else "empty",
         "exact": config.exact,
         "max_context": config.max_context,
         "sampling": {**asdict(params), "stop": list(params.stop), "stop_token_ids": [], "logit_bias": {}},

@@ -11,8 +11,6 @@ import argparse
 import json
 import math
 import os
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich import box
 from rich.table import Table
 
+from benchmark import arguments
 from benchmark.job import model_name
 from benchmark.records import write_json
 from benchmark.text import number, size, times
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     found = answer_all(engines, texts, prompts, params)
     unequal = differing(found)
     settings = {
-        "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
+        "command": arguments.command(),
         "model": model_name(config.target),
         "speculative_model": None if config.draft is None else model_name(config.draft),
         "demo": args.demo,

@@ -208,7 +208,10 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
             "The embedded model's weights came from a 4-bit file (blocks of 32), so that its quantized drafts agree "
             "with it more often than those of other models would: acceptance at 4 bits says little about other models."
         )
-    if "recycle" in (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ())):
+    drafters = (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ()))
+    if "suffix" in drafters:
+        notes.append(f"The datastore into which suffix looked besides the text: {settings['corpus']}.")
+    if "recycle" in drafters:
         notes.append(f"Token recycling started from the table: {settings['recycle_table']}.")
     if settings["prompt_format"] == "plain":
         notes.append("The checkpoint has no chat template: prompts are `User: ...`, blank line, `Assistant:`.")

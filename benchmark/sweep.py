@@ -264,13 +264,10 @@ def _table(mode: str, axes: Sequence[Axis], cells: Sequence[Cell]) -> Any:
 def _report(
     args: argparse.Namespace, config: EngineConfig, questions: str, axes: Sequence[Axis], cells: Sequence[Cell]
 ) -> dict[str, Any]:
-    import torch
-
     from benchmark.environment import environment
+    from sharesd.device import device_of
 
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = str(device_of(config.device))
     return {
         "settings": {
             "command": arguments.command(),

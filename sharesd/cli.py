@@ -156,8 +156,9 @@ def _encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None)
                 "this checkpoint has no chat template, and so no place for --system; put it into the prompt"
             )
         return tokenizer.encode(prompt)
-    head = [] if system is None else [{"role": "system", "content": system}]
-    return tokenizer.chat([*head, {"role": "user", "content": prompt}])
+    if system is None:
+        return tokenizer.ask(prompt)
+    return tokenizer.chat([{"role": "system", "content": system}, {"role": "user", "content": prompt}])
 
 
 def _chat(args: argparse.Namespace) -> int:

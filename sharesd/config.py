@@ -20,6 +20,7 @@ MODEL_DRAFTERS = ("share", "classic")
 TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
 EMBEDDED_TABLE = Path(__file__).parent / "tables" / "smollm2-135m-instruct.npz"
+EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
 
 
@@ -115,7 +116,8 @@ class EngineConfig:
     ngram_recent: bool = False
     """`ngram`: continue the most recent match rather than the first."""
     corpus: str | None = None
-    """`suffix`: datastore of texts to look into as well, a file of `python -m train corpus`."""
+    """`suffix`: datastore of texts to look into as well, a file of `python -m train corpus`, or `empty`; None = the one
+    that comes with the embedded model, if that is the target, else none."""
     recycle_table: str | None = None
     """`recycle`: file of a table to start from, or `empty`; None = the one that comes with the embedded model, if that
     is the target, else an empty one."""
@@ -191,9 +193,17 @@ class EngineConfig:
     @property
     def table_file(self) -> Path | None:
         """`recycle`: the table to start from; None = an empty one."""
-        if self.recycle_table is None:
-            return EMBEDDED_TABLE if self.target is None else None
-        return None if self.recycle_table == "empty" else Path(self.recycle_table)
+        return self._given(self.recycle_table, EMBEDDED_TABLE)
+
+    @property
+    def corpus_file(self) -> Path | None:
+        """`suffix`: the datastore to look into as well; None = none."""
+        return self._given(self.corpus, EMBEDDED_CORPUS)
+
+    def _given(self, name: str | None, embedded: Path) -> Path | None:
+        if name is None:
+            return embedded if self.target is None else None
+        return None if name == "empty" else Path(name)
 
     @property
     def most_draft(self) -> int:

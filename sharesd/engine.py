@@ -169,15 +169,16 @@ class Engine:
                     counted = result.counted_BX.tolist()  # the one host synchronisation of a round
                     logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
                 num_idle = 0 if shape.nodes else num_idle + 1
-                paths = [_path(counted[row], tree) for row, live in enumerate(rows.live) if live]
-                chunks = rows.take_round(counted, logprobs, tree)
+                paths = [_path(row, tree) if live else () for row, live in zip(counted, rows.live, strict=False)]
+                accepted = [path for path, live in zip(paths, rows.live, strict=True) if live]
+                chunks = rows.take_round(counted, paths, logprobs, tree)
                 stale = any(chunk.finish_reason for chunk in chunks)
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
                 overhead_s = time.perf_counter() - started - draft_s - verify_s
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
                 stats.overhead_s += overhead_s
-                way.policy.record(tree, paths, draft_s, verify_s + overhead_s)
+                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s)
                 yield from chunks
         finally:
             # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.

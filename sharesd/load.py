@@ -25,6 +25,7 @@ from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
 from sharesd.calibrate import warm_up
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.device import device_of
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
@@ -257,7 +258,7 @@ class Runtime:
     def _table(self, name: str) -> Table:
         config = self.config
         if name == "suffix":
-            return SuffixTable(self._corpus(config.corpus) if config.corpus is not None else None)
+            return SuffixTable(self._corpus(config.corpus_file) if config.corpus_file is not None else None)
         if name == "recycle":
             table = RecycleTable(self.target.vocab_size)
             if config.table_file is not None:
@@ -265,7 +266,7 @@ class Runtime:
             return table
         return NgramTable(config.most_draft, config.ngram_min, config.ngram_max, most_recent=config.ngram_recent)
 
-    def _corpus(self, path: str) -> Datastore:
+    def _corpus(self, path: Path) -> Datastore:
         corpus = open_datastore(path)
         if corpus.largest >= self.target.vocab_size:
             raise ValueError(
@@ -325,23 +326,6 @@ def _num_bytes(model: CausalModel) -> int:
     assert isinstance(model, nn.Module)
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
-
-
-def device_of(name: str) -> torch.device:
-    """The device of a name; ValueError for one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device is {name!r}; give cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; give cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {name!r} but torch {torch.__version__} finds no GPU; use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; count from 0")
-    return device
 
 
 def _low_packed(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -70,6 +71,19 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     return args
 
 
+def run_command(prog: str, description: str, kind: str, modules: Sequence[str], argv: Sequence[str] | None) -> int:
+    """A program of subcommands, one in each module; returns the exit status.
+
+    Modules have `add_parser(subparsers)`, which sets the defaults `run` (args -> exit status) and `parser`.
+    """
+    parser = Parser(prog=prog, description=description)
+    subparsers = parser.add_subparsers(metavar=kind, required=True)
+    for name in modules:
+        importlib.import_module(name).add_parser(subparsers)
+    args = parse(parser, argv)
+    return main_guard(lambda: args.run(args))
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, where and how it runs."""
     group = parser.add_argument_group("model")
@@ -128,7 +142,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="mode suffix: datastore of texts to look into as well (`python -m train corpus` makes one)",
+        help="mode suffix: datastore of texts to look into as well, or `empty` (`python -m train corpus` makes one; "
+        "default: the one of the embedded model, for that model)",
     )
     group.add_argument(
         "--recycle-table",

@@ -24,8 +24,8 @@ class TokenChunk:
     """The tokens, in order; an end-of-sequence token is included."""
     sources: list[Source]
     """Where each token came from."""
-    drafter: str | None
-    """Name of the drafter behind accepted tokens."""
+    drafters: list[str | None]
+    """Who drafted each token; None for tokens of the target itself."""
     text: str
     """Text that is final now; may lag behind the tokens (incomplete characters, possible stop strings)."""
     logprobs: list[float] | None = None
@@ -50,7 +50,7 @@ class Completion:
         """Append a chunk of this row."""
         self.token_ids += chunk.token_ids
         self.sources += chunk.sources
-        self.drafters += [chunk.drafter if source == "accepted" else None for source in chunk.sources]
+        self.drafters += chunk.drafters
         self.text += chunk.text
         if chunk.logprobs is not None:
             self.logprobs = (self.logprobs or []) + chunk.logprobs

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from sharesd.tree import PLAIN, DraftTree, Shape
+from sharesd.tree import PLAIN, DraftTree, Shape, model_shape
 
 MARGIN = 1.04
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
@@ -50,12 +50,12 @@ class Costs:
     level: float = 0.0
     """One level of a draft tree."""
 
-    def of_step(self, width: int) -> float:
+    def of_step(self, width: float) -> float:
         """Seconds of a step of this many rows. Asserts that at least one width has been measured."""
         known = sorted(self.step)
         assert known, "no step has been measured"
         if width in self.step:
-            return self.step[width]
+            return self.step[int(width)]
         low = max((w for w in known if w < width), default=None)
         high = min((w for w in known if w > width), default=None)
         if low is not None and high is not None:
@@ -98,6 +98,39 @@ class Survival:
         return list(accumulate(each, lambda a, b: a * b))
 
 
+class Promises:
+    """What came of the guesses of tables, in rounds of one kind.
+
+    Choosing the best of many estimates favours those that err upwards: what guesses promise is corrected by this.
+    """
+
+    def __init__(self) -> None:
+        self._rounds, self._nodes, self._promised, self._held = 0.0, 0.0, 0.0, 0.0  # decayed
+
+    def fade(self, share: float) -> None:
+        """Let the evidence count less."""
+        self._rounds, self._nodes = share * self._rounds, share * self._nodes
+        self._promised, self._held = share * self._promised, share * self._held
+
+    def learn(self, nodes: int, promised: float, held: float) -> None:
+        """A round: guesses verified, tokens that they promised, tokens accepted."""
+        self._rounds += 1
+        self._nodes += nodes
+        self._promised += promised
+        self._held += held
+
+    @property
+    def honesty(self) -> float:
+        """Tokens accepted for each token promised."""
+        return (self._held + PROMISES) / (self._promised + PROMISES)
+
+    @property
+    def per_round(self) -> tuple[float, float]:
+        """Tokens accepted and guesses verified in a round; none before there is evidence."""
+        rounds = self._rounds + 1
+        return self._held / rounds, self._nodes / rounds
+
+
 class Policy:
     """Chooses the shape of drafts for one engine and one way of sampling."""
 
@@ -111,8 +144,8 @@ class Policy:
         self._chains = Survival(self._most, FIRST_ALPHA)
         self._trees = Survival(self._most, FIRST_TREE_ALPHA)
         self._verified, self._hits = [0.0] * self._most, [0.0] * self._most  # of trees: decayed, by a node's rank
-        self._worth = [0.0]  # tokens that the table's draft promises, by the number of its nodes
-        self._promised, self._held = 0.0, 0.0  # decayed: what such drafts promised, and what was accepted
+        self._worth = [0.0]  # tokens that tables promised last, by the number of nodes
+        self._tables, self._beside = Promises(), Promises()  # tables alone, beside a model's draft
         self._plain_rounds, self._patience = 0, FIRST_TRY
 
     def use(self, costs: Costs) -> None:
@@ -150,39 +183,51 @@ class Policy:
         return self._rate_of(shape, (self._trees if shape.is_tree else self._chains).rates())
 
     def _rate_of(self, shape: Shape, survival: list[float]) -> float:
-        gain, costs = sum(survival[: shape.depth]), self.costs
+        extra, nodes = self._beside.per_round if shape.nodes else (0.0, 0.0)
+        return self._rate(self._gain(shape, survival) + extra, shape.nodes + nodes, self._draft_s(shape))
+
+    def _gain(self, shape: Shape, survival: list[float]) -> float:
+        gain = sum(survival[: shape.depth])
+        return gain * self._reach(shape.nodes) if shape.is_tree else gain
+
+    def _draft_s(self, shape: Shape) -> float:
+        return (self.costs.level if shape.is_tree else self.costs.draft) * shape.depth
+
+    def chances(self, shape: Shape) -> list[float]:
+        """Of each node of a model's draft, best first: the estimated probability that it is accepted."""
         if shape.is_tree:
-            gain *= self._reach(shape.nodes)
-        return self._rate(gain, shape.nodes, (costs.level if shape.is_tree else costs.draft) * shape.depth)
+            return self._by_rank()[: shape.nodes]
+        return self._chains.rates()[: shape.depth]
 
     def _reach(self, num_nodes: int) -> float:
         """Share of the nodes accepted in a whole tree that are among the best `num_nodes`."""
-        # Before there is evidence a tree's ranks are hit in proportion to 1, 1/2, 1/3 ...
-        by_rank = zip(self._hits, self._verified, strict=True)
-        rates = [(hits + 1 / rank) / (tries + 1) for rank, (hits, tries) in enumerate(by_rank, 1)]
+        rates = self._by_rank()
         return sum(rates[:num_nodes]) / sum(rates)
 
-    def worth(self, scores: Sequence[Sequence[float]]) -> tuple[int, float]:
-        """How many of the best guesses of a table are worth verifying, and the tokens per second which they promise.
+    def _by_rank(self) -> list[float]:
+        # Before there is evidence a tree's ranks are hit in proportion to 1, 1/2, 1/3 ...
+        by_rank = zip(self._hits, self._verified, strict=True)
+        return [(hits + 1 / rank) / (tries + 1) for rank, (hits, tries) in enumerate(by_rank, 1)]
 
-        `scores` are each row's probabilities, in descending order. Choosing the best of many estimates favours those
-        that err upwards: what drafts promise is corrected by what came of earlier promises.
+    def worth(self, scores: Sequence[Sequence[float]], beside: Shape = PLAIN) -> tuple[int, float]:
+        """How many of the best guesses of tables are worth verifying, and the tokens per second which that promises.
+
+        `scores` are each row's probabilities, in descending order. The guesses may come on top of a model's draft.
         """
-        longest = min(max(map(len, scores), default=0), self.most())
-        honesty = (self._held + PROMISES) / (self._promised + PROMISES)
+        longest = min(max(map(len, scores), default=0), self.most() - beside.nodes)
+        honesty = (self._beside if beside.nodes else self._tables).honesty
         gains = [sum(row[num] for row in scores if len(row) > num) / len(scores) for num in range(longest)]
         self._worth = list(accumulate(gains, initial=0.0))
+        survival = (self._trees if beside.is_tree else self._chains).rates()
+        base, draft_s = self._gain(beside, survival), self._draft_s(beside)
+        rates = [self._rate(base + honesty * gain, beside.nodes + num, draft_s) for num, gain in enumerate(self._worth)]
         if self.pinned is not None:
-            return longest, self._rate(honesty * self._worth[longest], longest)
-        plain = self._rate(0.0, 0)
-        best, best_rate = 0, plain
-        for num, gain in enumerate(self._worth[1:], 1):
-            rate = self._rate(honesty * gain, num)
-            if rate > max(best_rate, MARGIN * plain):
-                best, best_rate = num, rate
-        return best, best_rate
+            return longest, rates[longest]
+        best = max(range(longest + 1), key=rates.__getitem__)
+        margin = 1.0 if beside.nodes else MARGIN
+        return (best, rates[best]) if rates[best] > margin * rates[0] else (0, rates[0])
 
-    def _rate(self, gain: float, num_nodes: int, draft_s: float = 0.0) -> float:
+    def _rate(self, gain: float, num_nodes: float, draft_s: float = 0.0) -> float:
         """Tokens per second of a round that emits 1 + `gain` tokens out of `num_nodes` guesses."""
         if not self.costs.step:  # nothing is known yet: a round is a round
             return 1 + gain
@@ -195,29 +240,31 @@ class Policy:
     def record(self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float) -> None:
         """A round is over: its draft, the verify rows (from 1) accepted in each row, the times of draft and step."""
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
-        if tree.num_steps:
-            survival = self._chains if tree.branches is None else self._trees
-            for path in paths:
-                survival.learn(len(path), tree.num_steps)
-                if tree.branches is not None:
-                    for rank in range(tree.tokens.shape[1]):
-                        self._verified[rank] += 1
-                        self._hits[rank] += rank + 1 in path
-        elif tree.tokens.shape[1] and paths:
-            self._promised += self._worth[min(tree.tokens.shape[1], len(self._worth) - 1)]
-            self._held += sum(map(len, paths)) / len(paths)
+        shape = model_shape(tree)
+        for path in paths if shape.nodes else ():
+            survival = self._trees if shape.is_tree else self._chains
+            survival.learn(sum(node <= shape.nodes for node in path), shape.depth)
+            for rank in range(shape.nodes if shape.is_tree else 0):
+                self._verified[rank] += 1
+                self._hits[rank] += rank + 1 in path
+        guessed = tree.tokens.shape[1] - shape.nodes
+        if paths and (shape.nodes or guessed):
+            held = sum(node > shape.nodes for path in paths for node in path) / len(paths)
+            promises = self._beside if shape.nodes else self._tables
+            promises.learn(guessed, self._worth[min(guessed, len(self._worth) - 1)] if guessed else 0.0, held)
         self._record_times(tree, draft_s, step_s)
 
     def _fade(self, share: float) -> None:
         self._chains.fade(share)
         self._trees.fade(share)
-        self._promised, self._held = share * self._promised, share * self._held
+        self._tables.fade(share)
+        self._beside.fade(share)
         self._verified = [share * count for count in self._verified]
         self._hits = [share * count for count in self._hits]
 
     def _record_times(self, tree: DraftTree, draft_s: float, step_s: float) -> None:
         costs, steps, width = self.costs, tree.num_steps, 1 + tree.tokens.shape[1]
-        kind = "draft" if tree.branches is None else "level"
+        kind = "level" if model_shape(tree).is_tree else "draft"
         costs.step.setdefault(width, step_s / self._drift)
         if steps and not getattr(costs, kind):
             setattr(costs, kind, draft_s / steps / self._drift)

@@ -38,16 +38,21 @@ class Rows:
     def take_first(self, tokens: list[int], logprobs: list[list[float]] | None) -> list[TokenChunk]:
         """The tokens that the prefill gave."""
         return [
-            self._emit(row, [tokens[row]], ["target"], logprobs[row] if logprobs else None)
+            self._emit(row, [tokens[row]], ["target"], [None], logprobs[row] if logprobs else None)
             for row in range(len(self.tokens))
         ]
 
     def take_round(
-        self, counted: list[list[int]], logprobs: list[list[float]] | None, tree: DraftTree
+        self,
+        counted: list[list[int]],
+        paths: list[Sequence[int]],
+        logprobs: list[list[float]] | None,
+        tree: DraftTree,
     ) -> list[TokenChunk]:
-        """A round's results: for each row the number of new tokens, then the tokens."""
+        """A round's results: for each row the number of new tokens, then the tokens; and the accepted nodes, from 1."""
         stats, chunks = self._stats, []
-        num_nodes, name = tree.tokens.shape[1], tree.drafter or None
+        num_nodes = tree.tokens.shape[1]
+        names = [tree.drafter or None] * (num_nodes - tree.added) + [tree.adder] * tree.added
         stats.steps += 1
         stats.draft_steps += tree.num_steps
         for row in range(len(self.tokens)):
@@ -57,7 +62,9 @@ class Rows:
             ids = counted[row][1 : 1 + num_new]
             last: Source = "target" if not num_nodes else "bonus" if num_new > tree.depth else "recovered"
             accepted: list[Source] = ["accepted"] * (num_new - 1)
-            chunk = self._emit(row, ids, [*accepted, last], logprobs[row][:num_new] if logprobs else None, name)
+            drafters = [names[node - 1] for node in paths[row]]
+            kept = logprobs[row][:num_new] if logprobs else None
+            chunk = self._emit(row, ids, [*accepted, last], [*drafters, None], kept)
             count = len(chunk.token_ids)
             stats.rounds += 1
             stats.drafted_tokens += num_nodes
@@ -73,8 +80,8 @@ class Rows:
         row: int,
         ids: list[int],
         sources: list[Source],
+        drafters: Sequence[str | None],
         logprobs: list[float] | None,
-        drafter: str | None = None,
     ) -> TokenChunk:
         count, text, reason = self._checkers[row].push(ids)
         self.live[row] = reason is None
@@ -82,4 +89,6 @@ class Rows:
         self._stats.new_tokens += count
         self._stats.sources.update(sources[:count])
         kept = None if logprobs is None else logprobs[:count]
-        return TokenChunk(self._first_index + row, ids[:count], sources[:count], drafter, text, kept, reason)
+        return TokenChunk(
+            self._first_index + row, ids[:count], sources[:count], list(drafters[:count]), text, kept, reason
+        )

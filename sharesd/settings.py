@@ -48,11 +48,10 @@ def place_of(config: EngineConfig) -> Place:
     """The place of a config. Imports torch, and downloads or converts the target where it is not here yet."""
     import torch
 
+    from sharesd.device import device_of
     from sharesd.models.resolve import resolve
 
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = str(device_of(config.device))
     on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     names = [cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]
     return Place(

@@ -74,6 +74,12 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
+    def ask(self, question: str) -> list[int]:
+        """Token ids of a user's message: in the chat template, or bare where there is none."""
+        if self.chat_template is None:
+            return self.encode(question)
+        return self.chat([{"role": "user", "content": question}])
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text which `chat` encodes."""
         if self.chat_template is None:

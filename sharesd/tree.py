@@ -63,7 +63,23 @@ class DraftTree(NamedTuple):
     depth: int = 0  # most nodes on a path
     num_steps: int = 0  # draft steps of a model that it took
     drafter: str = ""  # who guessed
+    added: int = 0  # how many nodes, the last ones, tables added to a model's draft
+    adder: str = ""  # names of those tables
     places: Tensor | None = None  # [B, T] int64: where a model drafter wrote root and nodes, from the root's slot on
+
+
+def model_shape(tree: DraftTree) -> Shape:
+    """Of the part that a model drafted."""
+    return Shape(tree.num_steps, tree.tokens.shape[1] - tree.added) if tree.num_steps else PLAIN
+
+
+def parents_of(tree: DraftTree) -> list[list[int]]:
+    """Each row's parents of the nodes, as in a Guess: -1 = the root."""
+    B, N = tree.tokens.shape
+    if tree.branches is None:
+        return [list(range(-1, N - 1)) for _ in range(B)]
+    depth_BT, path_BTP = tree.branches
+    return path_BTP.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[:, 1:, 0].sub(1).tolist()
 
 
 class Verdict(NamedTuple):

@@ -140,7 +140,7 @@ def test_every_piece_of_text_belongs_to_its_token() -> None:
             return text.replace("<>", "é").replace("<", "\ufffd").replace(">", "\ufffd")
 
     def chunk(ids: list[int], sources: list[Source], text: str, end: Any = None) -> TokenChunk:
-        return TokenChunk(0, ids, sources, "share", text, None, end)
+        return TokenChunk(0, ids, sources, ["share" if x == "accepted" else None for x in sources], text, None, end)
 
     pieces = show.SourcedText(Letters())  # type: ignore[arg-type]
     assert pieces.take(chunk([0], ["target"], "a")) == [("a", "target")]

@@ -175,9 +175,9 @@ def test_old_records_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 def test_completion_knows_the_drafters() -> None:
     completion = Completion()
-    completion.add(TokenChunk(0, [1], ["target"], None, ""))
-    completion.add(TokenChunk(0, [2, 3], ["accepted", "bonus"], "suffix", ""))
-    completion.add(TokenChunk(0, [4], ["recovered"], "share", ""))
+    completion.add(TokenChunk(0, [1], ["target"], [None], ""))
+    completion.add(TokenChunk(0, [2, 3], ["accepted", "bonus"], ["suffix", None], ""))
+    completion.add(TokenChunk(0, [4], ["recovered"], [None], ""))
     assert completion.drafters == [None, "suffix", None, None]
 
 

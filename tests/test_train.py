@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tiny import make_checkpoint
 
-from sharesd.config import EMBEDDED_TABLE, EngineConfig
+from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.tables.recycling import RecycleTable
-from sharesd.tables.suffix import build_datastore
+from sharesd.tables.suffix import build_datastore, open_datastore
 from train.__main__ import main
 from train.prompts import read_prompts
 
@@ -36,10 +36,12 @@ def prompts(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_prompts_are_read_once_each(prompts: tuple[Path, Path]) -> None:
-    found = read_prompts([*map(str, prompts)], None)
+    found = read_prompts([*map(str, prompts)])
     assert len(found) == len(RECORDS) == len(set(found))
     assert {"why is the sky blue", "the cat\n\nsat on the mat", "how is it", "this is the cat"} < set(found)
-    assert read_prompts([str(prompts[0])], 3) == read_prompts([str(prompts[1])], 3) == found[:3]
+    some = read_prompts([str(prompts[0])], 3)
+    assert some == read_prompts([str(prompts[1])], 3) and len(set(some)) == 3 and set(some) < set(found)
+    assert read_prompts([str(prompts[0])], 99) == read_prompts([str(prompts[0])]), "no more than there are"
 
 
 def test_a_filled_table_knows_what_the_model_says(
@@ -49,7 +51,7 @@ def test_a_filled_table_knows_what_the_model_says(
     model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "table.npz"
     options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24"]
     assert main(["table", "--prompts", str(prompts[0]), "--num-prompts", "14", "--out", str(out), *options]) == 0
-    assert "from 14 prompts" in capsys.readouterr().out
+    assert "from 13 answers" in capsys.readouterr().out
     table = RecycleTable.filled(out)
     known = table.successors[table.successors[:, 0] >= 0]
     assert len(known) > 10 and (np.sort(known, 1)[:, 1:] != np.sort(known, 1)[:, :-1]).all()
@@ -66,9 +68,9 @@ def test_a_filled_table_knows_what_the_model_says(
         (["--prompts", "none.json", "--out", "x.npz"], "--prompts none.json cannot be read"),
         (["--prompts", "bad.jsonl", "--out", "x.npz"], "bad.jsonl:2 is not JSON"),
         (["--prompts", "empty.jsonl", "--out", "x.npz"], "empty.jsonl:1 has none of instruction, prompt, question"),
-        (["--prompts", "few.jsonl", "--out", "x.npz"], "--num-prompts is 400, but the files hold 1"),
+        (["--prompts", "few.jsonl", "--out", "x.npz"], "the files hold 1 prompts; give at least 10"),
         (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; name a .npz file"),
-        (["--prompts", "few.jsonl", "--out", "x.npz", "--num-prompts", "3"], "it must be at least 10"),
+        (["--prompts", "few.jsonl", "--out", "x.npz", "--num-prompts", "0"], "--num-prompts is 0; it must be at least"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -110,9 +112,30 @@ def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
         Runtime(replace(config, corpus=str(out)), ("suffix",))
 
 
-def test_the_embedded_models_table_ships() -> None:
+def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
+    options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24", "--out", str(out)]
+    assert main(["corpus", "--prompts", str(prompts[0]), "--num-prompts", "5", *options]) == 0
+    assert "of 5 texts" in capsys.readouterr().out
+    asked = read_prompts([str(prompts[0])], 5)
+    config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
+    rounds = []
+    for corpus in (None, str(out)):
+        engine = Runtime(replace(config, corpus=corpus), ("suffix",)).engine("suffix")
+        engine.complete([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
+        rounds.append(engine.stats.rounds)
+    assert rounds[1] < 0.7 * rounds[0], "it has seen the very answer"
+    assert main(["corpus", *options]) == 2
+    assert "give --texts, --prompts or both" in capsys.readouterr().err
+
+
+def test_the_embedded_models_table_and_corpus_ship() -> None:
     assert EMBEDDED_TABLE.stat().st_size < 2_000_000
     table = RecycleTable.filled(EMBEDDED_TABLE)
     assert table.successors.shape == (49152, 8) and (table.successors[:, 0] >= 0).sum() > 4000
     assert EngineConfig().table_file == EMBEDDED_TABLE and EngineConfig(recycle_table="empty").table_file is None
-    assert EngineConfig(target="elsewhere").table_file is None
+    assert EMBEDDED_CORPUS.stat().st_size < 2_000_000
+    corpus = open_datastore(EMBEDDED_CORPUS)
+    assert corpus.num_tokens > 200_000 and corpus.largest < 49152
+    assert EngineConfig().corpus_file == EMBEDDED_CORPUS and EngineConfig(corpus="empty").corpus_file is None
+    assert EngineConfig(target="elsewhere").table_file is EngineConfig(target="elsewhere").corpus_file is None

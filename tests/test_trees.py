@@ -6,11 +6,12 @@ Legend: B rows, N nodes, T = N + 1 rows of a step.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from oracle import VOCAB, continue_plainly, logits_of, new_engine, tiny_decoder
+from oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
 from torch import Tensor
 
 from compile.attention import Branches, attend, attend_reference, keep_rows, new_kv
@@ -20,13 +21,15 @@ from sharesd.acceptance import accept_tree
 from sharesd.config import SamplingParams
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.share import ShareDrafter
 from sharesd.models.decoder import Decoder
+from sharesd.output import Completion
 from sharesd.policy import Costs
-from sharesd.tables.base import Guess, best_chain, merge
+from sharesd.tables.base import Guess, best_chain, merge, weave
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import chains, pack
+from sharesd.tree import chain, chains, pack, shapes_of
 
 CPU = torch.device("cpu")
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -194,10 +197,12 @@ class OracleTable:
         future, at = self._rows[row]
         self._rows[row] = (future, at + len(tokens))
 
-    def guess(self, row: int, budget: int) -> Guess:
+    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
         dice = self._dice
         noise = random_tree(dice, dice.randrange(0, budget))
+        noise = noise._replace(scores=[score / 10 for score in noise.scores])
         future, at = self._rows[row]
+        at += len(ahead)  # where they are right; else what follows is as good as noise
         true = future[at : at + dice.randrange(0, 5)]
         tree = merge([noise, Guess(true, list(range(-1, len(true) - 1)), [0.9 - i / 10 for i in range(len(true))])])
         if dice.random() < 0.3:
@@ -257,6 +262,49 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
         assert got.token_ids == want.token_ids
         text = [*text, *got.token_ids, 5, 5, 5]
     assert engine.stats.sources["accepted"] > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("tree", [None, (2, 2, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["share", "classic"])
+def test_tables_fill_up_a_models_draft(
+    name: str, tree: Any, sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharesd.drafters.hybrid.STALE", 2)  # the model drafts in every third round at least
+    plain = tiny_decoder(3)
+    model, switch = switched(plain, 0.1)
+    params = SamplingParams(max_new_tokens=30, **SAMPLINGS[sampling])
+    naive = new_engine(plain, batch=batch).complete(PROMPTS, params)
+    futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
+    shapes = (*(shapes_of(*tree)[-1:] if tree else [chain(2)]), chain(9))
+    cache = model.new_cache(batch, 128)
+    inner = (
+        ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=2)
+        if name == "share"
+        else ClassicDrafter(tiny_decoder(3), batch=batch, slots=128, shapes=shapes, weight_bytes=0, top=2)
+    )
+    drafter = HybridDrafter("hybrid", [OracleTable(futures, 1)], inner, num_nodes=9, trees=True)
+    engine = new_engine(model, drafter, batch=batch, cache=cache, auto_length=True)
+    engine.way(params).policy.use(Costs({1: 1.0, 10: 1.01}, 0.2, 0.2))
+    together = 0
+    for _ in range(3):
+        done = [Completion() for _ in PROMPTS]
+        for chunk in engine.generate(PROMPTS, params, reuse=True):
+            done[chunk.row].add(chunk)
+            together += {name, "oracle"} <= set(chunk.drafters)
+        assert [c.token_ids for c in done] == [c.token_ids for c in naive]
+    assert together > 1, "rounds in which nodes of both were accepted"
+
+
+def test_weaving_keeps_the_models_nodes_and_adds_what_they_leave_open() -> None:
+    model = Guess([1, 2], [-1, 0], [0.8, 0.6])
+    root = Guess([1, 9, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.35, 0.2])  # 1: the model has said what comes there
+    after = Guess([3, 4, 5], [-1, -1, 0], [0.9, 0.1, 0.5])
+    woven = weave(model, [(-1, root), (1, after)])
+    assert woven.tokens == [1, 2, 3, 5, 7, 4, 8] and woven.parents == [-1, 0, 1, 2, -1, 1, 4]
+    assert woven.scores == pytest.approx([0.8, 0.6, 0.54, 0.3, 0.07, 0.06, 0.04])
+    assert weave(model, []) == model
 
 
 def test_recycling_learns_from_plain_steps_too() -> None:

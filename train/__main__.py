@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 
-from sharesd.options import Parser, main_guard, parse
+from sharesd.options import run_command
 
 COMMANDS = ("train.table", "train.corpus")
-"""Modules with `add_parser(subparsers)`, which sets the defaults `run` (args -> exit status) and `parser`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare one drafter; returns the exit status."""
-    parser = Parser(prog="python -m train", description="Prepare drafters for a model.")
-    subparsers = parser.add_subparsers(metavar="DRAFTER", required=True)
-    for name in COMMANDS:
-        importlib.import_module(name).add_parser(subparsers)
-    args = parse(parser, argv)
-    return main_guard(lambda: args.run(args))
+    return run_command("python -m train", "Prepare drafters for a model.", "DRAFTER", COMMANDS, argv)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from sharesd import options
+from sharesd.config import SamplingParams
 from sharesd.console import console, loading_bars
+from train.answers import BATCH, add_prompt_options, answered, check
+from train.prompts import read_prompts
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,37 +22,47 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "corpus",
         help="make a datastore for mode suffix",
-        description="Tokenize texts and sort them for `--mode suffix --corpus FILE`.",
+        description="Sort texts, or the target's answers to prompts, for `--mode suffix --corpus FILE`.",
     )
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument(
+    options.add_model_options(parser)
+    group = parser.add_argument_group("corpus")
+    group.add_argument(
         "--texts",
         nargs="+",
-        required=True,
+        default=[],
         metavar="FILE",
         help="plain text, or JSON Lines whose records have a `text` (answers-MODE.jsonl of a benchmark, for example)",
     )
-    parser.add_argument(
-        "--target",
-        metavar="MODEL",
-        help="whose tokens these are; as in `python -m sharesd` (default: the embedded model)",
-    )
-    parser.add_argument("--out", required=True, metavar="FILE", help="the datastore, a .npy file")
+    add_prompt_options(group, required=False)
+    group.add_argument("--out", required=True, metavar="FILE", help="the datastore, a .npy file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Build the datastore; returns the exit status."""
+    check(args)
     out = Path(args.out)
     if out.suffix != ".npy" or out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"--out is {args.out}; name a .npy file in a folder that is there")
-    texts = [text for name in args.texts for text in _texts(Path(name))]
+    if not args.texts and not args.prompts:
+        raise ValueError("there is nothing to make a corpus of; give --texts, --prompts or both")
+    config = replace(options.engine_config(args, modes=("naive",)), max_batch=BATCH)
+    prompts = read_prompts(args.prompts, args.num_prompts) if args.prompts else []
+    given = [text for name in args.texts for text in _texts(Path(name))]
     with loading_bars() as progress:
         from sharesd.models.resolve import resolve  # torch takes seconds, mistakes should not
         from sharesd.tables.suffix import build_datastore
         from sharesd.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(resolve(args.target, progress=progress))
-        tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+        tokenizer = load_tokenizer(resolve(config.target, progress=progress))
+        texts = [tokenizer.encode(text, add_special_tokens=False) for text in given]
+        if prompts:
+            from sharesd.load import Runtime
+
+            engine = Runtime(config, ("naive",), progress=progress).engine("naive")
+            found = answered(engine, prompts, SamplingParams(max_new_tokens=args.max_new_tokens), progress=progress)
+            texts += _with_beginnings(found)
+        tokens = [token for text in texts for token in text]
         build_datastore(tokens, out)
     console.print(
         f"{out}: {len(tokens):,} tokens of {len(texts)} texts, {out.stat().st_size / 1e6:.1f} MB",
@@ -54,6 +70,14 @@ def run(args: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     return 0
+
+
+def _with_beginnings(found: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    """The answers, behind the end that all prompts have in common: what a template puts before each answer."""
+    prompts = [prompt for prompt, _ in found]
+    same = (len(set(tokens)) == 1 for tokens in zip(*map(reversed, prompts), strict=False))
+    num = sum(1 for _ in takewhile(bool, same))
+    return [[*prompt[len(prompt) - num :], *answer] for prompt, answer in found]
 
 
 def _texts(path: Path) -> Iterator[str]:

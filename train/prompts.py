@@ -12,20 +12,20 @@ TEXT_FIELDS = ("instruction", "prompt", "question")
 """Of a record, the first that is there; an `input`, its own or that of its first instance, follows."""
 
 
-def read_prompts(files: Sequence[str], num: int | None, seed: int = 0) -> list[str]:
-    """Prompts of all files in random order, each once, `num` of them (None = all).
+def read_prompts(files: Sequence[str], most: int | None = None, seed: int = 0) -> list[str]:
+    """Prompts of all files in random order, each once; of each file at most so many, drawn at random.
 
-    A file is JSON Lines, or JSON with a list of records. ValueError for whatever cannot be read, and for too few.
+    A file is JSON Lines, or JSON with a list of records. ValueError for whatever cannot be read.
     """
-    found: dict[str, None] = {}
+    dice = random.Random(seed)
+    drawn: dict[str, None] = {}
     for name in files:
-        for where, record in _records(Path(name)):
-            found[_prompt(where, record)] = None
-    prompts = list(found)
-    random.Random(seed).shuffle(prompts)
-    if num is not None and num > len(prompts):
-        raise ValueError(f"--num-prompts is {num}, but the files hold {len(prompts)}; ask for no more")
-    return prompts[:num]
+        found = list(dict.fromkeys(_prompt(where, record) for where, record in _records(Path(name))))
+        dice.shuffle(found)
+        drawn |= dict.fromkeys(found[:most])
+    prompts = list(drawn)
+    dice.shuffle(prompts)
+    return prompts
 
 
 def _records(path: Path) -> list[tuple[str, Any]]:

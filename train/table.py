@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 from sharesd import options
 from sharesd.config import SamplingParams
 from sharesd.console import console, loading_bars
-from sharesd.models.progress import Progress, silent
+from train.answers import BATCH, add_prompt_options, answered, check
 from train.prompts import read_prompts
 
 if TYPE_CHECKING:
     from sharesd.engine import Engine
     from sharesd.tables.recycling import RecycleTable
 
-NUM_PROMPTS, MAX_NEW_TOKENS = 400, 128
 HELD_BACK = 10
 """One prompt of so many teaches hit rates instead of successors."""
+PIECE = 64
+"""Tokens of each text that are read at a time."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,39 +39,38 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
     group = parser.add_argument_group("table")
-    group.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="JSON or JSON Lines")
-    group.add_argument(
-        "--num-prompts", type=int, default=NUM_PROMPTS, metavar="N", help="prompts that are answered, drawn from all"
-    )
-    group.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="tokens per answer")
+    add_prompt_options(group, required=True)
     group.add_argument("--out", required=True, metavar="FILE", help="the table, a .npz file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Fill the table and write it; returns the exit status."""
-    if args.num_prompts < HELD_BACK:
-        raise ValueError(f"--num-prompts is {args.num_prompts}; it must be at least {HELD_BACK}")
+    check(args)
     out = Path(args.out)
     if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"--out is {args.out}; name a .npz file in a folder that is there")
-    config = replace(options.engine_config(args, modes=("suffix", "recycle")), recycle_table="empty")
+    config = options.engine_config(args, modes=("recycle",))
+    config = replace(config, recycle_table="empty", max_batch=BATCH)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     prompts = read_prompts(args.prompts, args.num_prompts)
+    num_held_back = len(prompts) // HELD_BACK
+    if num_held_back == 0:
+        raise ValueError(f"the files hold {len(prompts)} prompts; give at least {HELD_BACK}")
     with loading_bars() as progress:
         from sharesd.load import Runtime  # torch takes seconds, mistakes should not
 
-        runtime = Runtime(config, ("suffix", "recycle"), progress=progress)
-        drafter: Any = runtime.engine("recycle").drafter
-        [table] = drafter.tables
-        fill(table, runtime.engine("suffix"), prompts[len(prompts) // HELD_BACK :], params, progress=progress)
+        runtime = Runtime(config, ("naive", "recycle"), progress=progress)
+        plain, recycling = runtime.engine("naive"), runtime.engine("recycle")
+        [table] = recycling.drafter.tables  # type: ignore[union-attr]
+        texts = answered(plain, prompts[num_held_back:], params, progress=progress)
+        fill(table, plain, [[*prompt, *answer] for prompt, answer in texts])
         successors = table.successors.copy()
-        for prompt in prompts[: len(prompts) // HELD_BACK]:
-            runtime.engine("recycle").complete([_ids(runtime.engine("recycle"), prompt)], params)
+        answered(recycling, prompts[:num_held_back], params)  # which teaches hit rates
     table.successors = successors
     table.save(out)
     known = int((successors[:, 0] >= 0).sum())
     console.print(
-        f"{out}: successors of {known:,} tokens of {table.vocab_size:,}, from {len(prompts)} prompts, "
+        f"{out}: successors of {known:,} tokens of {table.vocab_size:,}, from {len(texts)} answers, "
         f"{out.stat().st_size / 1e6:.2f} MB",
         highlight=False,
         soft_wrap=True,
@@ -78,19 +78,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def fill(
-    table: RecycleTable, engine: Engine, prompts: Sequence[str], params: SamplingParams, *, progress: Progress = silent
-) -> None:
-    """Put the likeliest successors of every token into the table, from prompts and the engine's answers to them."""
+def fill(table: RecycleTable, engine: Engine, texts: Sequence[list[int]]) -> None:
+    """Put the target's likeliest successors of every token of the texts into the table."""
     import numpy as np
 
     keys, weights = [], []
-    for done, prompt in enumerate(prompts):
-        progress("answering prompts", done, len(prompts))
-        ids = _ids(engine, prompt)
-        [answer] = engine.complete([ids], params)
-        text = [*ids, *answer.token_ids][: engine.max_context]
-        for tokens, likely, probs in _successors(engine, text, table.num_successors):
+    for first in range(0, len(texts), engine.cache.batch):
+        for tokens, likely, probs in _successors(engine, texts[first : first + engine.cache.batch], table):
             keys.append((tokens[:, None] * table.vocab_size + likely).ravel())
             weights.append(probs.ravel())
     engine.forget()
@@ -105,24 +99,21 @@ def fill(
     table.successors[tokens[kept], ranks[kept]] = likely[kept]
 
 
-def _successors(engine: Engine, text: list[int], k: int) -> Iterable[tuple[Any, Any, Any]]:
-    """Tokens [T], the k likeliest after each [T, k] and their probabilities, in pieces of a text."""
+def _successors(engine: Engine, texts: Sequence[list[int]], table: RecycleTable) -> Iterable[tuple[Any, Any, Any]]:
+    """Tokens [R], the k likeliest after each [R, k] and their probabilities, in pieces of at most as many texts as the
+    cache has rows.
+    """
     import torch
 
-    from sharesd.prefill import CHUNK
-
-    cache = engine.cache
+    cache, longest = engine.cache, max(map(len, texts))
+    padded = [text + [0] * (longest - len(text)) for text in texts] + [[0] * longest] * (cache.batch - len(texts))
+    tokens_BL = torch.tensor(padded, device=cache.lengths.device)
+    lengths_B = torch.tensor([*map(len, texts), *[0] * (cache.batch - len(texts))], device=cache.lengths.device)
     with torch.inference_mode():
-        for start in range(0, len(text), CHUNK):
-            piece = torch.tensor([text[start : start + CHUNK]] * cache.batch, device=cache.lengths.device)
+        for start in range(0, longest, PIECE):
+            piece_BT = tokens_BL[:, start : start + PIECE]
             cache.lengths.fill_(start)
-            logits_TV = engine.target.forward(piece, cache)[0].float()
-            probs_Tk, likely_Tk = logits_TV.softmax(-1).topk(k)
-            yield piece[0].cpu().numpy(), likely_Tk.cpu().numpy(), probs_Tk.cpu().numpy()
-
-
-def _ids(engine: Engine, prompt: str) -> list[int]:
-    tokenizer = engine.tokenizer
-    if tokenizer.has_chat_template:
-        return tokenizer.chat([{"role": "user", "content": prompt}])
-    return tokenizer.encode(prompt)
+            real_BT = start + torch.arange(piece_BT.shape[1], device=piece_BT.device) < lengths_B[:, None]
+            logits_RV = engine.target.forward(piece_BT, cache)[real_BT].float()
+            probs_Rk, likely_Rk = logits_RV.softmax(-1).topk(table.num_successors)
+            yield piece_BT[real_BT].cpu().numpy(), likely_Rk.cpu().numpy(), probs_Rk.cpu().numpy()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, get_args
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmark import arguments
 from benchmark import questions as question_files
 from benchmark.environment import environment
 from benchmark.job import model_name
@@ -46,13 +43,22 @@ def add_parser(subparsers: Any) -> None:
         help="runtimes to measure, with commas; those that are not installed are named in the table",
     )
     group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
-    group.add_argument("--num-questions", type=_count, default=4, metavar="N", help="first turns of N questions")
-    group.add_argument("--max-new-tokens", type=_count, default=64, metavar="N", help="exactly so many per prompt")
-    group.add_argument("--repeats", type=_count, default=3, metavar="R", help="measure R times; report the median")
     group.add_argument(
-        "--threads", type=_count, metavar="N", help="threads of every runtime on CPU (default: physical cores)"
+        "--num-questions", type=arguments.number, default=4, metavar="N", help="first turns of N questions"
     )
-    group.add_argument("--out-dir", metavar="DIR", help="where results go (default: results/peers-DATE-TIME)")
+    group.add_argument(
+        "--max-new-tokens", type=arguments.number, default=64, metavar="N", help="exactly so many per prompt"
+    )
+    group.add_argument(
+        "--repeats", type=arguments.number, default=3, metavar="R", help="measure R times; report the median"
+    )
+    group.add_argument(
+        "--threads",
+        type=arguments.number,
+        metavar="N",
+        help="threads of every runtime on CPU (default: physical cores)",
+    )
+    arguments.add_out_dir(group, "peers")
     options.add_model_options(parser)
 
 
@@ -63,13 +69,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     config = options.engine_config(args, modes=get_args(Mode))
     asked = question_files.load("mtbench", args.questions, args.num_questions)
-    out_dir = _out_dir(args.out_dir)
+    out_dir = arguments.out_folder(args.out_dir, "peers")
 
     from benchmark.conversation import prompt_format, prompt_ids, require_room
+    from sharesd.device import device_of
     from sharesd.models.resolve import resolve
     from sharesd.tokenizer import load_tokenizer
 
-    config = replace(config, device=_device(config.device))  # the same for all
+    config = replace(config, device=str(device_of(config.device)))  # the same for all
     with loading_bars() as progress:
         tokenizer = load_tokenizer(resolve(config.target, progress=progress))
     first_turns = [replace(question, turns=question.turns[:1]) for question in asked.questions]
@@ -117,18 +124,12 @@ def num_cores() -> int:
     return min(usable, psutil.cpu_count(logical=False) or usable)
 
 
-def _device(name: str) -> str:
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
 def _settings(
     args: argparse.Namespace, settings: Settings, label: str, prompts: Sequence[list[int]], prompt_format: str
 ) -> dict[str, Any]:
     config = settings.config
     return {
-        "command": shlex.join(["python", "-m", "benchmark", *sys.argv[1:]]),
+        "command": arguments.command(),
         "model": EMBEDDED if config.target is None else model_name(config.target),
         "questions": label,
         "num_prompts": len(prompts),
@@ -187,26 +188,8 @@ def _bar() -> Iterator[Say]:
         yield say
 
 
-def _out_dir(text: str | None) -> Path:
-    """Where to write, known to be possible before anything is measured."""
-    if text is None:
-        return Path("results") / f"peers-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(text)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out-dir {text} cannot be made ({error.strerror}); name another folder") from error
-    return folder
-
-
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)

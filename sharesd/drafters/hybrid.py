@@ -1,7 +1,8 @@
-"""Several drafters, and in each round the one that promises most tokens per second.
+"""Several drafters, and in each round what promises most tokens per second.
 
 Tables guess for nothing, so they are always asked; their trees are merged into one. A model drafter takes time, so it
-drafts only where its running acceptance promises more than the tables' scores do.
+drafts only where its running acceptance promises more than the tables' scores do. Then the tables fill up its draft:
+with branches beside it, and with what might come after it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from compile.topk import top_k
 from sharesd.drafters.base import Drafter
 from sharesd.policy import Policy
 from sharesd.sampler import Sampler
-from sharesd.tables.base import Guess, Table, best_chain, merge
-from sharesd.tree import DraftTree, Shape, Verdict, chains, pack
+from sharesd.tables.base import Guess, Table, best_chain, merge, spine, weave
+from sharesd.tree import DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
 
 STALE = 48
 """Rounds after which the model drafter drafts again, so that its acceptance stays known."""
@@ -38,6 +39,7 @@ class HybridDrafter:
         self.shapes = model.shapes if model else chains(num_nodes)
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
+        self._woven = False  # whether the last draft has nodes of both
         self._num_successors = max((table.num_successors for table in tables), default=0)
         self._seen: tuple[Tensor, Tensor] | None = None  # tokens read last [R], likeliest ones after each [R, k]
 
@@ -48,9 +50,9 @@ class HybridDrafter:
             for row, tokens in enumerate(prompts):
                 table.begin(row, tokens)
         if self.model_drafter is not None:
-            known = num_kept if self._idle == 0 else [0] * len(prompts)
+            known = [0] * len(prompts) if self._idle or self._woven else num_kept
             self.model_drafter.begin(prompts, known, sampler, policy)
-        self._seen, self._idle = None, 0
+        self._seen, self._idle, self._woven = None, 0, False
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
         if self._seen is not None:
@@ -74,21 +76,47 @@ class HybridDrafter:
         if self.model_drafter is not None:
             shape = self._policy.pinned or self._policy.best_shape()
             if self._idle >= STALE or self._policy.rate_of_shape(shape) > rate:
-                self.model_drafter.catch_up(self._texts, self._idle > 0)
+                self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
                 self._idle = 0
-                return self.model_drafter.draft(root_B, shape)
+                return self._fill_up(self.model_drafter.draft(root_B, shape), guesses)
             self._idle += 1
         if self._other_rule:  # which knows no rows with fewer nodes than others
             num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
-        names = "+".join(table.name for table in self.tables)
-        return pack(guesses, num_nodes, root_B.device, names)
+        return pack(guesses, num_nodes, root_B.device, self._names)
+
+    def _fill_up(self, draft: DraftTree, guesses: list[Guess]) -> DraftTree:
+        """A model's draft with nodes of the tables, where that pays: after the root, and after its best chain."""
+        shape = model_shape(draft)
+        room = self._policy.most() - shape.nodes
+        self._woven = False
+        if room <= 0 or not self.tables or not self._trees or self._other_rule:
+            return draft
+        chances, rows = self._policy.chances(shape), []
+        for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), parents_of(draft), strict=True)):
+            model = Guess(tokens, parents, chances)
+            chain = spine(model)
+            after = self._ask(row, room, [tokens[node] for node in chain])
+            rows.append(weave(model, [(-1, guesses[row]), (chain[-1], after)]))
+        num_added, _ = self._policy.worth([row.scores[shape.nodes :] for row in rows], beside=shape)
+        if num_added == 0:
+            return draft
+        self._woven = True
+        tree = pack(rows, shape.nodes + num_added, draft.tokens.device, draft.drafter)
+        return tree._replace(num_steps=draft.num_steps, added=num_added, adder=self._names)
+
+    @property
+    def _names(self) -> str:
+        return "+".join(table.name for table in self.tables)
 
     def _guess(self, row: int, num_nodes: int) -> Guess:
-        guess = merge([table.guess(row, num_nodes) for table in self.tables])
+        guess = self._ask(row, num_nodes)
         return guess if self._trees and not self._other_rule else best_chain(guess)
 
+    def _ask(self, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Guess:
+        return merge([table.guess(row, num_nodes, ahead) for table in self.tables])
+
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
-        if self.model_drafter is not None and self._idle == 0:
+        if self.model_drafter is not None and self._idle == 0 and not self._woven:
             self.model_drafter.commit(root_B, tree, verdict, logits_BTV)
         if self._num_successors:
             rows_RV = logits_BTV.flatten(0, 1)

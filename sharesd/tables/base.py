@@ -60,17 +60,26 @@ class Table(Protocol):
         """The tokens that the target has emitted since. What they say about the last guess is learnt."""
         ...
 
-    def guess(self, row: int, budget: int) -> Guess:
-        """At most `budget` nodes after the row's last token; none where the table knows nothing."""
+    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+        """At most `budget` nodes after the row's last token; none where the table knows nothing.
+
+        Or after the tokens `ahead` that might come next; of what becomes of such guesses nothing is learnt.
+        """
         ...
 
 
-def best_chain(guess: Guess) -> Guess:
-    """The path through each node's best child."""
+def spine(guess: Guess) -> list[int]:
+    """The nodes on the path through each node's best child."""
     chain: list[int] = []
     for index, parent in enumerate(guess.parents):
         if parent == (chain[-1] if chain else -1):
             chain.append(index)
+    return chain
+
+
+def best_chain(guess: Guess) -> Guess:
+    """The path through each node's best child, alone."""
+    chain = spine(guess)
     return Guess([guess.tokens[i] for i in chain], list(range(-1, len(chain) - 1)), [guess.scores[i] for i in chain])
 
 
@@ -89,6 +98,37 @@ def merge(guesses: Sequence[Guess]) -> Guess:
     index = {path: i for i, path in enumerate(ranked)}
     return Guess(
         [path[-1] for path in ranked], [index.get(path[:-1], -1) for path in ranked], [scores[p] for p in ranked]
+    )
+
+
+def weave(model: Guess, added: Iterable[tuple[int, Guess]]) -> Guess:
+    """A model's draft, and behind it the nodes which tables add to it, best first.
+
+    `added` are guesses of what comes after nodes of the model (-1 = the root), counted if the text gets there and goes
+    on as none of the node's children does.
+    """
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(model.tokens, model.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    known, scores = set(paths), dict[tuple[int, ...], float]()
+    for at, guess in added:
+        reached = model.scores[at] if at >= 0 else 1.0
+        children = zip(model.parents, model.scores, strict=True)
+        left = max(0.0, reached - sum(score for parent, score in children if parent == at))
+        below: list[tuple[int, ...] | None] = []  # paths; None: the model has said what comes there
+        for token, parent, score in zip(*guess, strict=True):
+            above = below[parent] if parent >= 0 else paths[at] if at >= 0 else ()
+            path = None if above is None or (*above, token) in known else (*above, token)
+            below.append(path)
+            if path is not None:
+                scores[path] = max(left * score, scores.get(path, 0.0))
+    paths += sorted(scores, key=lambda path: (-scores[path], len(path)))
+    index = {path: i for i, path in enumerate(paths)}
+    more = paths[len(model.tokens) :]
+    return Guess(
+        [path[-1] for path in paths],
+        [*model.parents, *(index.get(path[:-1], -1) for path in more)],
+        [*model.scores, *map(scores.__getitem__, more)],
     )
 
 

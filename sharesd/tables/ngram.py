@@ -67,19 +67,22 @@ class NgramTable:
         state.last = nothing()
         self._append(state, tokens)
 
-    def guess(self, row: int, budget: int) -> Guess:
+    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
         state = self._rows[row]
         text, after = state.text, state.after
-        for n in range(min(self.ngram_max, len(text)), self.ngram_min - 1, -1):
-            start = after.get(tuple(text[-n:]))
+        end = [*text[-self.ngram_max :], *ahead]
+        for n in range(min(self.ngram_max, len(end)), self.ngram_min - 1, -1):
+            start = after.get(tuple(end[-n:]))
             if start is not None:
                 tokens = text[start : start + min(self.num_draft, budget)]
                 scores, score = [], 1.0
                 for depth in range(len(tokens)):
                     score *= self.rates[min(n + depth, self.ngram_max)]
                     scores.append(score)
-                state.last, state.matched = Guess(tokens, list(range(-1, len(tokens) - 1)), scores), n
-                return state.last
+                found = Guess(tokens, list(range(-1, len(tokens) - 1)), scores)
+                if not ahead:
+                    state.last, state.matched = found, n
+                return found
         return nothing()
 
     def _append(self, state: _Row, tokens: Sequence[int]) -> None:

@@ -83,13 +83,15 @@ class RecycleTable:
         if last is not None:
             self._last_token[row] = last
 
-    def guess(self, row: int, budget: int) -> Guess:
-        root = self._last_token.get(row)
+    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+        root = ahead[-1] if ahead else self._last_token.get(row)
         if root is None:
             assert row in self._last, f"row {row} has not begun"
             return nothing()
-        self._last[row] = grow(budget, (root, -1, 0), self._children)
-        return self._last[row][0]
+        found = grow(budget, (root, -1, 0), self._children)
+        if not ahead:
+            self._last[row] = found
+        return found[0]
 
     def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
         """Replace rows by what the target says now.
