@@ -5,8 +5,9 @@ Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -164,25 +165,30 @@ LIBRARY.impl("attend_", _attend_cpu, "CPU")
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
 
 
-def keep_rows(
-    keys: Sequence[Tensor], values: Sequence[Tensor], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
-) -> None:
-    """Of the rows last written behind `lengths`, those of an ascending path become the first `num` ones, in place."""
-    if keys[0].device.type == "cpu":
-        layers, path_BT, num_B = len(keys), path_BT.contiguous(), num_B.contiguous()
-        words = c_int64 * layers
-        kernel("keep_rows", keys[0].dtype, *_KEEP_ARGTYPES)(
-            (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values))),
-            layers,
-            words(*(k.shape[1] for k in keys)),
-            words(*(k.shape[3] for k in keys)),
-            *(len(lengths_B), keys[0].shape[2]),
-            *(lengths_B.data_ptr(), path_BT.data_ptr(), num_B.data_ptr()),
-            path_BT.shape[1],
-        )
-        return
+def row_keeper(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """A function (lengths [B], path [B, T], num [B]): of the rows last written behind the lengths, those of an
+    ascending path become the first `num` ones, in place. Keys and values of all layers stay where they are.
+    """
+    if keys[0].device.type != "cpu":
+        return partial(_keep_rows, (*keys, *values))
+    layers = len(keys)
+    words = c_int64 * layers
+    addresses = (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values)))
+    heads, sizes = words(*(k.shape[1] for k in keys)), words(*(k.shape[3] for k in keys))
+    batch, slots = keys[0].shape[0], keys[0].shape[2]
+    function = kernel("keep_rows", keys[0].dtype, *_KEEP_ARGTYPES)
+
+    def keep(lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
+        path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
+        places = (lengths_B.data_ptr(), path_BT.data_ptr(), num_B.data_ptr())
+        function(addresses, layers, heads, sizes, batch, slots, *places, path_BT.shape[1])
+
+    return keep
+
+
+def _keep_rows(caches: Sequence[Tensor], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
     rows_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
     row_T = torch.arange(path_BT.shape[1], device=lengths_B.device)
     from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
-    for cache in (*keys, *values):
+    for cache in caches:
         cache[rows_B1, :, lengths_B[:, None] + row_T] = cache[rows_B1, :, from_BT]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile.attention import Branches
+from compile.walk import walk
 from sharesd.tree import DraftTree, Verdict
 
 
@@ -29,7 +31,15 @@ def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> Verdict:
     Children of a node differ, so at most one is kept, and a path's rows ascend since parents come before children.
     """
     assert tree.branches is not None
-    depth_BT, path_BTT = tree.branches
+    if target_tokens_BT.device.type == "cpu":
+        num_new_B, tokens_BT, path_BT = walk(tree.tokens, tree.branches, target_tokens_BT)
+        return Verdict(tokens_BT, num_new_B, path_BT)
+    return accept_tree_reference(tree, tree.branches, target_tokens_BT)
+
+
+def accept_tree_reference(tree: DraftTree, branches: Branches, target_tokens_BT: Tensor) -> Verdict:
+    """`accept_tree` in tensor operations, for every device."""
+    depth_BT, path_BTT = branches
     B, T = depth_BT.shape
     row_T = torch.arange(T, device=depth_BT.device)
     parent_BT = path_BTT.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[..., 0]

@@ -6,10 +6,12 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from compile.attention import keep_rows, new_kv
+from compile.attention import new_kv, row_keeper
 from compile.pages import zeros_like
 
 
@@ -34,6 +36,7 @@ class StaticKVCache:
         if torch.device(device).type == "cpu":
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
+        self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.slots = self.k[0].shape[2]
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.held: list[list[int]] = []
@@ -50,7 +53,9 @@ class StaticKVCache:
 
     def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
         """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
-        keep_rows(self.k, self.v, self.lengths, path_BT, num_B)
+        if self._keep is None:
+            self._keep = row_keeper(self.k, self.v)
+        self._keep(self.lengths, path_BT, num_B)
 
     @property
     def batch(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,20 +94,23 @@ class Verdict(NamedTuple):
 def pack(guesses: Sequence[Guess], num_nodes: int, device: torch.device, drafter: str) -> DraftTree:
     """The first `num_nodes` nodes of a guess per row. Rows with fewer get nodes which nothing accepts."""
     B, T = len(guesses), num_nodes + 1
-    tokens_BN = torch.full((B, num_nodes), -1, dtype=torch.int64)
     parents = [guess.parents[:num_nodes] for guess in guesses]
-    for b, guess in enumerate(guesses):
-        row = guess.tokens[:num_nodes]
-        tokens_BN[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    tokens = [(guess.tokens + [-1] * num_nodes)[:num_nodes] for guess in guesses]
     if all(row == list(range(-1, len(row) - 1)) for row in parents):
-        return DraftTree(tokens_BN.to(device), depth=max(map(len, parents)), drafter=drafter)
-    all_paths: list[list[list[int]]] = []
+        return DraftTree(
+            torch.tensor(tokens, dtype=torch.int64, device=device), depth=max(map(len, parents)), drafter=drafter
+        )
+    paths: list[list[int]] = []  # of all rows of all trees
     for row in parents:
-        paths = [[0]]
+        first = len(paths)
+        paths.append([0])
         for index, parent in enumerate(row, 1):
-            paths.append([*paths[parent + 1], index])
-        all_paths.append([*paths, *([0, index] for index in range(len(paths), T))])
-    depth_BT = torch.tensor([[len(path) - 1 for path in paths] for paths in all_paths])
-    path_BTP = torch.tensor([[path + [0] * (T - len(path)) for path in paths] for paths in all_paths])
-    branches = Branches(depth_BT.to(device), path_BTP.to(device))
-    return DraftTree(tokens_BN.to(device), branches, depth=int(depth_BT.max()), drafter=drafter)
+            paths.append([*paths[first + parent + 1], index])
+        paths += ([0, index] for index in range(len(row) + 1, T))
+    depths = [len(path) - 1 for path in paths]
+    filled = [(path + [0] * T)[:T] for path in paths]
+    flat = np.array([x for part in (*tokens, depths, *filled) for x in part])  # which torch takes twice as long to make
+    flat_X = torch.from_numpy(flat).to(device)
+    tokens_X, depth_X, path_X = flat_X.split([B * num_nodes, B * T, B * T * T])
+    branches = Branches(depth_X.view(B, T), path_X.view(B, T, T))
+    return DraftTree(tokens_X.view(B, num_nodes), branches, depth=max(depths), drafter=drafter)

@@ -14,10 +14,10 @@ import torch
 from oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
 from torch import Tensor
 
-from compile.attention import Branches, attend, attend_reference, keep_rows, new_kv
+from compile.attention import Branches, attend, attend_reference, new_kv, row_keeper
 from compile.linear import pack_linears
 from compile.stack import NativeStack
-from sharesd.acceptance import accept_tree
+from sharesd.acceptance import accept_tree, accept_tree_reference
 from sharesd.config import SamplingParams
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
@@ -94,7 +94,7 @@ def test_kept_rows_are_moved_together() -> None:
         before = [[cache.clone() for cache in pair] for pair in layers]
         lengths, num = torch.tensor([7, 40]), torch.tensor([3, 1])
         path = torch.tensor([[0, 2, 5, 6, 6], [0, 4, 4, 4, 4]])
-        keep_rows([k for k, _ in layers], [v for _, v in layers], lengths, path, num)
+        row_keeper([k for k, _ in layers], [v for _, v in layers])(lengths, path, num)
         for pair, old in zip(layers, before, strict=True):
             for cache, was in zip(pair, old, strict=True):
                 was[0, :, 7:10] = was[0, :, [7, 9, 12]]
@@ -144,6 +144,8 @@ def test_acceptance_walks_as_a_loop_would() -> None:
             continue
         target = torch.tensor([[dice.randrange(num + 2) for _ in range(num + 1)] for _ in guesses])
         verdict = accept_tree(tree, target)
+        for ours, theirs in zip(verdict, accept_tree_reference(tree, tree.branches, target), strict=True):
+            assert torch.equal(ours, theirs)
         for b, guess in enumerate(guesses):
             path, node = [0], -1
             while True:

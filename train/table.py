@@ -105,6 +105,8 @@ def _successors(engine: Engine, texts: Sequence[list[int]], table: RecycleTable)
     """
     import torch
 
+    from compile.topk import top_k
+
     cache, longest = engine.cache, max(map(len, texts))
     padded = [text + [0] * (longest - len(text)) for text in texts] + [[0] * longest] * (cache.batch - len(texts))
     tokens_BL = torch.tensor(padded, device=cache.lengths.device)
@@ -114,6 +116,8 @@ def _successors(engine: Engine, texts: Sequence[list[int]], table: RecycleTable)
             piece_BT = tokens_BL[:, start : start + PIECE]
             cache.lengths.fill_(start)
             real_BT = start + torch.arange(piece_BT.shape[1], device=piece_BT.device) < lengths_B[:, None]
-            logits_RV = engine.target.forward(piece_BT, cache)[real_BT].float()
-            probs_Rk, likely_Rk = logits_RV.softmax(-1).topk(table.num_successors)
+            logits_RV = engine.target.forward(piece_BT, cache)[real_BT]
+            likely_Rk = top_k(logits_RV, table.num_successors)
+            wide_RV = logits_RV.float()
+            probs_Rk = (wide_RV.gather(1, likely_Rk) - wide_RV.logsumexp(1, keepdim=True)).exp()
             yield piece_BT[real_BT].cpu().numpy(), likely_Rk.cpu().numpy(), probs_Rk.cpu().numpy()

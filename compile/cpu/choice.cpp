@@ -1,6 +1,7 @@
 // What Python calls to choose tokens, for every dtype.
 #include "noise.h"
 #include "topk.h"
+#include "walk.h"
 
 #define EXPORT(NAME)                                                                                                   \
   extern "C" void arg_max_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t threads) {  \
@@ -18,4 +19,9 @@ EXPORT(float64)
 extern "C" void gumbel_float32(const int64_t* keys, const int64_t* multipliers, float* out, int64_t R, int64_t J, int64_t V,
                                int64_t threads) {
   sharesd::gumbel(keys, multipliers, out, R, J, V, static_cast<int>(threads));
+}
+
+extern "C" void walk_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,
+                           int64_t* out, int64_t B, int64_t T, int64_t P) {
+  sharesd::walk(tokens, depth, path, target, out, B, T, P);
 }
