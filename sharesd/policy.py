@@ -52,22 +52,21 @@ class Costs:
 
     def of_step(self, width: float) -> float:
         """Seconds of a step of this many rows. Asserts that at least one width has been measured."""
-        known = sorted(self.step)
-        assert known, "no step has been measured"
-        if width in self.step:
-            return self.step[int(width)]
-        low = max((w for w in known if w < width), default=None)
-        high = min((w for w in known if w > width), default=None)
-        if low is not None and high is not None:
-            share = (width - low) / (high - low)
-            return self.step[low] + share * (self.step[high] - self.step[low])
-        if low is None:
-            return self.step[known[0]]
-        if len(known) == 1:
-            return self.step[low]
-        before = known[-2]
-        slope = max(0.0, self.step[low] - self.step[before]) / (low - before)
-        return self.step[low] + slope * (width - low)
+        seconds = sum(share * self.step[known] for known, share in self.shares(width))
+        widest = max(self.step)
+        if width <= widest or len(self.step) == 1:
+            return seconds
+        before = max(known for known in self.step if known < widest)
+        slope = max(0.0, self.step[widest] - self.step[before]) / (widest - before)
+        return seconds + slope * (width - widest)
+
+    def shares(self, width: float) -> list[tuple[int, float]]:
+        """The entries, one or two, between which a step of this many rows lies, and the share of each in its cost."""
+        assert self.step, "no step has been measured"
+        low = max((known for known in self.step if known <= width), default=min(self.step))
+        high = min((known for known in self.step if known >= width), default=max(self.step))
+        share = (width - low) / (high - low) if low < high else 0.0
+        return [(low, 1 - share), (high, share)] if share else [(low, 1.0)]
 
 
 class Survival:
@@ -265,18 +264,23 @@ class Policy:
     def _record_times(self, tree: DraftTree, draft_s: float, step_s: float) -> None:
         costs, steps, width = self.costs, tree.num_steps, 1 + tree.tokens.shape[1]
         kind = "level" if model_shape(tree).is_tree else "draft"
-        costs.step.setdefault(width, step_s / self._drift)
+        if width > max(costs.step, default=0):
+            costs.step[width] = step_s / self._drift
         if steps and not getattr(costs, kind):
             setattr(costs, kind, draft_s / steps / self._drift)
         each = getattr(costs, kind)
-        expected = each * steps + costs.step[width]
+        entries = costs.shares(width)
+        expected = each * steps + costs.of_step(width)
         measured = step_s + (draft_s if steps else 0.0)
         settling = self._timed["rounds"] < SETTLING  # entries would learn what the common factor has not yet
-        if settling or width == 1 or self._timed[width] >= KNOWN:
+        known = all(self._timed[entry] >= KNOWN for entry, _ in entries)
+        if settling or width == 1 or known:
             self._drift *= 1 + self._trust("rounds", 0.2) * (_clip(measured / (expected * self._drift)) - 1)
         if settling:
             return
-        costs.step[width] *= 1 + self._trust(width, 0.05) * (_clip(step_s / (costs.step[width] * self._drift)) - 1)
+        error = _clip(step_s / (costs.of_step(width) * self._drift)) - 1
+        for entry, share in entries:
+            costs.step[entry] *= 1 + share * self._trust(entry, 0.05) * error
         if steps:
             ratio = _clip(draft_s / (each * steps * self._drift))
             setattr(costs, kind, each * (1 + self._trust(kind, 0.05) * (ratio - 1)))
