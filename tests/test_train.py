@@ -136,6 +136,6 @@ def test_the_embedded_models_table_and_corpus_ship() -> None:
     assert EngineConfig().table_file == EMBEDDED_TABLE and EngineConfig(recycle_table="empty").table_file is None
     assert EMBEDDED_CORPUS.stat().st_size < 2_000_000
     corpus = open_datastore(EMBEDDED_CORPUS)
-    assert corpus.num_tokens > 200_000 and corpus.largest < 49152
+    assert corpus.nbytes == 8 * corpus.num_tokens and corpus.num_tokens > 200_000 and corpus.largest < 49152
     assert EngineConfig().corpus_file == EMBEDDED_CORPUS and EngineConfig(corpus="empty").corpus_file is None
     assert EngineConfig(target="elsewhere").table_file is EngineConfig(target="elsewhere").corpus_file is None

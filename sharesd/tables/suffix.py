@@ -152,8 +152,8 @@ class SuffixTable:
 
     @property
     def nbytes(self) -> int:
-        """0: nothing outlasts a text but a few counters."""
-        return 0
+        """Bytes of the corpus, which is mapped into memory."""
+        return self.corpus.nbytes if self.corpus else 0
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         known = self._rows.get(row)
@@ -261,6 +261,7 @@ class Datastore:
     def __init__(self, backward: np.ndarray, order: np.ndarray, largest: int) -> None:
         """Both >i4. backward [N]: the corpus from its end to its beginning. order [N]: its suffixes' starts, sorted."""
         self.num_tokens, self.largest = len(backward), largest
+        self.nbytes = backward.nbytes + order.nbytes
         self._backward = memoryview(backward.view(np.uint8))  # type: ignore[arg-type]
         self._order = memoryview(order.view(np.uint8))  # type: ignore[arg-type]
 
