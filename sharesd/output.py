@@ -70,6 +70,9 @@ class StopChecker:
 
     def push(self, ids: list[int]) -> tuple[int, str, FinishReason | None]:
         """Take a round's tokens: how many of them belong to the output, the text they complete, why it ends."""
+        if not self._stops and len(ids) < self._left and self._end_ids.isdisjoint(ids):  # together: decoding takes time
+            self._left -= len(ids)
+            return len(ids), self._stream.push(ids), None
         text = ""
         for count, token in enumerate(ids, 1):
             self._left -= 1

@@ -12,6 +12,7 @@ so a common factor follows it quickly and single entries slowly.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,21 +53,27 @@ class Costs:
 
     def of_step(self, width: float) -> float:
         """Seconds of a step of this many rows. Asserts that at least one width has been measured."""
-        seconds = sum(share * self.step[known] for known, share in self.shares(width))
-        widest = max(self.step)
-        if width <= widest or len(self.step) == 1:
-            return seconds
-        before = max(known for known in self.step if known < widest)
-        slope = max(0.0, self.step[widest] - self.step[before]) / (widest - before)
-        return seconds + slope * (width - widest)
+        entries = self.shares(width)
+        if len(entries) == 2:
+            (low, left), (high, right) = entries
+            return left * self.step[low] + right * self.step[high]
+        [(entry, _)] = entries
+        if width <= entry or len(self.step) == 1:
+            return self.step[entry]
+        before = sorted(self.step)[-2]
+        slope = max(0.0, self.step[entry] - self.step[before]) / (entry - before)
+        return self.step[entry] + slope * (width - entry)
 
     def shares(self, width: float) -> list[tuple[int, float]]:
         """The entries, one or two, between which a step of this many rows lies, and the share of each in its cost."""
-        assert self.step, "no step has been measured"
-        low = max((known for known in self.step if known <= width), default=min(self.step))
-        high = min((known for known in self.step if known >= width), default=max(self.step))
-        share = (width - low) / (high - low) if low < high else 0.0
-        return [(low, 1 - share), (high, share)] if share else [(low, 1.0)]
+        known = sorted(self.step)
+        assert known, "no step has been measured"
+        at = bisect_left(known, width)
+        if at == 0 or at == len(known) or known[at] == width:
+            return [(known[min(at, len(known) - 1)], 1.0)]
+        low, high = known[at - 1], known[at]
+        share = (width - low) / (high - low)
+        return [(low, 1 - share), (high, share)]
 
 
 class Survival:
