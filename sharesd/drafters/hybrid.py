@@ -14,11 +14,13 @@ from torch import Tensor
 
 from compile.topk import top_k
 from sharesd.drafters.base import Drafter
-from sharesd.policy import MARGIN, Policy
+from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.tables.base import Guess, Table, best_chain, merge, spine, weave
 from sharesd.tree import DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
 
+LEAD = 1.1
+"""A model must promise so many times what tables do: its promise is an average, theirs is of this very place."""
 STALE = 48
 """Rounds after which the model drafter drafts again, so that its acceptance stays known."""
 
@@ -75,7 +77,7 @@ class HybridDrafter:
         num_nodes, rate = self._policy.worth([guess.scores for guess in guesses])
         if self.model_drafter is not None:
             shape = self._policy.pinned or self._policy.best_shape()
-            if self._idle >= STALE or self._policy.rate_of_shape(shape) > MARGIN * rate:
+            if self._idle >= STALE or self._policy.rate_of_shape(shape) > LEAD * rate:
                 self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
                 self._idle = 0
                 return self._fill_up(self.model_drafter.draft(root_B, shape), guesses)
