@@ -224,8 +224,10 @@ class Policy:
         honesty = (self._beside if beside.nodes else self._tables).honesty
         gains = [sum(row[num] for row in scores if len(row) > num) / len(scores) for num in range(longest)]
         self._worth = list(accumulate(gains, initial=0.0))
-        survival = (self._trees if beside.is_tree else self._chains).rates()
-        base, draft_s = self._gain(beside, survival), self._draft_s(beside)
+        base, draft_s = 0.0, 0.0
+        if beside.nodes:
+            survival = (self._trees if beside.is_tree else self._chains).rates()
+            base, draft_s = self._gain(beside, survival), self._draft_s(beside)
         rates = [self._rate(base + honesty * gain, beside.nodes + num, draft_s) for num, gain in enumerate(self._worth)]
         if self.pinned is not None:
             return longest, rates[longest]

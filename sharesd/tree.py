@@ -109,8 +109,10 @@ def pack(guesses: Sequence[Guess], num_nodes: int, device: torch.device, drafter
         paths += ([0, index] for index in range(len(row) + 1, T))
     depths = [len(path) - 1 for path in paths]
     filled = [(path + [0] * T)[:T] for path in paths]
-    flat = np.array([x for part in (*tokens, depths, *filled) for x in part])  # which torch takes twice as long to make
-    flat_X = torch.from_numpy(flat).to(device)
-    tokens_X, depth_X, path_X = flat_X.split([B * num_nodes, B * T, B * T * T])
-    branches = Branches(depth_X.view(B, T), path_X.view(B, T, T))
-    return DraftTree(tokens_X.view(B, num_nodes), branches, depth=max(depths), drafter=drafter)
+    parts = [np.array(part) for part in (tokens, depths, filled)]  # which torch takes twice as long to make
+    tokens_BN, depth_BT, path_BTT = (
+        torch.from_numpy(part.reshape(shape)).to(device)
+        for part, shape in zip(parts, ((B, num_nodes), (B, T), (B, T, T)), strict=True)
+    )
+    branches = Branches(depth_BT, path_BTT)
+    return DraftTree(tokens_BN, branches, depth=max(depths), drafter=drafter)
