@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from sharesd.tree import PLAIN, DraftTree, Shape, model_shape
 
@@ -222,8 +222,8 @@ class Policy:
         """
         longest = min(max(map(len, scores), default=0), self.most() - beside.nodes)
         honesty = (self._beside if beside.nodes else self._tables).honesty
-        gains = [sum(row[num] for row in scores if len(row) > num) / len(scores) for num in range(longest)]
-        self._worth = list(accumulate(gains, initial=0.0))
+        gains = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
+        self._worth = list(accumulate(gains[:longest], initial=0.0))
         base, draft_s = 0.0, 0.0
         if beside.nodes:
             survival = (self._trees if beside.is_tree else self._chains).rates()
