@@ -363,7 +363,7 @@ def open_datastore(path: str | Path) -> Datastore:
     try:
         stored = np.load(path, mmap_mode="r")
     except FileNotFoundError as error:
-        raise ValueError(f"{path} does not exist; give a file that build_datastore wrote") from error
+        raise ValueError(f"{path} does not exist; give a file of `python -m train corpus`") from error
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(damaged) from error
     if not isinstance(stored, np.ndarray) or stored.dtype != TOKEN or stored.ndim != 2 or len(stored) != 2:
