@@ -125,6 +125,8 @@ def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys:
         engine.complete([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
         rounds.append(engine.stats.rounds)
     assert rounds[1] < 0.7 * rounds[0], "it has seen the very answer"
+    assert main(["corpus", "--prompts", str(prompts[0]), *options, "--max-new-tokens", "127"]) == 2
+    assert "no prompt leaves room for 127 new tokens in a context of 128" in capsys.readouterr().err
     assert main(["corpus", *options]) == 2
     assert "give --texts, --prompts or both" in capsys.readouterr().err
 

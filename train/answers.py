@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from sharesd.models.progress import Progress, silent
 if TYPE_CHECKING:
     from sharesd.config import SamplingParams
     from sharesd.engine import Engine
+
+log = logging.getLogger(__name__)
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 400, 160
 BATCH = 8
@@ -40,9 +43,22 @@ def check(args: argparse.Namespace) -> None:
 def answered(
     engine: Engine, prompts: Sequence[str], params: SamplingParams, *, progress: Progress = silent
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of every prompt and of its answer. Prompts that leave no room for one in the context are left out."""
-    asked = [engine.tokenizer.ask(prompt) for prompt in prompts]
-    asked = [ids for ids in asked if len(ids) + params.max_new_tokens <= engine.max_context]
+    """Token ids of every prompt and of its answer.
+
+    Prompts that leave no room for one in the context are left out, with a warning; ValueError if none is left.
+    """
+    asked = [
+        ids for ids in map(engine.tokenizer.ask, prompts) if len(ids) + params.max_new_tokens <= engine.max_context
+    ]
+    if not asked:
+        raise ValueError(
+            f"no prompt leaves room for {params.max_new_tokens} new tokens in a context of {engine.max_context}; "
+            "raise --max-context or lower --max-new-tokens"
+        )
+    if len(asked) < len(prompts):
+        log.warning(
+            "%d of %d prompts are too long for the context and left out", len(prompts) - len(asked), len(prompts)
+        )
     found = []
     for first in range(0, len(asked), engine.cache.batch):
         progress("answering prompts", first, len(asked))

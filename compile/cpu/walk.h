@@ -12,7 +12,7 @@ inline void walk(const int64_t* tokens, const int64_t* depth, const int64_t* pat
   for (int64_t b = 0; b < B; ++b, tokens += T - 1, depth += T, path += T * P, target += T, out += 1 + 2 * T) {
     int64_t kept = 0;
     for (int64_t row = 0, next = 0; next < T; ++next) {
-      const bool child = next > 0 && depth[next] > 0 && path[next * P + depth[next] - 1] == row && depth[next] == depth[row] + 1;
+      const bool child = next > 0 && depth[next] == depth[row] + 1 && path[next * P + depth[row]] == row;
       if (next == 0 || (child && tokens[next - 1] == target[row])) {
         row = next;
         out[1 + T + kept++] = next;
