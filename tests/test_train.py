@@ -118,13 +118,13 @@ def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys:
     assert main(["corpus", "--prompts", str(prompts[0]), "--num-prompts", "5", *options]) == 0
     assert "of 5 texts" in capsys.readouterr().out
     asked = read_prompts([str(prompts[0])], 5)
-    config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
+    config = EngineConfig(target=model, mode="suffix", max_context=128, num_draft=4)
     rounds = []
     for corpus in (None, str(out)):
         engine = Runtime(replace(config, corpus=corpus), ("suffix",)).engine("suffix")
         engine.complete([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
         rounds.append(engine.stats.rounds)
-    assert rounds[1] < 0.7 * rounds[0], "it has seen the very answer"
+    assert rounds[1] < 0.5 * rounds[0], "it has seen the very answer"
     assert main(["corpus", "--prompts", str(prompts[0]), *options, "--max-new-tokens", "127"]) == 2
     assert "no prompt leaves room for 127 new tokens in a context of 128" in capsys.readouterr().err
     assert main(["corpus", *options]) == 2

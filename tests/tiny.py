@@ -81,8 +81,8 @@ def _backend() -> Tokenizer:
 
 
 def _spoken(backend: Tokenizer) -> list[int]:
-    """Tokens that make readable text: words and a few marks."""
-    return [i for token, i in backend.get_vocab().items() if token.lstrip("Ġ") in {*WORDS, *".,!?", "Ċ"}]
+    """Tokens that make readable text: words and a few marks. Sorted: the tokenizer lists them in ever new orders."""
+    return sorted(i for token, i in backend.get_vocab().items() if token.lstrip("Ġ") in {*WORDS, *".,!?", "Ċ"})
 
 
 def _tensors(config: dict, spoken: list[int], seed: int) -> dict[str, torch.Tensor]:
