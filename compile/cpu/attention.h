@@ -12,40 +12,31 @@
 #pragma once
 #include "types.h"
 
+#include <type_traits>
+
 namespace sharesd {
 
-constexpr int64_t kMaxTile = 4;
+constexpr int64_t kMaxTile = 8;  // queries that share a key/value head and read it together
 constexpr int64_t kMaxHead = 512;
-
-template <typename T> struct Queries {  // up to kMaxTile queries which share a key/value head
-  const T* q[kMaxTile];
-  T* out[kMaxTile];
-  int64_t first[kMaxTile], last[kMaxTile];  // slots which each may see
-};
 
 template <typename T> struct Slots {  // keys [d, pitch] and values [slots, d], from slot `begin` on
   const T *k, *v;
   int64_t pitch, begin;
 };
 
-// Slots from `tail.begin` on (a multiple of 32) are read from there. scores: N rows of `pitch` elements, 64-byte aligned.
-template <typename T, int N>
-void attend_tile(const Queries<T>& tile, const Slots<T>& cache, const Slots<T>& tail, int64_t d, double scale,
-                 double softcap, typename Wide<T>::type* scores, int64_t pitch) {
-  using W = typename Wide<T>::type;
+// Calls f with `count`, from 1 to N, as a constant.
+template <int N, typename F> inline void as_constant(int64_t count, F&& f) {
+  if (count == N) return f(std::integral_constant<int, N>{});
+  if constexpr (N > 1) as_constant<N - 1>(count, f);
+}
+
+// Scores of N queries, q [d, q_pitch], with the slots of whole blocks: from `begin`, a block's first slot, until `end`.
+template <typename T, int N, typename W>
+void score(const W* q, int64_t q_pitch, const Slots<T>& from, int64_t begin, int64_t end, int64_t d, W* scores, int64_t pitch) {
   using V = typename Vec<W>::type;
   constexpr int64_t L = 64 / sizeof(W);
-  W q[N][kMaxHead];
-  int64_t begin = tile.first[0], end = tile.last[0];
-  for (int n = 0; n < N; ++n) {
-    for (int64_t i = 0; i < d; ++i) q[n][i] = widen(tile.q[n][i]) * static_cast<W>(scale);
-    begin = std::min(begin, tile.first[n]);
-    end = std::max(end, tile.last[n]);
-  }
-  begin -= begin % (2 * L);  // blocks start at fixed slots, whoever shares the tile
   for (int64_t s = begin; s < end; s += 2 * L) {
     V dot[N][2] = {};
-    const Slots<T>& from = s < tail.begin ? cache : tail;
     const T* k = from.k + (s - from.begin);
     for (int64_t i = 0; i < d; ++i) {
       V a, b;
@@ -53,58 +44,75 @@ void attend_tile(const Queries<T>& tile, const Slots<T>& cache, const Slots<T>& 
       load(k + i * from.pitch + L, &b);
       __builtin_prefetch(k + i * from.pitch + 2 * L);  // rows lie too far apart for the processor to foresee them
       for (int n = 0; n < N; ++n) {
-        dot[n][0] += q[n][i] * a;
-        dot[n][1] += q[n][i] * b;
+        dot[n][0] += q[i * q_pitch + n] * a;
+        dot[n][1] += q[i * q_pitch + n] * b;
       }
     }
     for (int n = 0; n < N; ++n) std::memcpy(scores + n * pitch + s, dot[n], 2 * sizeof(V));
   }
-  W sums[N];
-  for (int n = 0; n < N; ++n) {
-    W* row = scores + n * pitch;
-    const int64_t first = tile.first[n], last = tile.last[n];
-    if (softcap > 0)
-      for (int64_t s = first; s < last; ++s) row[s] = static_cast<W>(softcap) * std::tanh(row[s] / static_cast<W>(softcap));
-    W top = row[first];
-    for (int64_t s = first; s < last; ++s) top = row[s] > top ? row[s] : top;
-    for (int64_t s = first; s < last; ++s) row[s] = exp_neg(row[s] - top);
-    for (int64_t s = begin; s < first; ++s) row[s] = 0;
-    const int64_t stop = (end + 2 * L - 1) / (2 * L) * (2 * L);
-    for (int64_t s = last; s < stop; ++s) row[s] = 0;
-    V sum = {};
-    for (int64_t s = first - first % L; s < last; s += L) {
-      V x;
-      std::memcpy(&x, row + s, sizeof(V));
-      sum += x;
-    }
-    sums[n] = 0;
-    for (int64_t i = 0; i < L; ++i) sums[n] += sum[i];
+}
+
+// From scores to weights, of slots first..last; 0 from `begin` up to there and behind until `end`, both borders of blocks.
+// Returns what they must be divided by.
+template <typename W>
+W weigh(W* row, int64_t begin, int64_t first, int64_t last, int64_t end, double softcap) {
+  using V = typename Vec<W>::type;
+  constexpr int64_t L = 64 / sizeof(W);
+  if (softcap > 0)
+    for (int64_t s = first; s < last; ++s) row[s] = static_cast<W>(softcap) * std::tanh(row[s] / static_cast<W>(softcap));
+  const int64_t aligned = first - first % L;
+  for (int64_t s = aligned; s < first; ++s) row[s] = row[first];
+  for (int64_t s = last; s < end; ++s) row[s] = row[first];
+  V tops;
+  std::memcpy(&tops, row + aligned, sizeof(V));
+  for (int64_t s = aligned + L; s < last; s += L) {
+    V x;
+    std::memcpy(&x, row + s, sizeof(V));
+    tops = x > tops ? x : tops;
   }
-  for (int64_t i = 0; i < d; i += 4 * L) {  // four vectors of the output at a time
-    V acc[N][4] = {};
-    for (const Slots<T>* from : {&cache, &tail}) {
-      const int64_t start = from == &cache ? begin : std::max(begin, tail.begin);
-      const int64_t stop = from == &cache ? std::min(end, tail.begin) : end;
-      const T* v = from->v - from->begin * d + i;
-      if (d - i >= 4 * L) {
-        for (int64_t s = start; s < stop; ++s) {
-          V x[4];
-          for (int j = 0; j < 4; ++j) load(v + s * d + j * L, &x[j]);
-          for (int n = 0; n < N; ++n)
-            for (int j = 0; j < 4; ++j) acc[n][j] += scores[n * pitch + s] * x[j];
-        }
-      } else {
-        for (int64_t s = start; s < stop; ++s)
-          for (int n = 0; n < N; ++n) {
-            W* a = reinterpret_cast<W*>(acc[n]);
-            for (int64_t j = 0; j < d - i; ++j) a[j] += scores[n * pitch + s] * widen(v[s * d + j]);
-          }
-      }
-    }
+  W top = tops[0], total = 0;
+  for (int64_t i = 1; i < L; ++i) top = tops[i] > top ? tops[i] : top;
+  for (int64_t s = first; s < last; ++s) row[s] = exp_neg(row[s] - top);
+  for (int64_t s = begin; s < first; ++s) row[s] = 0;
+  for (int64_t s = last; s < end; ++s) row[s] = 0;
+  V sum = {};
+  for (int64_t s = aligned; s < last; s += L) {
+    V x;
+    std::memcpy(&x, row + s, sizeof(V));
+    sum += x;
+  }
+  for (int64_t i = 0; i < L; ++i) total += sum[i];
+  return total;
+}
+
+// acc [N, kMaxHead], J vectors of it from i on: plus weights times values, slot after slot.
+template <typename T, int N, int J, typename W>
+void blend_columns(const W* weights, int64_t pitch, const Slots<T>& from, int64_t begin, int64_t end, int64_t d, int64_t i,
+                   W* acc) {
+  using V = typename Vec<W>::type;
+  constexpr int64_t L = 64 / sizeof(W);
+  V sum[N][J];
+  for (int n = 0; n < N; ++n) std::memcpy(sum[n], acc + n * kMaxHead + i, J * sizeof(V));
+  const T* v = from.v - from.begin * d + i;
+  for (int64_t s = begin; s < end; ++s) {
+    V x[J];
+    for (int j = 0; j < J; ++j) load(v + s * d + j * L, &x[j]);
     for (int n = 0; n < N; ++n)
-      for (int64_t j = 0; j < std::min<int64_t>(4 * L, d - i); ++j)
-        narrow(reinterpret_cast<W*>(acc[n])[j] / sums[n], tile.out[n] + i + j);
+      for (int j = 0; j < J; ++j) sum[n][j] += weights[n * pitch + s] * x[j];
   }
+  for (int n = 0; n < N; ++n) std::memcpy(acc + n * kMaxHead + i, sum[n], J * sizeof(V));
+}
+
+template <typename T, int N, typename W>
+void blend(const W* weights, int64_t pitch, const Slots<T>& from, int64_t begin, int64_t end, int64_t d, W* acc) {
+  constexpr int64_t L = 64 / sizeof(W), J = N <= 4 ? 4 : 2;  // sums that fit the registers
+  int64_t i = 0;
+  for (; i + J * L <= d; i += J * L) blend_columns<T, N, J>(weights, pitch, from, begin, end, d, i, acc);
+  for (; i + L <= d; i += L) blend_columns<T, N, 1>(weights, pitch, from, begin, end, d, i, acc);
+  if (i == d) return;
+  for (int64_t s = begin; s < end; ++s)
+    for (int n = 0; n < N; ++n)
+      for (int64_t j = i; j < d; ++j) acc[n * kMaxHead + j] += weights[n * pitch + s] * widen(from.v[(s - from.begin) * d + j]);
 }
 
 struct Branches {  // of a draft tree; null pointers for a chain
@@ -116,9 +124,6 @@ struct Branches {  // of a draft tree; null pointers for a chain
 struct AttentionShape {
   int64_t B, T, H, K, S, d;
   Branches tree;
-  // Tiles of queries for each key/value head. In a tree, the queries of a tile belong to one row.
-  int64_t tiles() const { return tree.path ? T * row_tiles() : (T * (H / K) + kMaxTile - 1) / kMaxTile; }
-  int64_t row_tiles() const { return (H / K + kMaxTile - 1) / kMaxTile; }
   int64_t pitch() const { return (S + 63) / 32 * 32; }
   int64_t tail_slots() const { return tree.path ? (tree.P + 63) / 32 * 32 : 0; }
   // Where a new row is written, counted from the length.
@@ -129,10 +134,12 @@ struct AttentionShape {
 };
 
 template <typename T> struct Scratch {  // of one thread
-  Aligned<typename Wide<T>::type> scores;
+  using W = typename Wide<T>::type;
+  Aligned<W> scores, acc, q;
   Aligned<T> k, v;
   explicit Scratch(const AttentionShape& z)
-      : scores(kMaxTile * z.pitch()), k(z.tail_slots() * z.d), v(z.tail_slots() * z.d) {}
+      : scores(kMaxTile * z.pitch()), acc(kMaxTile * kMaxHead), q(kMaxTile * kMaxHead), k(z.tail_slots() * z.d),
+        v(z.tail_slots() * z.d) {}
 };
 
 // Write one new token of one head into the caches.
@@ -144,52 +151,96 @@ void store_kv(const AttentionShape& z, int64_t b, int64_t h, int64_t slot, const
   std::memcpy(v_cache + ((b * z.K + h) * z.S + slot) * z.d, v, z.d * sizeof(T));
 }
 
-// Copies the slots behind the last full block below `length`, then the path's rows: as they would lie without branches.
-template <typename T>
-Slots<T> copy_tail(const AttentionShape& z, const Slots<T>& cache, int64_t length, const int64_t* path, int64_t num,
-                   Scratch<T>& scratch) {
-  const int64_t begin = length / 32 * 32, rest = length - begin, pitch = z.tail_slots();
-  T *k = scratch.k.data(), *v = scratch.v.data();
-  for (int64_t i = 0; i < z.d; ++i) {
-    std::memcpy(k + i * pitch, cache.k + i * cache.pitch + begin, rest * sizeof(T));
-    for (int64_t j = 0; j < num; ++j) k[i * pitch + rest + j] = cache.k[i * cache.pitch + length + path[j]];
+// What a row of a tree sees from the last full block below the length on: `rest` slots of it, then `num` ones of its path.
+// They are copied to where they would lie without branches, unless they lie there.
+template <typename T> struct Tail {
+  const Slots<T>& cache;
+  int64_t begin, rest;
+  const int64_t* path;
+  int64_t num;
+  bool in_place() const { return path[num - 1] == num - 1; }
+  Slots<T> keys(int64_t d, int64_t pitch, T* k) const {
+    if (in_place()) return cache;
+    for (int64_t i = 0; i < d; ++i) {
+      const T* from = cache.k + i * cache.pitch + begin;
+      std::memcpy(k + i * pitch, from, rest * sizeof(T));
+      for (int64_t j = 0; j < num; ++j) k[i * pitch + rest + j] = from[rest + path[j]];
+    }
+    return {k, nullptr, pitch, begin};
   }
-  std::memcpy(v, cache.v + begin * z.d, rest * z.d * sizeof(T));
-  for (int64_t j = 0; j < num; ++j) std::memcpy(v + (rest + j) * z.d, cache.v + (length + path[j]) * z.d, z.d * sizeof(T));
-  return {k, v, pitch, begin};
+  Slots<T> values(int64_t d, T* v) const {
+    if (in_place()) return cache;
+    const T* from = cache.v + begin * d;
+    std::memcpy(v, from, rest * d * sizeof(T));
+    for (int64_t j = 0; j < num; ++j) std::memcpy(v + (rest + j) * d, from + (rest + path[j]) * d, d * sizeof(T));
+    return {nullptr, v, 0, begin};
+  }
+};
+
+// The queries of `rows` new rows from t on, `heads` of each from `head` on, which share key/value head h.
+template <typename T>
+void attend_tile(const AttentionShape& z, int64_t b, int64_t h, int64_t t, int64_t rows, int64_t head, int64_t heads,
+                 const T* q, int64_t q_token, const T* k_cache, const T* v_cache, int64_t length, T* out, double scale,
+                 int64_t window, double softcap, Scratch<T>& scratch) {
+  using W = typename Wide<T>::type;
+  constexpr int64_t block = 2 * 64 / sizeof(W);
+  const int64_t d = z.d, pitch = z.pitch(), num = rows * heads, first_row = b * z.T + t;
+  W *wide = scratch.q.data(), *scores = scratch.scores.data(), *acc = scratch.acc.data();
+  const Slots<T> cache{k_cache + (b * z.K + h) * d * z.S, v_cache + (b * z.K + h) * d * z.S, z.S, 0};
+  int64_t first[kMaxTile], last[kMaxTile], begin = z.S, end = 0;  // slots that each row may see, and all of them
+  for (int64_t r = 0; r < rows; ++r) {
+    last[r] = std::min(z.S, length + (z.tree.path ? z.tree.depth[first_row + r] : t + r) + 1);
+    first[r] = window > 0 ? std::max<int64_t>(0, last[r] - window) : 0;
+    begin = std::min(begin, first[r]), end = std::max(end, last[r]);
+  }
+  begin -= begin % block;  // blocks lie at fixed slots, whoever shares the tile
+  const int64_t shared = z.tree.path ? length / 32 * 32 : z.S;  // up to here all rows see the same
+  const int64_t behind = std::max(begin, shared), stop = (end + block - 1) / block * block;
+  auto tail = [&](int64_t r) {
+    const int64_t row = first_row + r;
+    return Tail<T>{cache, shared, length - shared, z.tree.path + row * z.tree.P, z.tree.depth[row] + 1};
+  };
+  for (int64_t n = 0; n < num; ++n) {
+    const T* from = q + (t + n / heads) * q_token + (head + n % heads) * d;
+    for (int64_t i = 0; i < d; ++i) wide[i * num + n] = widen(from[i]) * static_cast<W>(scale);
+  }
+  as_constant<kMaxTile>(num, [&](auto N) { score<T, N>(wide, num, cache, begin, std::min(shared, end), d, scores, pitch); });
+  for (int64_t r = 0; r < rows && z.tree.path; ++r) {
+    const Slots<T> own = tail(r).keys(d, z.tail_slots(), scratch.k.data());
+    as_constant<kMaxTile>(heads, [&](auto N) {
+      score<T, N>(wide + r * heads, num, own, behind, last[r], d, scores + r * heads * pitch, pitch);
+    });
+  }
+  W totals[kMaxTile];
+  for (int64_t n = 0; n < num; ++n) {
+    totals[n] = weigh(scores + n * pitch, begin, first[n / heads], last[n / heads], stop, softcap);
+    std::fill_n(acc + n * kMaxHead, d, W(0));
+  }
+  as_constant<kMaxTile>(num, [&](auto N) { blend<T, N>(scores, pitch, cache, begin, std::min(shared, end), d, acc); });
+  for (int64_t r = 0; r < rows && z.tree.path; ++r) {
+    const Slots<T> own = tail(r).values(d, scratch.v.data());
+    as_constant<kMaxTile>(heads, [&](auto N) {
+      blend<T, N>(scores + r * heads * pitch, pitch, own, behind, last[r], d, acc + r * heads * kMaxHead);
+    });
+  }
+  for (int64_t n = 0; n < num; ++n) {
+    T* to = out + ((first_row + n / heads) * z.H + head + n % heads) * d;
+    for (int64_t i = 0; i < d; ++i) narrow(acc[n * kMaxHead + i] / totals[n], to + i);
+  }
 }
 
-// Tile number `tile` of key/value head h.
+// This thread's share of all new rows, by row of the batch, key/value head and part of its group; as many at once as fit.
 template <typename T>
-void attend_head(const AttentionShape& z, int64_t b, int64_t h, int64_t tile, const T* q, int64_t q_row, int64_t q_token,
-                 const T* k_cache, const T* v_cache, const int64_t* lengths, T* out, double scale, int64_t window,
-                 double softcap, Scratch<T>& scratch) {
-  const int64_t G = z.H / z.K, per = z.row_tiles();
-  const Slots<T> cache{k_cache + (b * z.K + h) * z.d * z.S, v_cache + (b * z.K + h) * z.d * z.S, z.S, 0};
-  Slots<T> tail{nullptr, nullptr, 0, z.S};
-  int64_t first = tile * kMaxTile, count = std::min(kMaxTile, z.T * G - first), depth = -1;
-  if (z.tree.path) {
-    const int64_t row = b * z.T + tile / per;
-    first = tile / per * G + tile % per * kMaxTile;
-    count = std::min(kMaxTile, (tile / per + 1) * G - first);
-    depth = z.tree.depth[row];
-    const int64_t* path = z.tree.path + row * z.tree.P;
-    if (path[depth] != depth) tail = copy_tail(z, cache, lengths[b], path, depth + 1, scratch);
-  }
-  Queries<T> qs;
-  for (int64_t n = 0; n < count; ++n) {
-    const int64_t t = (first + n) / G, head = h * G + (first + n) % G;
-    qs.q[n] = q + b * q_row + t * q_token + head * z.d;
-    qs.out[n] = out + ((b * z.T + t) * z.H + head) * z.d;
-    qs.last[n] = std::min(z.S, lengths[b] + (depth < 0 ? t : depth) + 1);
-    qs.first[n] = window > 0 ? std::max<int64_t>(0, qs.last[n] - window) : 0;
-  }
-  auto* scores = scratch.scores.data();
-  switch (count) {
-    case 4: attend_tile<T, 4>(qs, cache, tail, z.d, scale, softcap, scores, z.pitch()); break;
-    case 3: attend_tile<T, 3>(qs, cache, tail, z.d, scale, softcap, scores, z.pitch()); break;
-    case 2: attend_tile<T, 2>(qs, cache, tail, z.d, scale, softcap, scores, z.pitch()); break;
-    default: attend_tile<T, 1>(qs, cache, tail, z.d, scale, softcap, scores, z.pitch());
+void attend_share(const AttentionShape& z, int64_t me, int64_t all, const T* q, int64_t q_row, int64_t q_token,
+                  const T* k_cache, const T* v_cache, const int64_t* lengths, T* out, double scale, int64_t window,
+                  double softcap, Scratch<T>& scratch) {
+  const int64_t G = z.H / z.K, parts = (G + kMaxTile - 1) / kMaxTile, most = std::max<int64_t>(1, kMaxTile / G);
+  const int64_t total = z.B * z.K * parts * z.T, end = total * (me + 1) / all;
+  for (int64_t item = total * me / all, rows; item < end; item += rows) {
+    const int64_t t = item % z.T, part = item / z.T % parts, h = item / z.T / parts % z.K, b = item / z.T / parts / z.K;
+    rows = std::min({most, z.T - t, end - item});
+    attend_tile(z, b, h, t, rows, h * G + part * kMaxTile, std::min(kMaxTile, G - part * kMaxTile), q + b * q_row, q_token,
+                k_cache, v_cache, lengths[b], out, scale, window, softcap, scratch);
   }
 }
 
@@ -227,12 +278,8 @@ void attend(const T* q, const T* k_new, const T* v_new, T* k_cache, T* v_cache, 
           store_kv(z, b, h, lengths[b] + z.place(b, t), k_new + b * strides[2] + t * strides[3] + h * z.d,
                    v_new + b * strides[4] + t * strides[5] + h * z.d, k_cache, v_cache);
     Scratch<T> scratch(z);
-#pragma omp for collapse(3) schedule(static)
-    for (int64_t b = 0; b < z.B; ++b)
-      for (int64_t h = 0; h < z.K; ++h)
-        for (int64_t tile = 0; tile < z.tiles(); ++tile)
-          attend_head(z, b, h, tile, q, strides[0], strides[1], k_cache, v_cache, lengths, out, scale, window, softcap,
-                      scratch);
+    attend_share(z, omp_get_thread_num(), omp_get_num_threads(), q, strides[0], strides[1], k_cache, v_cache, lengths, out,
+                 scale, window, softcap, scratch);
   }
 }
 

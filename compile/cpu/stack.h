@@ -180,10 +180,8 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
           store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + z.place(m / s.T, m % s.T), vector, vector + s.K * s.d, k_cache, v_cache);
       }
       barrier->wait();
-      const int64_t tiles = z.tiles(), items = s.B * s.K * tiles;
-      for (int64_t item = share(items, me, all); item < share(items, me + 1, all); ++item)
-        attend_head(z, item / (s.K * tiles), item / tiles % s.K, item % tiles, qkv.data(), s.T * row, row, k_cache, v_cache,
-                    s.lengths, attended.data(), scale, block.window, softcap, scratch);
+      attend_share(z, me, all, qkv.data(), s.T * row, row, k_cache, v_cache, s.lengths, attended.data(), scale, block.window,
+                   softcap, scratch);
       barrier->wait();
       product(linears[1], attended.data(), out.data(), M, me, all, rounded);
       barrier->wait();
