@@ -95,12 +95,15 @@ def measure_costs(engine: Engine, params: SamplingParams) -> Costs:
         if model is not None and model.shapes[-1].is_tree:
             levels.append(_seconds_per_step(model, engine, model.shapes[-1]))
     step_s = {width: min(times) for width, times in steps.items()}
-    return Costs(step_s, min(drafts, default=0.0), min(levels, default=0.0))
+    return quickest([Costs(step_s, min(drafts, default=0.0), min(levels, default=0.0))])
 
 
 def quickest(measured: Sequence[Costs]) -> Costs:
-    """The least of each cost, over measurements of the same widths."""
-    step = {width: min(costs.step[width] for costs in measured) for width in measured[0].step}
+    """The least of each cost, over measurements of the same widths; a step takes no longer than a wider one did."""
+    step = {
+        width: min(seconds for costs in measured for wider, seconds in costs.step.items() if wider >= width)
+        for width in measured[0].step
+    }
     return Costs(step, min(costs.draft for costs in measured), min(costs.level for costs in measured))
 
 

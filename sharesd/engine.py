@@ -175,10 +175,10 @@ class Engine:
                 stale = any(chunk.finish_reason for chunk in chunks)
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
                 overhead_s = time.perf_counter() - started - draft_s - verify_s
+                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s)
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
-                stats.overhead_s += overhead_s
-                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s)
+                stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
                 yield from chunks
         finally:
             # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.

@@ -153,6 +153,7 @@ class Policy:
         self._worth = [0.0]  # tokens that tables promised last, by the number of nodes
         self._tables, self._beside = Promises(), Promises()  # tables alone, beside a model's draft
         self._plain_rounds, self._patience = 0, FIRST_TRY
+        self._drafted = False  # by a model: else there is no evidence that could fade
 
     def use(self, costs: Costs) -> None:
         """Take these costs, and forget what was learnt while they were measured."""
@@ -249,6 +250,7 @@ class Policy:
         """A round is over: its draft, the verify rows (from 1) accepted in each row, the times of draft and step."""
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
         shape = model_shape(tree)
+        self._drafted |= shape.nodes > 0
         for path in paths if shape.nodes else ():
             survival = self._trees if shape.is_tree else self._chains
             survival.learn(sum(node <= shape.nodes for node in path), shape.depth)
@@ -263,12 +265,13 @@ class Policy:
         self._record_times(tree, draft_s, step_s)
 
     def _fade(self, share: float) -> None:
-        self._chains.fade(share)
-        self._trees.fade(share)
         self._tables.fade(share)
-        self._beside.fade(share)
-        self._verified = [share * count for count in self._verified]
-        self._hits = [share * count for count in self._hits]
+        if self._drafted:
+            self._beside.fade(share)
+            self._chains.fade(share)
+            self._trees.fade(share)
+            self._verified = [share * count for count in self._verified]
+            self._hits = [share * count for count in self._hits]
 
     def _record_times(self, tree: DraftTree, draft_s: float, step_s: float) -> None:
         costs, steps, width = self.costs, tree.num_steps, 1 + tree.tokens.shape[1]
@@ -279,15 +282,17 @@ class Policy:
             setattr(costs, kind, draft_s / steps / self._drift)
         each = getattr(costs, kind)
         entries = costs.shares(width)
-        expected = each * steps + costs.of_step(width)
+        step = costs.of_step(width)
         measured = step_s + (draft_s if steps else 0.0)
         settling = self._timed["rounds"] < SETTLING  # entries would learn what the common factor has not yet
         known = all(self._timed[entry] >= KNOWN for entry, _ in entries)
         if settling or width == 1 or known:
-            self._drift *= 1 + self._trust("rounds", 0.2) * (_clip(measured / (expected * self._drift)) - 1)
+            self._drift *= 1 + self._trust("rounds", 0.2) * (
+                _clip(measured / ((each * steps + step) * self._drift)) - 1
+            )
         if settling:
             return
-        error = _clip(step_s / (costs.of_step(width) * self._drift)) - 1
+        error = _clip(step_s / (step * self._drift)) - 1
         for entry, share in entries:
             costs.step[entry] *= 1 + share * self._trust(entry, 0.05) * error
         if steps:

@@ -48,6 +48,8 @@ class Tokenizer:
         self.special = dict(special or {})
         self.chat_template = chat_template
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.has_bytes = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+        """Whether there are tokens of single bytes, like <0x0A>."""
 
     @property
     def vocab_size(self) -> int:
@@ -139,12 +141,15 @@ class TextStream:
     """Text of tokens that come one after the other: only what later tokens can no longer change.
 
     All pieces and the rest, put together, are exactly `decode` of all ids. Held back are incomplete UTF-8 sequences and
-    runs of byte tokens, which decode together. Each step decodes only the last two pieces, for the spaces between them.
+    runs of byte tokens, which decode together. Each step decodes only the last pieces, for the spaces between them.
     """
+
+    MOST = 12
+    """Tokens that may be decoded again; beyond, the last piece alone is. (To cut them takes a decoding too.)"""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._ids: list[int] = []  # of the last released piece, and what came after it
+        self._ids: list[int] = []  # of the last released pieces, and what came after them
         self._num_shown = 0  # how many of them are released
         self._shown = ""  # their text
 
@@ -152,13 +157,14 @@ class TextStream:
         """Add tokens; returns the text that they complete, perhaps none."""
         self._ids += ids
         text = self._decode(self._ids)
-        if text.endswith("\ufffd") or self._ends_in_byte():
+        if text.endswith("\ufffd") or (self._tokenizer.has_bytes and self._ends_in_byte()):
             return ""
         piece = text[len(self._shown) :]
         if piece:
-            self._ids = self._ids[self._num_shown :]
-            self._num_shown = len(self._ids)
-            self._shown = self._decode(self._ids)
+            if len(self._ids) > self.MOST:
+                self._ids = self._ids[self._num_shown :]
+                text = self._decode(self._ids)
+            self._num_shown, self._shown = len(self._ids), text
         return piece
 
     def finish(self) -> str:

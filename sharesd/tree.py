@@ -6,6 +6,7 @@ Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain as joined
 from itertools import product
 from typing import NamedTuple
 
@@ -108,11 +109,8 @@ def pack(guesses: Sequence[Guess], num_nodes: int, device: torch.device, drafter
             paths.append([*paths[first + parent + 1], index])
         paths += ([0, index] for index in range(len(row) + 1, T))
     depths = [len(path) - 1 for path in paths]
-    filled = [(path + [0] * T)[:T] for path in paths]
-    parts = [np.array(part) for part in (tokens, depths, filled)]  # which torch takes twice as long to make
-    tokens_BN, depth_BT, path_BTT = (
-        torch.from_numpy(part.reshape(shape)).to(device)
-        for part, shape in zip(parts, ((B, num_nodes), (B, T), (B, T, T)), strict=True)
-    )
-    branches = Branches(depth_BT, path_BTT)
+    numbers = [*joined.from_iterable(tokens), *depths, *joined.from_iterable((path + [0] * T)[:T] for path in paths)]
+    # One array, one transfer; numpy makes it in half the time that torch takes.
+    parts = torch.from_numpy(np.array(numbers)).to(device).split([B * num_nodes, B * T, B * T * T])
+    tokens_BN, branches = parts[0].view(B, num_nodes), Branches(parts[1].view(B, T), parts[2].view(B, T, T))
     return DraftTree(tokens_BN, branches, depth=max(depths), drafter=drafter)

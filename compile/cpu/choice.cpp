@@ -1,4 +1,5 @@
-// What Python calls to choose tokens, for every dtype.
+// What Python calls to choose and to guess tokens.
+#include "find.h"
 #include "noise.h"
 #include "topk.h"
 #include "walk.h"
@@ -24,4 +25,9 @@ extern "C" void gumbel_float32(const int64_t* keys, const int64_t* multipliers, 
 extern "C" void walk_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,
                            int64_t* out, int64_t B, int64_t T, int64_t P) {
   sharesd::walk(tokens, depth, path, target, out, B, T, P);
+}
+
+extern "C" void find_int32(const uint8_t* backward, const uint8_t* order, const int32_t* wanted, int64_t n, int64_t N,
+                           int64_t most, int64_t* out) {
+  sharesd::find({backward, order, N}, wanted, n, most, out);
 }

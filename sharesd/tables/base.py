@@ -151,6 +151,11 @@ class HitRates:
     def __getitem__(self, cell: int) -> float:
         return max(SMALLEST, self.hits[cell] / self.tries[cell])
 
+    def of(self, cells: slice) -> list[float]:
+        """Of several cells."""
+        hits_and_tries = zip(self.hits[cells], self.tries[cells], strict=True)
+        return [max(SMALLEST, hits / tries) for hits, tries in hits_and_tries]
+
     def learn(self, cell: int, hit: bool, expected: float = 1.0) -> None:
         """One try."""
         keep = 1 - (1 - self._keep) * expected

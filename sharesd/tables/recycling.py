@@ -144,12 +144,12 @@ class RecycleTable:
         token, _, level = state
         first = min(level, DEPTHS - 1) * self.num_successors
         found: list[tuple[float, int, _State]] = []
-        for rank, successor in enumerate(self.successors[token].tolist()):
+        rates = self.rates.of(slice(first, first + self.num_successors))
+        for cell, (successor, p) in enumerate(zip(self.successors[token].tolist(), rates, strict=True), first):
             if successor < 0:
                 break
-            p = self.rates[first + rank]
             if p > least:
-                found.append((p, successor, (successor, first + rank, level + 1)))
+                found.append((p, successor, (successor, cell, level + 1)))
         return found
 
 

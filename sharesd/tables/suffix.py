@@ -7,13 +7,14 @@ are blended over ever shorter suffixes as in PPM (Cleary and Witten 1984; Witten
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import islice
+from operator import le
 from pathlib import Path
 
 import numpy as np
 
+from compile.find import finder
 from sharesd.tables.base import Guess, HitRates, grow, nothing, outcomes, written
 
 ORDERS = 3
@@ -177,9 +178,10 @@ class SuffixTable:
         corpus_matched = 0
         if self.corpus is not None:
             places, corpus_matched = self.corpus.places([*state.text[-CONTEXT:], *ahead])
-        most = max(map(self.rates.__getitem__, range(BUCKETS)))
+        factors = self.rates.of(slice(None))
+        most = max(factors)
         root = (*automaton.match(ahead), 1.0, places, corpus_matched)
-        found = grow(budget, root, lambda node, least: self._children(automaton, node, least / most))
+        found = grow(budget, root, lambda node, least: self._children(automaton, node, least / most, factors))
         if not ahead:
             state.last, state.nodes = found
         return found[0]
@@ -189,10 +191,12 @@ class SuffixTable:
         for token in tokens:
             state.automaton.append(token)
 
-    def _children(self, automaton: SuffixAutomaton, node: _Node, least: float) -> list[tuple[float, int, _Node]]:
+    def _children(
+        self, automaton: SuffixAutomaton, node: _Node, least: float, factors: Sequence[float]
+    ) -> list[tuple[float, int, _Node]]:
         """Longer suffixes have the first say and leave to shorter ones the chance of what they have not seen.
 
-        Without the children whose probability before calibration is `least` or lower.
+        Without the children whose probability before calibration, with these factors, is `least` or lower.
         """
         if least >= 1:
             return []
@@ -230,8 +234,7 @@ class SuffixTable:
             to, matched = below.get(token, UNKNOWN)
             places = corpus.get(token, [])
             known = corpus_matched + 1 if places else 0
-            factor = self.rates[_bucket(max(matched, known) - 1)]
-            children.append((raw * factor, token, (to, matched, raw, places, known)))
+            children.append((raw * factors[_bucket(max(matched, known) - 1)], token, (to, matched, raw, places, known)))
         return children
 
 
@@ -254,7 +257,7 @@ class Datastore:
 
     Sorted by contexts read backwards, all places that share the last n tokens with a text are neighbours, and next to
     where the text itself would stand is the longest match: one binary search finds it. Tokens are kept big-endian, so
-    that contexts are compared as bytes; the arrays may be memory-mapped and are only read. `largest` is the largest
+    that contexts compare as bytes; the arrays may be memory-mapped and are only read. `largest` is the largest
     token id: compare it with the target's vocabulary.
     """
 
@@ -263,7 +266,8 @@ class Datastore:
         self.num_tokens, self.largest = len(backward), largest
         self.nbytes = backward.nbytes + order.nbytes
         self._backward = memoryview(backward.view(np.uint8))  # type: ignore[arg-type]
-        self._order = memoryview(order.view(np.uint8))  # type: ignore[arg-type]
+        self._order = order
+        self._find = finder(backward, order, SAMPLES)
 
     def places(self, text: Sequence[int]) -> tuple[list[int], int]:
         """Up to SAMPLES places after the longest match of the text's end, spread evenly; and the match's length.
@@ -271,32 +275,10 @@ class Datastore:
         A place is the index in `backward` of the token that comes next, -1 at the end of the corpus.
         ValueError if the order points nowhere.
         """
-        wanted = np.array(text[: -CONTEXT - 1 : -1], dtype=TOKEN).tobytes()
-        near = bisect_left(range(self.num_tokens), wanted, key=self._context)
-        matched = max(
-            (_common(wanted, self._context(i)) for i in (near - 1, near) if 0 <= i < self.num_tokens), default=0
-        )
-        if matched == 0:
-            return [], 0
-        wanted = wanted[: 4 * matched]
-        below, above = self._reach(near, -1, wanted), self._reach(near - 1, 1, wanted)
-        ranks = range(self.num_tokens)
-        first = bisect_left(ranks, wanted, max(0, near - below), near, key=self._context)
-        end = min(self.num_tokens, near + above)
-        beyond = bisect_left(ranks, True, near, end, key=lambda i: self._context(i)[: 4 * matched] > wanted)
-        num = min(SAMPLES, beyond - first)
-        starts = [self._start(first + i * (beyond - first) // num) for i in range(num)]
+        matched, starts = self._find(text[: -CONTEXT - 1 : -1])
+        if matched < 0:
+            raise ValueError(f"the datastore points beyond its {self.num_tokens} tokens; build it again")
         return [start - 1 for start in starts], matched
-
-    def _reach(self, rank: int, step: int, wanted: bytes) -> int:
-        """Ranks from `rank` on, upwards or downwards, beyond which no context begins like this; at most twice too many.
-
-        Most matches are few: looking near first takes a third of the time of a search through all.
-        """
-        reach = 1
-        while 0 <= rank + step * reach < self.num_tokens and self._context(rank + step * reach).startswith(wanted):
-            reach *= 2
-        return reach
 
     def after(self, places: list[int]) -> dict[int, list[int]]:
         """The tokens at these places, each with the places that follow there."""
@@ -312,25 +294,12 @@ class Datastore:
 
     def seems_sorted(self) -> bool:
         """Looks at a few neighbours; False if one is out of order or points nowhere."""
-        try:
-            ranks = range(0, self.num_tokens - 1, max(1, self.num_tokens // 64))
-            return self._start(self.num_tokens - 1) >= 0 and all(
-                self._context(i) <= self._context(i + 1) for i in ranks
-            )
-        except ValueError:
+        ranks = np.arange(0, self.num_tokens - 1, max(1, self.num_tokens // 64))
+        starts = [int(start) for start in self._order[[*ranks, *(ranks + 1), self.num_tokens - 1]]]
+        if max(starts) >= self.num_tokens or min(starts) < 0:
             return False
-
-    def _start(self, rank: int) -> int:
-        """The rank-th suffix of the backward corpus."""
-        start = int.from_bytes(self._order[4 * rank : 4 * rank + 4], "big")
-        if start >= self.num_tokens:
-            raise ValueError(f"the datastore points to token {start} of {self.num_tokens}; build it again")
-        return start
-
-    def _context(self, rank: int) -> bytes:
-        """Its first CONTEXT tokens."""
-        start = 4 * self._start(rank)
-        return bytes(self._backward[start : start + 4 * CONTEXT])
+        contexts = [bytes(self._backward[4 * start : 4 * (start + CONTEXT)]) for start in starts]
+        return all(map(le, contexts[: len(ranks)], contexts[len(ranks) :]))
 
 
 def build_datastore(tokens: Sequence[int] | np.ndarray, path: str | Path) -> None:
@@ -394,9 +363,3 @@ def _suffix_order(tokens: np.ndarray) -> np.ndarray:
         ranks[order] = np.concatenate([[0], np.cumsum(np.diff(pairs[order]) != 0)])
         span *= 2
     return order
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Tokens that two contexts share at their beginnings."""
-    num = min(len(a), len(b)) // 4
-    return next((i for i in range(num) if a[4 * i : 4 * i + 4] != b[4 * i : 4 * i + 4]), num)
