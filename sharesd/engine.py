@@ -245,7 +245,7 @@ class Way:
         if drafter is None:
             return PLAIN
         if drafter.on_host:
-            return chain(self.policy.most())
+            return chain(self.policy.most()) if self.policy.looks() else PLAIN
         return self.policy.next_shape(may_try=num_idle == 0 or not drafter.reads)
 
     def draft(self, shape: Shape) -> DraftTree:

@@ -38,6 +38,10 @@ FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
 TRY_ROUNDS = 3
 """Rounds of a try."""
+RECHECK = 4
+"""Plain rounds after which it is looked whether a draft pays."""
+PAUSE, LOOKS = 8, 16
+"""Rounds from one look into the tables to the next, where looking takes longer than it gains; looks that tell."""
 
 
 @dataclass(slots=True)
@@ -153,6 +157,8 @@ class Policy:
         self._worth = [0.0]  # tokens that tables promised last, by the number of nodes
         self._tables, self._beside = Promises(), Promises()  # tables alone, beside a model's draft
         self._plain_rounds, self._patience = 0, FIRST_TRY
+        self._look_gain, self._look_s = 1.0, 0.0  # running means: share of a plain step gained, seconds taken
+        self._paused = 0  # rounds since tables were asked
         self._drafted = False  # by a model: else there is no evidence that could fade
 
     def use(self, costs: Costs) -> None:
@@ -162,12 +168,16 @@ class Policy:
     def begin(self) -> None:
         """A new text: what was learnt from the last one counts less."""
         self._fade(NEW_TEXT)
+        self._look_gain = max(self._look_gain, 2 * self._look_cost())
 
     def next_shape(self, may_try: bool = True) -> Shape:
         """What to draft in the coming round. Without `may_try` only what is known to pay is drafted."""
         if self.pinned is not None:
             return self.pinned
         if not self.costs.step:
+            return PLAIN
+        if self._plain_rounds < self._patience and self._plain_rounds % RECHECK:  # to look anew takes 1 % of a step
+            self._plain_rounds += 1
             return PLAIN
         best = self.best_shape()
         if self.rate_of_shape(best) > MARGIN * self.rate_of_shape(PLAIN):
@@ -179,6 +189,19 @@ class Policy:
         if self._plain_rounds >= self._patience + TRY_ROUNDS:
             self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
         return best
+
+    def looks(self) -> bool:
+        """Whether to ask tables in the coming round: always, unless that takes longer than it gains."""
+        self._paused = 0 if self._look_gain >= self._look_cost() or self._paused >= PAUSE - 1 else self._paused + 1
+        return self.pinned is not None or self._paused == 0
+
+    def looked(self, rate: float) -> None:
+        """Tables were asked, and the draft that was chosen promises so many tokens per second."""
+        self._look_gain += (max(0.0, rate / self.rate_of_shape(PLAIN) - 1) - self._look_gain) / LOOKS
+
+    def _look_cost(self) -> float:
+        """Share of a plain step that a look takes."""
+        return self._look_s / (self.costs.of_step(1) * self._drift) if self.costs.step else 0.0
 
     def best_shape(self) -> Shape:
         """The draft that promises most tokens per second, be it more than a plain step or not."""
@@ -262,6 +285,8 @@ class Policy:
             held = sum(node > shape.nodes for path in paths for node in path) / len(paths)
             promises = self._beside if shape.nodes else self._tables
             promises.learn(guessed, self._worth[min(guessed, len(self._worth) - 1)] if guessed else 0.0, held)
+        if self._paused == 0 and not tree.num_steps:
+            self._look_s += (draft_s - self._look_s) / LOOKS
         self._record_times(tree, draft_s, step_s)
 
     def _fade(self, share: float) -> None:
@@ -281,8 +306,7 @@ class Policy:
         if steps and not getattr(costs, kind):
             setattr(costs, kind, draft_s / steps / self._drift)
         each = getattr(costs, kind)
-        entries = costs.shares(width)
-        step = costs.of_step(width)
+        entries, step = costs.shares(width), costs.of_step(width)
         measured = step_s + (draft_s if steps else 0.0)
         settling = self._timed["rounds"] < SETTLING  # entries would learn what the common factor has not yet
         known = all(self._timed[entry] >= KNOWN for entry, _ in entries)

@@ -113,6 +113,30 @@ def test_guesses_are_cut_where_they_stop_paying() -> None:
     assert fixed.worth([[0.02] * 9])[0] == 3 and fixed.next_shape() == chain(3) and fixed.most() == 3
 
 
+def test_tables_that_never_gain_are_asked_now_and_then() -> None:
+    policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
+    plain = policy.rate_of_shape(PLAIN)
+
+    def asked(rounds: int, rate: float) -> int:
+        times = 0
+        for _ in range(rounds):
+            looks = policy.looks()
+            if looks:
+                policy.looked(rate)
+            policy.record(tree_of(PLAIN), [[]], 0.03 * looks, 1.0)
+            times += looks
+        return times
+
+    assert asked(400, plain) < 150 and asked(80, plain) == 10
+    assert asked(80, 1.5 * plain) > 70, "one good guess, and they are asked again"
+    asked(400, plain)
+    policy.begin()
+    assert asked(8, plain) == 8, "another text may be another case"
+    free = Policy(chains(8), pinned=chain(3))
+    free.looked(0.0)
+    assert all(free.looks() for _ in range(50))
+
+
 def test_without_costs_plain_steps_come_first() -> None:
     policy = Policy(chains(4))
     assert policy.next_shape() == PLAIN

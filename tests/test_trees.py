@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -276,6 +277,8 @@ def test_tables_fill_up_a_models_draft(
     monkeypatch.setattr("sharesd.drafters.hybrid.STALE", 2)  # the model drafts in every third round at least
     monkeypatch.setattr(Policy, "best_shape", lambda policy: policy.shapes[0])  # which leaves room for tables
     monkeypatch.setattr(Policy, "_record_times", lambda *_: None)  # of this machine now
+    turns = count()
+    monkeypatch.setattr(Policy, "looks", lambda _: next(turns) % 4 > 0)  # rounds without any draft between
     plain = tiny_decoder(3)
     model, switch = switched(plain, 0.1)
     params = SamplingParams(max_new_tokens=30, **SAMPLINGS[sampling])

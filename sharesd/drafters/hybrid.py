@@ -43,7 +43,7 @@ class HybridDrafter:
         self._idle = 0  # rounds since the model drafted
         self._woven = False  # whether the last draft has nodes of both
         self._num_successors = max((table.num_successors for table in tables), default=0)
-        self._seen: tuple[Tensor, Tensor] | None = None  # tokens read last [R], likeliest ones after each [R, k]
+        self._seen: list[tuple[Tensor, Tensor]] = []  # tokens [R] that were read, the likeliest ones after each [R, k]
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
         self._policy, self._other_rule = policy, sampler.params.acceptance != "match"
@@ -54,16 +54,19 @@ class HybridDrafter:
         if self.model_drafter is not None:
             known = [0] * len(prompts) if self._idle or self._woven else num_kept
             self.model_drafter.begin(prompts, known, sampler, policy)
-        self._seen, self._idle, self._woven = None, 0, False
+        self._seen, self._idle, self._woven = [], 0, False
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
-        if self._seen is not None:
-            read_R, successors_Rk = (tensor.cpu().numpy() for tensor in self._seen)
-            real_R = read_R >= 0
+        self._idle += idle
+        for seen in self._seen:
+            read_R, successors_Rk = (tensor.cpu().numpy() for tensor in seen)
+            if read_R.min() < 0:  # rows of a batch with fewer nodes than others
+                real_R = read_R >= 0
+                read_R, successors_Rk = read_R[real_R], successors_Rk[real_R]
             for table in self.tables:
                 if table.num_successors:
-                    table.learn(read_R[real_R], successors_Rk[real_R])
-            self._seen = None
+                    table.learn(read_R, successors_Rk)
+        self._seen = []
         for row, text in enumerate(texts):
             new = text[self._known[row] :]
             if new:
@@ -77,11 +80,14 @@ class HybridDrafter:
         num_nodes, rate = self._policy.worth([guess.scores for guess in guesses])
         if self.model_drafter is not None:
             shape = self._policy.pinned or self._policy.best_shape()
-            if self._idle >= STALE or self._policy.rate_of_shape(shape) > LEAD * rate:
+            model_rate = self._policy.rate_of_shape(shape)
+            if self._idle >= STALE or model_rate > LEAD * rate:
+                self._policy.looked(model_rate)
                 self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
                 self._idle = 0
                 return self._fill_up(self.model_drafter.draft(root_B, shape), guesses)
             self._idle += 1
+        self._policy.looked(rate)
         if self._other_rule:  # which knows no rows with fewer nodes than others
             num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
         return pack(guesses, num_nodes, root_B.device, self._names)
@@ -118,11 +124,12 @@ class HybridDrafter:
         return merge([table.guess(row, num_nodes, ahead) for table in self.tables])
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
-        if self.model_drafter is not None and self._idle == 0 and not self._woven:
+        if self.model_drafter is not None and tree.num_steps and not self._woven:
             self.model_drafter.commit(root_B, tree, verdict, logits_BTV)
         if self._num_successors:
             rows_RV = logits_BTV.flatten(0, 1)
-            self._seen = (torch.cat([root_B[:, None], tree.tokens], 1).flatten(), top_k(rows_RV, self._num_successors))
+            read_R = torch.cat([root_B[:, None], tree.tokens], 1).flatten()
+            self._seen.append((read_R, top_k(rows_RV, self._num_successors)))
 
     def extra_bytes(self) -> tuple[int, int]:
         weights, kv = self.model_drafter.extra_bytes() if self.model_drafter else (0, 0)
