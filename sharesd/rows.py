@@ -87,7 +87,8 @@ class Rows:
         self.live[row] = reason is None
         self.tokens[row] += ids[:count]
         self._stats.new_tokens += count
-        self._stats.sources.update(sources[:count])
+        for source in sources[:count]:  # Counter.update takes three times as long
+            self._stats.sources[source] += 1
         kept = None if logprobs is None else logprobs[:count]
         return TokenChunk(
             self._first_index + row, ids[:count], sources[:count], list(drafters[:count]), text, kept, reason
