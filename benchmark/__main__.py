@@ -17,6 +17,7 @@ COMMANDS = (
     "benchmark.scaling",
     "benchmark.calibrate",
     "benchmark.sweep",
+    "benchmark.grid",
 )
 
 
