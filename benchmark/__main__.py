@@ -18,6 +18,7 @@ COMMANDS = (
     "benchmark.calibrate",
     "benchmark.sweep",
     "benchmark.grid",
+    "benchmark.busy",
 )
 
 
