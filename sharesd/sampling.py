@@ -51,6 +51,7 @@ class Stream(IntEnum):
     ACCEPT = 2
     RECOVER = 3  # the recovered or bonus token
     FORK = 4
+    PROMPT = 5  # seeds of a call's prompts after the first
 
 
 def gumbel(
@@ -87,14 +88,23 @@ def uniform(
     return _unit(low_BT ^ high_BT, dtype)
 
 
-def fork(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+def fork(seeds_B: Tensor, positions_B: Tensor, *, stream: Stream = Stream.FORK) -> Tensor:
     """New seeds [B] for the round whose root is at these positions. Needed by `block`, harmless for `rejection`.
 
     Block verification looks at the whole draft to decide how much of it to keep. What it threw away has thus told
     something about the noise of those positions, and the next round must draw there afresh.
     """
-    low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], Stream.FORK)
+    low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], stream)
     return (((low_B1 >> 1) << 32) | high_B1)[:, 0]
+
+
+def seeds_of_prompts(seed: int, indices_B: Tensor) -> Tensor:
+    """Seeds [B] of the prompts at these places (int64, from 0) of a call with this seed: the first has the seed itself.
+
+    Equal prompts of one call thus have noises, and texts, of their own.
+    """
+    seeds_B = torch.full_like(indices_B, seed)
+    return torch.where(indices_B == 0, seeds_B, fork(seeds_B, indices_B, stream=Stream.PROMPT))
 
 
 def _scramble(x: Tensor, keys: Sequence[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ from sharesd.sampling import (
     native_gumbel,
     probs_of,
     process,
+    seeds_of_prompts,
     uniform,
 )
 
@@ -126,6 +127,9 @@ def test_uniform_streams_positions_and_seeds_are_independent() -> None:
 def test_forked_seeds_are_distinct_and_valid() -> None:
     seeds = fork(torch.arange(100).repeat_interleave(100), torch.arange(100).repeat(100))
     assert seeds.unique().numel() == 10_000 and int(seeds.min()) >= 0
+    of_prompts = torch.cat([seeds_of_prompts(seed, torch.arange(1, 101)) for seed in range(100)])
+    assert torch.cat([seeds, of_prompts]).unique().numel() == 20_000 and int(of_prompts.min()) >= 0
+    assert seeds_of_prompts(2**63 - 1, torch.arange(2))[0] == 2**63 - 1
 
 
 def test_high_bits_of_the_seed_matter() -> None:
