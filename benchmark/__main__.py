@@ -17,6 +17,8 @@ COMMANDS = (
     "benchmark.scaling",
     "benchmark.calibrate",
     "benchmark.sweep",
+    "benchmark.grid",
+    "benchmark.busy",
 )
 
 

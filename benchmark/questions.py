@@ -1,7 +1,8 @@
 """Where the questions come from: ShareSD's own set, the official files of three benchmarks, the Hugging Face hub.
 
 Every file is JSON Lines in UTF-8, plain or gzipped, one question on each line, in the layout in which its benchmark is
-published. Whatever is wrong with a file is a ValueError of one line: where (file:line), what, and what to do about it.
+published; fields that are not asked, answers for example, are not looked at. Whatever is wrong with the others is a
+ValueError of one line: where (file:line), what, and what to do about it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ class Question:
     """What the reports group by, e.g. `writing`."""
     turns: tuple[str, ...]
     """The user's messages in order; at least one, none blank."""
-    reference: tuple[str, ...] | None = None
-    """Answers to compare with, where the file brings them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +70,7 @@ def load(benchmark: str, path: str | Path | None = None, num_questions: int | No
 def load_mtbench(path: str | Path | None = None) -> QuestionSet:
     """Questions in the layout of MT-Bench's question.jsonl (Zheng et al. 2023); None = ShareSD's own built-in set.
 
-    A line holds question_id, category, turns and, if it likes, reference. Raises ValueError, see the module.
+    A line holds question_id, category and turns. Raises ValueError, see the module.
     """
     if path is None:
         questions = _questions(BUILTIN_FILE, _json_rows(BUILTIN_FILE), _mtbench_question)
@@ -82,7 +81,7 @@ def load_mtbench(path: str | Path | None = None) -> QuestionSet:
 def load_gsm8k(path: str | Path | None = None) -> QuestionSet:
     """Grade-school mathematics (Cobbe et al. 2021), one turn each; None = the test set on the Hugging Face hub.
 
-    A line holds question and, if it likes, answer. The id is the place in the file, from 0. Raises ValueError.
+    A line holds question. The id is the place in the file, from 0. Raises ValueError.
     """
     if path is None:
         return _from_hub("gsm8k", "openai/gsm8k", "main/test-00000-of-00001.parquet", _gsm8k_question)
@@ -92,7 +91,7 @@ def load_gsm8k(path: str | Path | None = None) -> QuestionSet:
 def load_humaneval(path: str | Path | None = None) -> QuestionSet:
     """Python functions to complete (Chen et al. 2021), one turn each; None = the test set on the Hugging Face hub.
 
-    A line holds task_id, prompt and, if it likes, canonical_solution. Raises ValueError.
+    A line holds task_id and prompt. Raises ValueError.
     """
     if path is None:
         file = "openai_humaneval/test-00000-of-00001.parquet"
@@ -145,14 +144,12 @@ def _mtbench_question(row: _Row) -> Question:
     turns = _texts(row, "turns", row.need("turns", layout))
     if not turns:
         raise ValueError(f"{row.where}: field 'turns' is empty; write at least one message")
-    given = row.get("reference")
-    reference = None if given is None else _texts(row, "reference", given, blank=True)
-    return Question(id=id_, category=category, turns=turns, reference=reference)
+    return Question(id=id_, category=category, turns=turns)
 
 
 def _gsm8k_question(row: _Row) -> Question:
     question = _text(row, "question", row.need("question", "question"))
-    return Question(id=row.index, category="math", turns=(question,), reference=_reference(row, "answer"))
+    return Question(id=row.index, category="math", turns=(question,))
 
 
 def _humaneval_question(row: _Row) -> Question:
@@ -160,18 +157,13 @@ def _humaneval_question(row: _Row) -> Question:
     task = _text(row, "task_id", row.need("task_id", layout))
     code = _text(row, "prompt", row.need("prompt", layout)).strip("\n")
     turn = f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
-    return Question(id=task, category="coding", turns=(turn,), reference=_reference(row, "canonical_solution"))
+    return Question(id=task, category="coding", turns=(turn,))
 
 
-def _reference(row: _Row, field: str) -> tuple[str] | None:
-    given = row.get(field)
-    return None if given is None else (_text(row, field, given),)
-
-
-def _text(row: _Row, field: str, value: object, *, blank: bool = False) -> str:
+def _text(row: _Row, field: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a text")
-    if not blank and not value.strip():
+    if not value.strip():
         raise ValueError(f"{row.where}: field {field!r} holds an empty text; write something")
     try:
         value.encode()
@@ -181,10 +173,10 @@ def _text(row: _Row, field: str, value: object, *, blank: bool = False) -> str:
     return value
 
 
-def _texts(row: _Row, field: str, value: object, *, blank: bool = False) -> tuple[str, ...]:
+def _texts(row: _Row, field: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a list of texts")
-    return tuple(_text(row, f"{field}[{i}]", item, blank=blank) for i, item in enumerate(value))
+    return tuple(_text(row, f"{field}[{i}]", item) for i, item in enumerate(value))
 
 
 def _kind(value: object) -> str:

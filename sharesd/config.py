@@ -57,7 +57,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id -> amount added to its logit."""
     seed: int = 0
-    """Seed of the noise; with acceptance `match` the text depends on nothing else."""
+    """Seed of the noise; with acceptance `match` the text depends on nothing else. Of several prompts in one call the
+    first has this seed, and the others have seeds derived from it and their place in the call, however many are decoded
+    together (`sharesd.sampling.seeds_of_prompts`)."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; the text is cut before the first one."""
     stop_token_ids: tuple[int, ...] = ()

@@ -100,8 +100,9 @@ class Engine:
         """Decode prompts (texts or token ids), as many together as the cache has rows; yields chunks as they come.
 
         `reuse` keeps the KV of the longest beginning that a prompt shares with what its row decoded last (chat turns),
-        in whichever mode. Raises ValueError for an empty prompt, one longer than the context, and ids outside the
-        vocabulary; RuntimeError if it is asked to go on after another call has used the cache.
+        in whichever mode. Each prompt has noise of its own, by its place in the call. Raises ValueError for an empty
+        prompt, one longer than the context, and ids outside the vocabulary; RuntimeError if it is asked to go on after
+        another call has used the cache.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
@@ -144,7 +145,7 @@ class Engine:
         padding: list[list[int]] = [[0]] * (self.cache.batch - len(prompts))  # idle rows hold one token
         way = self.way(params)
         with torch.inference_mode():
-            first, logprobs = self._prefill(prompts + padding, way, params, reuse)
+            first, logprobs = self._prefill(prompts + padding, first_index, way, params, reuse)
         num_idle = 0  # rounds since the drafter took part
         try:
             chunks = rows.take_first(first, logprobs)
@@ -192,14 +193,14 @@ class Engine:
                 self.cache.held_by = None if num_idle else self.drafter
 
     def _prefill(
-        self, prompts: list[list[int]], way: Way, params: SamplingParams, reuse: bool
+        self, prompts: list[list[int]], first_index: int, way: Way, params: SamplingParams, reuse: bool
     ) -> tuple[list[int], list[list[float]] | None]:
         """Read a prompt per row and choose each row's first token; also its log-probability, if asked for."""
         lengths_B = torch.tensor([len(row) for row in prompts], device=self._device)
         longest = max(map(len, prompts))
         padded_BL = torch.tensor([row + [0] * (longest - len(row)) for row in prompts], device=self._device)
         sampler = way.sampler
-        sampler.begin(params.seed, padded_BL, lengths_B)
+        sampler.begin(params.seed, padded_BL, lengths_B, first_index)
         kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self.cache.held, strict=True)]
         seen = self.drafter is not None and self.cache.held_by is self.drafter
         self.forget()

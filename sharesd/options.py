@@ -222,7 +222,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
         "--min-p", type=_number, default=0.0, metavar="P", help="tokens at least P times as likely as the first"
     )
     group.add_argument(
-        "--seed", type=_whole, default=0, help="seed of the noise: equal seeds give equal texts, in all modes"
+        "--seed",
+        type=_whole,
+        default=0,
+        help="seed of the noise: equal seeds give equal texts, in all modes; each of several prompts has its own noise",
     )
     group.add_argument("--repetition-penalty", type=_number, default=1.0, metavar="X", help="1 = none")
     group.add_argument("--presence-penalty", type=_number, default=0.0, metavar="X", help="0 = none")

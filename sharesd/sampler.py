@@ -38,6 +38,7 @@ class Sampler:
         self.params = params
         self.vocab_size = vocab_size
         self.seeds_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._rows_B = torch.arange(batch, device=device)
         self._one_B = torch.ones_like(self.seeds_B)
         self._root_B1 = torch.zeros_like(self.seeds_B)[:, None]
         self.bias_V = sampling.bias_vector(params, vocab_size, device=device)
@@ -45,9 +46,12 @@ class Sampler:
         self._gumbel = gumbel
         self._noise: dict[int, Tensor] = {}  # steps ahead of the root -> noise of that position, drawn once a round
 
-    def begin(self, seed: int, prompts_BL: Tensor, lengths_B: Tensor) -> None:
-        """Start a call with this seed in every row, and the right-padded prompts that penalties look at."""
-        self.seeds_B.fill_(seed)
+    def begin(self, seed: int, prompts_BL: Tensor, lengths_B: Tensor, first_index: int = 0) -> None:
+        """Start a group of a call with this seed, whose first prompt is the call's prompt `first_index`.
+
+        Penalties look at the prompts, which are padded on the right.
+        """
+        self.seeds_B.copy_(sampling.seeds_of_prompts(seed, first_index + self._rows_B))
         if self.counts is not None:
             self.counts.begin(prompts_BL, lengths_B)
 

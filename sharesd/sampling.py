@@ -38,6 +38,8 @@ _SALTS = (  # digits of pi: what tells the two words of a key apart
     (0x00000000, 0x243F6A88, 0x05A308D3, 0x13198A2E, 0x03707344, 0x24093822),
     (0x299F31D0, 0x082EFA98, 0x6C4E6C89, 0x452821E6, 0x38D01377, 0x3E5466CF),
 )
+COLD = 0.01
+"""Temperatures below this are those of near-greedy decoding."""
 _MASS_ONE = 1 << 40  # the likeliest token's probability in fixed point
 
 
@@ -49,6 +51,7 @@ class Stream(IntEnum):
     ACCEPT = 2
     RECOVER = 3  # the recovered or bonus token
     FORK = 4
+    PROMPT = 5  # seeds of a call's prompts after the first
 
 
 def gumbel(
@@ -85,14 +88,23 @@ def uniform(
     return _unit(low_BT ^ high_BT, dtype)
 
 
-def fork(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+def fork(seeds_B: Tensor, positions_B: Tensor, *, stream: Stream = Stream.FORK) -> Tensor:
     """New seeds [B] for the round whose root is at these positions. Needed by `block`, harmless for `rejection`.
 
     Block verification looks at the whole draft to decide how much of it to keep. What it threw away has thus told
     something about the noise of those positions, and the next round must draw there afresh.
     """
-    low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], Stream.FORK)
+    low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], stream)
     return (((low_B1 >> 1) << 32) | high_B1)[:, 0]
+
+
+def seeds_of_prompts(seed: int, indices_B: Tensor) -> Tensor:
+    """Seeds [B] of the prompts at these places (int64, from 0) of a call with this seed: the first has the seed itself.
+
+    Equal prompts of one call thus have noises, and texts, of their own.
+    """
+    seeds_B = torch.full_like(indices_B, seed)
+    return torch.where(indices_B == 0, seeds_B, fork(seeds_B, indices_B, stream=Stream.PROMPT))
 
 
 def _scramble(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
@@ -204,7 +216,7 @@ def process(
     if params.greedy:
         return x_BTV
     if params.temperature != 1:
-        x_BTV = x_BTV / params.temperature
+        x_BTV = _heat(x_BTV, params.temperature)
     return _truncate(x_BTV, params)
 
 
@@ -224,6 +236,18 @@ def logprobs_of(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
     """Log-probability [B, T] float32 of tokens under the target's raw logits, before any processing."""
     x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     return (x_BTV.gather(-1, tokens_BT[..., None])[..., 0] - x_BTV.logsumexp(-1)).float()
+
+
+def _heat(x_BTV: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature, however small or large; below COLD those of each row less their largest.
+
+    The largest is then 0 and others may end at -inf: nothing overflows upwards, and large quotients do not swallow the
+    noise that is added to them.
+    """
+    limits = torch.finfo(x_BTV.dtype)
+    if temperature < COLD:
+        x_BTV = x_BTV - x_BTV.amax(-1, keepdim=True).clamp(limits.min, limits.max)
+    return x_BTV / min(max(temperature, limits.tiny), limits.max)
 
 
 def _penalize(

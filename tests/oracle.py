@@ -150,8 +150,12 @@ def logits_of(model: CausalModel, tokens: Sequence[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def continue_plainly(model: CausalModel, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """`match` decoding without an engine: the whole text is read anew for every token. Knows no end tokens."""
+def continue_plainly(model: CausalModel, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
+    """`match` decoding without an engine: the whole text is read anew for every token. Knows no end tokens.
+
+    `index` is the prompt's place in a call.
+    """
+    seeds_1 = sampling.seeds_of_prompts(params.seed, torch.tensor([index]))
     tokens, V = list(prompt), model.vocab_size
     bias_V = sampling.bias_vector(params, V, device="cpu")
     for _ in range(params.max_new_tokens):
@@ -160,7 +164,7 @@ def continue_plainly(model: CausalModel, prompt: Sequence[int], params: Sampling
             counts.begin(torch.tensor([prompt]), torch.tensor([len(prompt)]))
             counts.update(torch.tensor([[*tokens[len(prompt) :], 0]]), torch.tensor([len(tokens) - len(prompt)]))
         logits_11V = sampling.process(logits_of(model, tokens)[None, -1:], params, bias_V=bias_V, counts=counts)
-        noise = sampling.gumbel(torch.tensor([params.seed]), torch.tensor([[len(tokens)]]), V)
+        noise = sampling.gumbel(seeds_1, torch.tensor([[len(tokens)]]), V)
         tokens.append(int(sampling.choose(logits_11V, None if params.greedy else noise)))
     return tokens[len(prompt) :]
 

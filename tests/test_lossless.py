@@ -38,8 +38,7 @@ from quant.linear import Switch
 from sharesd.config import SamplingParams
 from sharesd.engine import Engine
 from sharesd.output import Completion
-from sharesd.sampler import Sampler
-from sharesd.sampling import probs_of, process
+from sharesd.sampling import probs_of, process, seeds_of_prompts
 from sharesd.stats import Stats
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -80,7 +79,7 @@ def params_of(sampling: str, max_new_tokens: int = LONG, **more: Any) -> Samplin
 @cache
 def plain(sampling: str) -> list[list[int]]:
     """How the prompts go on, without any engine."""
-    return [continue_plainly(MODEL, prompt, params_of(sampling)) for prompt in PROMPTS]
+    return [continue_plainly(MODEL, prompt, params_of(sampling), i) for i, prompt in enumerate(PROMPTS)]
 
 
 def oracle(sampling: str, num_draft: int, accuracy: float, **options: Any) -> Engine:
@@ -153,22 +152,26 @@ def test_full_acceptance_is_counted_as_such(num_draft: int) -> None:
 
 def test_more_prompts_than_rows_are_decoded_in_groups() -> None:
     prompts = [*PROMPTS, *PROMPTS[:2]]
-    want = [*plain("sampled"), *plain("sampled")[:2]]
-    for batch in (1, 2, 3, 4):
+    want = [continue_plainly(MODEL, prompt, params_of("sampled"), i) for i, prompt in enumerate(prompts)]
+    assert want[0] != want[3] and want[1] != want[4], "equal prompts have noise of their own"
+    for batch in (1, 2, 3, 4, 5):
         engine = oracle("sampled", 3, 0.5, batch=batch)
         chunks = list(engine.generate(prompts, params_of("sampled")))
         assert [[t for c in chunks if c.row == row for t in c.token_ids] for row in range(5)] == want
         assert engine.stats.prompt_tokens == sum(map(len, prompts)) and len(engine.stats.accept_lengths) == 5
 
 
-def test_the_seed_decides_and_a_batch_does_not() -> None:
-    engine = oracle("sampled", 4, 0.5, batch=3)
-    alone = ids(oracle("sampled", 4, 0.5).complete([PROMPTS[1]], params_of("sampled")))
+def test_seed_and_place_decide_and_a_batch_does_not() -> None:
+    """Any prompt of a call can be decoded alone, with the seed of its place."""
+    engine, single = oracle("sampled", 4, 0.5, batch=3), oracle("sampled", 4, 0.5)
+    params = params_of("sampled")
+    seeds = seeds_of_prompts(params.seed, torch.arange(3)).tolist()
+    assert seeds[0] == params.seed and len(set(seeds)) == 3
+    alone = [ids(single.complete([PROMPTS[1]], replace(params, seed=seed)))[0] for seed in seeds]
+    assert len(set(map(tuple, alone))) == 3
     for prompts in ([PROMPTS[1]] * 3, [PROMPTS[0], PROMPTS[1]], [PROMPTS[1], PROMPTS[0], PROMPTS[2]]):
-        done = ids(engine.complete(prompts, params_of("sampled")))
-        assert all(done[row] == alone[0] for row, prompt in enumerate(prompts) if prompt is PROMPTS[1])
-    other = replace(params_of("sampled"), seed=12)
-    assert ids(engine.complete([PROMPTS[1]], other))[0] != alone[0]
+        done = ids(engine.complete(prompts, params))
+        assert all(done[row] == alone[row] for row, prompt in enumerate(prompts) if prompt is PROMPTS[1])
 
 
 # ---- where a text ends
@@ -224,7 +227,7 @@ def test_a_first_token_may_be_the_last() -> None:
 def test_stop_strings_at_every_offset(num_draft: int, accuracy: float) -> None:
     """Every piece of the text as a stop string: begins and ends at every offset within and across tokens."""
     engine = oracle("sampled", num_draft, accuracy)
-    tokens, decode = plain("sampled")[1][:20], tiny_tokenizer().decode
+    tokens, decode = plain("sampled")[0][:20], tiny_tokenizer().decode
     texts = [decode(tokens[:count]) for count in range(len(tokens) + 1)]
     params = params_of("sampled", len(tokens))
     assert max(len(PIECES[token]) for token in tokens if token < len(PIECES)) > 2
@@ -233,7 +236,7 @@ def test_stop_strings_at_every_offset(num_draft: int, accuracy: float) -> None:
             stop = texts[-1][start:end]
             if "\ufffd" in stop:
                 continue
-            (done,) = engine.complete([PROMPTS[1]], replace(params, stop=(stop, "never said")))
+            (done,) = engine.complete([PROMPTS[0]], replace(params, stop=(stop, "never said")))
             assert done.text == texts[-1][: texts[-1].index(stop)]
             assert done.token_ids == tokens[: next(n for n, text in enumerate(texts) if stop in text)]
             assert done.finish_reason == "stop"
@@ -242,19 +245,19 @@ def test_stop_strings_at_every_offset(num_draft: int, accuracy: float) -> None:
 
 def test_the_first_of_several_stop_strings_counts() -> None:
     engine, decode = oracle("sampled", 5, 1.0), tiny_tokenizer().decode
-    text = decode(plain("sampled")[1])
+    text = decode(plain("sampled")[0])
     early, late = text[6:8], text[9:13]
     assert text.index(early) < text.index(late)
     for stop in ((early, late), (late, early), (late + "?", early)):
-        assert engine.complete([PROMPTS[1]], params_of("sampled", stop=stop))[0].text == text[: text.index(early)]
+        assert engine.complete([PROMPTS[0]], params_of("sampled", stop=stop))[0].text == text[: text.index(early)]
 
 
 def test_streamed_text_never_shows_a_stop_string() -> None:
     engine = oracle("sampled", 2, 0.5)
-    text = tiny_tokenizer().decode(plain("sampled")[1])
+    text = tiny_tokenizer().decode(plain("sampled")[0])
     stop = text[10:15]
     shown = ""
-    for chunk in engine.generate([PROMPTS[1]], params_of("sampled", stop=(stop,))):
+    for chunk in engine.generate([PROMPTS[0]], params_of("sampled", stop=(stop,))):
         shown += chunk.text
         assert text[: text.index(stop)].startswith(shown)
     assert shown == text[: text.index(stop)]
@@ -265,7 +268,10 @@ def test_the_context_is_filled_exactly_and_slots_beyond_stay_untouched(num_draft
     limit = 24
     prompts = [[1 + i % 30 for i in range(length)] for length in (3, 23, 17)]
     params = SamplingParams(max_new_tokens=100, temperature=1.0)
-    want = [continue_plainly(MODEL, p, replace(params, max_new_tokens=limit - len(p))) for p in prompts]
+    want = [
+        continue_plainly(MODEL, prompt, replace(params, max_new_tokens=limit - len(prompt)), i)
+        for i, prompt in enumerate(prompts)
+    ]
     futures = {tuple(p): tokens for p, tokens in zip(prompts, want, strict=True)}
     slots = limit + 2 * (1 + num_draft)
     for accuracy in (0.5, 1.0):
@@ -512,11 +518,6 @@ SMALL = 5
 NUM_TOKENS = 4  # the prefill's and three more
 
 
-def every_seed(self: Sampler, seed: int, prompts_BL: Tensor, lengths_B: Tensor) -> None:
-    """`Sampler.begin` with a seed of its own in every row, so that one call is many experiments."""
-    self.seeds_B.copy_(seed * len(lengths_B) + torch.arange(len(lengths_B)))
-
-
 def joint_probabilities(model: Any, prompt: Sequence[int], params: SamplingParams) -> Tensor:
     """Exact probabilities [V, ..., V] of the first NUM_TOKENS tokens."""
     joint, prefixes = torch.ones(1, dtype=torch.float64), torch.tensor([list(prompt)])
@@ -542,10 +543,8 @@ def deviation(counts: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("num_draft", [1, 3])
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 4, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
-def test_texts_are_distributed_as_the_target_says(
-    rule: str, sampling: Mapping[str, Any], num_draft: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Sampler, "begin", every_seed)
+def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[str, Any], num_draft: int) -> None:
+    """Every row has a seed of its own, so that one call is many experiments."""
     B, calls, prompt = 1024, 6, [1, 4, 2]
     full = tiny_decoder(2, vocab=SMALL, hidden_size=16, num_hidden_layers=1, intermediate_size=16)
     full.head.weight.mul_(0.3)
@@ -576,7 +575,8 @@ def test_rejection_and_block_repeat_for_a_seed_and_are_greedy_at_zero(kind: str,
         assert ids(engine.complete(PROMPTS, params)) == ids(first)
         assert ids(engine.complete(PROMPTS, replace(params, seed=99))) != ids(first)
         alone = drafting(kind, 1, 4)
-        assert ids(alone.complete(PROMPTS[1:2], params)) == ids(first[1:2])
+        seed = int(seeds_of_prompts(params.seed, torch.tensor([1])))
+        assert ids(alone.complete(PROMPTS[1:2], replace(params, seed=seed))) == ids(first[1:2])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -32,6 +32,7 @@ from sharesd.sampling import (
     native_gumbel,
     probs_of,
     process,
+    seeds_of_prompts,
     uniform,
 )
 
@@ -126,6 +127,9 @@ def test_uniform_streams_positions_and_seeds_are_independent() -> None:
 def test_forked_seeds_are_distinct_and_valid() -> None:
     seeds = fork(torch.arange(100).repeat_interleave(100), torch.arange(100).repeat(100))
     assert seeds.unique().numel() == 10_000 and int(seeds.min()) >= 0
+    of_prompts = torch.cat([seeds_of_prompts(seed, torch.arange(1, 101)) for seed in range(100)])
+    assert torch.cat([seeds, of_prompts]).unique().numel() == 20_000 and int(of_prompts.min()) >= 0
+    assert seeds_of_prompts(2**63 - 1, torch.arange(2))[0] == 2**63 - 1
 
 
 def test_high_bits_of_the_seed_matter() -> None:
@@ -191,6 +195,45 @@ def test_processing_equals_transformers(settings: dict, processors: list, vocab_
     result = process(logits, SamplingParams(**{"temperature": 1.0, **settings}))
     assert result.dtype == dtype
     torch.testing.assert_close(result[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [9e-3, 1e-6, 1e-30, 1e-38, 1e-45, 1e-310, 5e-324])
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}], ids=str
+)
+def test_temperatures_near_zero_choose_as_greedy_decoding_does(
+    settings: dict, temperature: float, dtype: torch.dtype
+) -> None:
+    logits = (rows(40, 1003, dtype) * 100).round()  # gaps of 0, or so large that no noise bridges them
+    logits[..., 500:] = -math.inf
+    logits[0, :10] += 10**4
+    logits[0, 10] = -math.inf
+    logits[0, 10, 7] = 1.0  # all others are banned
+    params = SamplingParams(temperature=temperature, **settings)
+    result = process(logits, params)
+    best = logits.amax(-1, keepdim=True)
+    assert not result.isnan().any() and (result.amax(-1) == 0).all()
+    positions = torch.arange(40)[None]
+    chosen = choose(result, gumbel(torch.tensor([3]), positions, 1003))
+    assert (logits.gather(-1, chosen[..., None]) == best).all()
+    ties = (logits == best).to(dtype)
+    torch.testing.assert_close(probs_of(result, params), ties / ties.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.1, 0.7, 1.3, 100.0])
+def test_usual_temperatures_divide_and_no_more(temperature: float) -> None:
+    """The bits of texts rest on it."""
+    logits = rows(40, 1003)
+    assert torch.equal(process(logits, SamplingParams(temperature=temperature)), logits / temperature)
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e300, math.inf])
+def test_without_end_temperatures_choose_evenly_among_what_is_not_banned(temperature: float) -> None:
+    logits = rows(3, 61)
+    logits[..., 7] = -math.inf
+    probs = probs_of(process(logits, SamplingParams(temperature=temperature)), SamplingParams(temperature=1.0))
+    assert (probs[..., 7] == 0).all() and torch.allclose(probs[..., :7], torch.tensor(1 / 60))
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3])

@@ -227,7 +227,9 @@ def test_trees_do_not_change_the_text(sampling: str, batch: int) -> None:
     model = tiny_decoder(3)
     params = SamplingParams(max_new_tokens=30, logprobs=True, **SAMPLINGS[sampling])
     naive = new_engine(model, batch=batch).complete(PROMPTS, params)
-    assert [c.token_ids for c in naive] == [continue_plainly(model, prompt, params) for prompt in PROMPTS]
+    assert [c.token_ids for c in naive] == [
+        continue_plainly(model, prompt, params, i) for i, prompt in enumerate(PROMPTS)
+    ]
     futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
     for seed in range(3):
         drafter = HybridDrafter("oracle", [OracleTable(futures, seed)], num_nodes=9, trees=True)
