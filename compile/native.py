@@ -124,6 +124,13 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**28)
 
 
+@cache
+def kernels_version() -> str:
+    """Another one for other kernels: what was measured with the old ones no longer holds."""
+    sources = (file.read_bytes() for file in sorted(SOURCE_FOLDER.iterdir()) if file.is_file())
+    return hashlib.sha256(b"".join((*sources, repr(FLAGS).encode()))).hexdigest()[:16]
+
+
 def _cpu_features() -> str:
     """What -march=native depends on, so that a cache folder shared between machines stays right."""
     return (

@@ -145,6 +145,9 @@ class EngineConfig:
     else regional. On CUDA rounds are also captured in graphs, unless it is off."""
     exact: bool = True
     """Give a row the same bits in every mode: by kernels that do so in steps of any width, or by one fixed width."""
+    threads: int | None = None
+    """Threads that share a step on a CPU; None = as many as torch would use, and fewer while others keep cores busy.
+    Texts do not depend on it."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
     max_context: int = 2048
@@ -172,6 +175,8 @@ class EngineConfig:
                 f"hybrid_with is {', '.join(self.hybrid_with)}; give one of {' and '.join(MODEL_DRAFTERS)}"
             )
         _at_least("max_batch", self.max_batch, 1)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
         _at_least("max_context", self.max_context, 16)
         if self.draft is not None and self.mode != "classic":
             raise ValueError(

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
-from compile.native import cache_root, prepare
+from compile.native import cache_root, kernels_version, prepare
 from compile.pages import weights_on_huge_pages
 from compile.regions import CompiledBlocks, CompiledModel, compile_step
 from compile.stack import NativeStack, Unsuited
+from compile.threads import CREW
 from quant.attach import QuantReport, make_low, quantize_linears
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
@@ -75,6 +76,8 @@ class Runtime:
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
+        if config.threads is not None:
+            CREW.reset(config.threads, fixed=True)
         self.compile = config.compile
         if config.compile == "auto":
             self.compile = "native" if self.device.type == "cpu" else "regional"
@@ -124,7 +127,7 @@ class Runtime:
         what = (
             *(__version__, torch.__version__, self._folder.resolve(), self.dtype, self.compile, self._widths, mode),
             *(replace(self.config, target=None, mode="naive", draft=None), self.config.draft),
-            *(cpu_name(), torch.get_num_threads(), self.device),
+            *(cpu_name(), CREW.most, self.device, kernels_version()),
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={}),
         )

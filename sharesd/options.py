@@ -178,6 +178,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="give a row the same bits in all modes; --no-exact takes the fastest steps, and texts may differ",
     )
     group.add_argument(
+        "--threads",
+        type=_length,
+        default="auto",
+        metavar="N",
+        help="CPU threads that share a step; auto: one per core, fewer while other programs keep cores busy",
+    )
+    group.add_argument(
         "--max-context",
         type=_whole,
         default=_DEFAULTS.max_context,
@@ -287,6 +294,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
         compile=args.compile,
         exact=args.exact,
+        threads=None if args.threads == "auto" else args.threads,
         max_context=args.max_context,
         trust_remote_code=args.trust_remote_code,
         progress=progress,
