@@ -11,12 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compile.attention import new_kv, row_keeper
+from compile.attention import new_kv, round_slots, row_keeper
 from compile.pages import zeros_like
 
 
 class StaticKVCache:
-    """Keys and values [B, K, S, d] for each layer, and the number of live slots of each row.
+    """Keys and values for each layer, and the number of live slots of each row.
+
+    They lie as `compile.attention` says, or `plain`, [B, K, S, d], for other attention than that.
 
     Legend: B rows, K key/value heads, S slots, d head size.
     """
@@ -29,15 +31,19 @@ class StaticKVCache:
         slots: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        plain: bool = False,
     ) -> None:
         """`shapes` holds (key/value heads, head size) of every layer."""
-        pairs = [new_kv(batch, heads, slots, size, dtype, torch.device(device)) for heads, size in shapes]
+        self.slots = round_slots(slots)
+        device = torch.device(device)
+        pairs = [new_kv(batch, heads, self.slots, size, dtype, device, plain=plain) for heads, size in shapes]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
-        if torch.device(device).type == "cpu":
+        if device.type == "cpu":
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        self.slots = self.k[0].shape[2]
+        self.sizes = [size for _, size in shapes]
+        """Head size of every layer."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.held: list[list[int]] = []
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
@@ -54,7 +60,7 @@ class StaticKVCache:
     def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
         """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
         if self._keep is None:
-            self._keep = row_keeper(self.k, self.v)
+            self._keep = row_keeper(self.k, self.v, self.sizes)
         self._keep(self.lengths, path_BT, num_B)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import classic_engine, layer_of, new_engine, share_engine, switched, tiny_decoder
+from oracle import classic_engine, kv_of, layer_of, new_engine, put_kv, share_engine, switched, tiny_decoder
 from tiny import make_checkpoint
 from torch import Tensor, nn
 
@@ -251,8 +251,8 @@ def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: 
 
     def run(rows: slice, width: int, slots: int = 64) -> Tensor:
         cache = model.new_cache(len(starts[rows]), slots)
-        for tensor in (*cache.k, *cache.v):
-            tensor.copy_(torch.arange(cache.slots)[:, None] % 7 - 3)
+        values_S1 = torch.arange(cache.slots)[:, None] % 7 - 3
+        put_kv(cache, [values_S1.to(dtype).expand_as(tensor) for tensor in kv_of(cache)])
         cache.lengths += starts[rows]
         parts = []
         for i in range(0, 17, width):
