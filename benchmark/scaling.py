@@ -119,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine_config(plain, modes=("share",))
     if config.tree is not None:
         raise ValueError("--tree does not belong here, scaling measures chains; drop it")
+    if config.draft_window != "auto":
+        raise ValueError("--draft-window does not belong here, scaling measures draft steps that see all; drop it")
     points = list(points_of(args.contexts, args.widths, args.batches))
     out_dir = arguments.out_folder(args.out_dir, "scaling")
     with loading_bars() as progress:

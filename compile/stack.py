@@ -60,8 +60,9 @@ class NativeStack:
     def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
         """The residual stream after all blocks and the norm.
 
-        `cache` has `lengths`, its number of `slots`, and `k` and `v` of every block in the layout of
-        `compile.attention.new_kv`, which keep their places; if it has those of the first few only, no others run.
+        `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
+        every block in the layout of `compile.attention.new_kv`, which keep their places; if it has those of the first
+        few only, no others run.
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
         B, T, D = x_BTD.shape
@@ -84,7 +85,7 @@ class NativeStack:
             *(B, T, H, K, cache.slots, d, r, D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
-            0,
+            cache.recent,
             *((0, 0, 0) if branches is None else branches.words()),
         )
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(

@@ -6,7 +6,8 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class StaticKVCache:
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
         """Head size of every layer."""
+        self.recent = 0
+        """Slots that steps look back, besides the first few (see `compile.attention.attend`); 0 = all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.held: list[list[int]] = []
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
@@ -56,6 +59,15 @@ class StaticKVCache:
     def forget(self) -> None:
         """Drop what a later call could reuse."""
         self.held, self.held_by = [[] for _ in range(self.batch)], None
+
+    @contextmanager
+    def looking_back(self, recent: int) -> Iterator[None]:
+        """Within the block, steps look back so many slots; 0 = all. For drafts, which the target corrects."""
+        self.recent = recent
+        try:
+            yield
+        finally:
+            self.recent = 0
 
     def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
         """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
