@@ -32,17 +32,17 @@ class CompiledBlocks:
         self._signatures: dict[object, int] = {}
         self._forms: dict[tuple, Step] = {}
 
-    def __call__(self, block: nn.Module, x_BTD: Tensor, *tensors: Tensor) -> Tensor:
+    def __call__(self, block: nn.Module, x_BTD: Tensor, *tensors: Tensor, **constants: int) -> Tensor:
         if x_BTD.shape[1] not in self._widths:
-            return block(x_BTD, *tensors)
+            return block(x_BTD, *tensors, **constants)
         kind = self._kinds.get(id(block))
         if kind is None:
             kind = self._kinds[id(block)] = self._signatures.setdefault(structure(block), len(self._signatures))
-        key = (kind, x_BTD.shape, *(tensor.shape for tensor in tensors), self._variant())
+        key = (kind, x_BTD.shape, *(tensor.shape for tensor in tensors), self._variant(), *constants.items())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(block).forward)
-        return form(block, x_BTD, *tensors)
+        return form(block, x_BTD, *tensors, **constants)
 
 
 class CompiledModel:
@@ -60,7 +60,7 @@ class CompiledModel:
         if tokens_BT.shape[1] not in self._widths:
             return self._model.forward(tokens_BT, cache, keep_BR, branches)
         shapes = (tokens_BT.shape, keep_BR is not None and keep_BR.shape, branches is not None and branches[1].shape)
-        key = (*shapes, self._variant())
+        key = (*shapes, self._variant(), cache.recent)
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(self._model).forward)

@@ -22,7 +22,7 @@ from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 26
+_Step = ctypes.c_int64 * 27
 
 
 class Unsuited(ValueError):
@@ -61,8 +61,9 @@ class NativeStack:
     def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
         """The residual stream after all blocks and the norm.
 
-        `cache` has `lengths`, and `k` and `v` of every block in the layout of `compile.attention.new_kv`, which keep
-        their places; if it has those of the first few only, no others run.
+        `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
+        every block in the layout of `compile.attention.new_kv`, which keep their places; if it has those of the first
+        few only, no others run.
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
         B, T, D = x_BTD.shape
@@ -82,9 +83,10 @@ class NativeStack:
             cache.lengths.data_ptr(),
             x_BTD.data_ptr(),
             *_norm_words(self._norm),
-            *(B, T, H, K, cache.k[0].shape[2], d, r, D, self._mlp_size, self._activation),
+            *(B, T, H, K, cache.slots, d, r, D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
+            cache.recent,
             *((0, 0, 0) if branches is None else branches.words()),
             CREW.lost_address,
         )

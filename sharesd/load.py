@@ -255,8 +255,28 @@ class Runtime:
         shapes = shapes_of(*self.config.tree) if self.config.tree else chains(num_nodes)
         if mode == "share":
             low_bytes = self._reports["share"].low_bytes
-            return ShareDrafter(self._step, self.cache, self._switch, shapes=shapes, low_bytes=low_bytes, top=top)
+            return ShareDrafter(
+                self._step,
+                self.cache,
+                self._switch,
+                shapes=shapes,
+                low_bytes=low_bytes,
+                top=top,
+                window=self._draft_window(),
+            )
         return self._classic(shapes, top)
+
+    def _draft_window(self) -> int | None:
+        """How many tokens a draft step looks back; 0 = all, None = as the context asks for."""
+        given, native = self.config.draft_window, isinstance(self.target, Decoder)
+        if isinstance(given, int):
+            if not native:
+                raise ValueError(
+                    f"draft_window is {given} and {self.target.name} looks at all tokens; take off or auto"
+                )
+            return given
+        # Attention on a GPU masks what it does not need, and reads it all the same.
+        return None if given == "auto" and native and self.device.type == "cpu" else 0
 
     def _table(self, name: str) -> Table:
         config = self.config

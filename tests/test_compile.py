@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import classic_engine, layer_of, new_engine, share_engine, switched, tiny_decoder
+from oracle import classic_engine, kv_of, layer_of, new_engine, put_kv, share_engine, switched, tiny_decoder
 from tiny import make_checkpoint
 from torch import Tensor, nn
 
+from compile.attention import CHUNK, SINKS
 from compile.linear import PackedLinear, pack_linears
 from compile.regions import CompiledBlocks, compile_step, no_recompiles, structure
 from compile.stack import NativeStack, Unsuited
@@ -251,8 +252,8 @@ def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: 
 
     def run(rows: slice, width: int, slots: int = 64) -> Tensor:
         cache = model.new_cache(len(starts[rows]), slots)
-        for tensor in (*cache.k, *cache.v):
-            tensor.copy_(torch.arange(cache.slots)[:, None] % 7 - 3)
+        values_S1 = torch.arange(cache.slots)[:, None] % 7 - 3
+        put_kv(cache, [values_S1.to(dtype).expand_as(tensor) for tensor in kv_of(cache)])
         cache.lengths += starts[rows]
         parts = []
         for i in range(0, 17, width):
@@ -353,3 +354,51 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
     assert "texts" not in caplog.text
     assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
     assert "so may texts of modes" in caplog.text
+
+
+# ---- drafts that look back only so far
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("how", ["eager", "native"])
+def test_steps_that_look_back_see_the_first_slots_and_recent_chunks(how: str) -> None:
+    model = tiny_decoder(3, num_hidden_layers=1, max_position_embeddings=512)
+    model = compiled(model, how) if how == "native" else model
+    text = torch.randint(0, 40, (1, 3 * CHUNK), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(1, 4 * CHUNK)
+    model.forward(text, cache)
+    cache.lengths += text.shape[1]
+    row = torch.tensor([[7]])
+    whole = model.forward(row, cache)
+    with cache.looking_back(5):
+        near = model.forward(row, cache)
+        assert not torch.equal(near, whole)
+        held = kv_of(cache)
+        for tensor in held:
+            tensor[:, :, SINKS : 2 * CHUNK] += 1.0
+        put_kv(cache, held)
+        assert torch.equal(near, model.forward(row, cache))
+        for tensor in held:
+            tensor[:, :, :SINKS] += 1.0
+        put_kv(cache, held)
+        assert not torch.allclose(near, model.forward(row, cache))
+    assert cache.recent == 0 and not torch.allclose(whole, model.forward(row, cache))
+
+
+@pytest.mark.parametrize("how", ["eager", "native"])
+def test_texts_are_the_same_however_far_drafts_look_back(how: str) -> None:
+    model = tiny_decoder(3, max_position_embeddings=512)
+    prompt = [i * i % 37 for i in range(2 * CHUNK)]
+    params = SamplingParams(max_new_tokens=24)
+    context: Any = {"max_context": 3 * CHUNK}
+    [wanted] = new_engine(model, **context).complete([prompt], params)
+    taus = []
+    for window in (0, 4):
+        twin, switch = switched(model)
+        twin = compiled(twin, how, switch) if how == "native" else twin
+        engine = share_engine(twin, switch, **context)
+        engine.drafter.window = window  # type: ignore[union-attr]
+        [done] = engine.complete([prompt], params)
+        assert done.token_ids == wanted.token_ids
+        taus.append(engine.stats.tau)
+    assert taus[0] > taus[1], "drafts by the same weights that see less are worse"

@@ -8,8 +8,8 @@
 #define EXPORT(NAME, T)                                                                                                \
   extern "C" void attend_##NAME(const T* q, const T* k, const T* v, T* kc, T* vc, const int64_t* lengths, T* out,       \
                                 const int64_t* depth, const int64_t* path, const int64_t* shape,                        \
-                                const int64_t* strides, double scale, int64_t window, double softcap) {                 \
-    sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, softcap);               \
+                                const int64_t* strides, double scale, int64_t window, int64_t recent, double softcap) { \
+    sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, recent, softcap);       \
   }                                                                                                                    \
   extern "C" void keep_rows_##NAME(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes,       \
                                    int64_t B, int64_t S, const int64_t* lengths, const int64_t* path,                   \

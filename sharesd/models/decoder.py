@@ -71,6 +71,7 @@ class Attention(nn.Module):
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
         *branches: Tensor,
+        recent: int = 0,
     ) -> Tensor:
         heads = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
@@ -87,6 +88,7 @@ class Attention(nn.Module):
             lengths_B,
             scale=self.scale,
             window=self.window,
+            recent=recent,
             softcap=self.softcap,
             branches=Branches(*branches) if branches else None,
         )
@@ -130,17 +132,20 @@ class Block(nn.Module):
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
         *branches: Tensor,
+        recent: int = 0,
     ) -> Tensor:
-        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches."""
+        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches. `recent`: how
+        far it looks back, see `attend`.
+        """
         tensors = (cos_BTr, sin_BTr, k_cache_BKSd, v_cache_BKSd, lengths_B, *branches)
-        attended = self.attn(self.attn_norm(x_BTD), *tensors)
+        attended = self.attn(self.attn_norm(x_BTD), *tensors, recent=recent)
         x_BTD = x_BTD + self.attn_out_norm(attended)
         return x_BTD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BTD)))
 
 
-def call_block(block: nn.Module, *tensors: Tensor) -> Tensor:
+def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:
     """How blocks run unless `Decoder.run_block` is replaced."""
-    return block(*tensors)
+    return block(*tensors, recent=recent)
 
 
 class Decoder(nn.Module):
@@ -170,7 +175,8 @@ class Decoder(nn.Module):
             self.register_buffer(f"cos_{i}", cos, persistent=False)
             self.register_buffer(f"sin_{i}", sin, persistent=False)
         self.run_block: Callable[..., Tensor] = call_block
-        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches) -> x. Compilation and offloading put theirs."""
+        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x. Compilation and offloading put
+        theirs."""
         self.run_stack: Callable[..., Tensor] = self._run_stack
         """(x, cache, branches) -> x: all blocks and the last norm. Compilation puts its own here."""
 
@@ -211,5 +217,5 @@ class Decoder(nn.Module):
         for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
             cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
             tensors = (cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
-            x_BTD = self.run_block(block, x_BTD, *tensors)
+            x_BTD = self.run_block(block, x_BTD, *tensors, recent=cache.recent)
         return self.norm(x_BTD)
