@@ -158,7 +158,8 @@ class Decoder(nn.Module):
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
         self.takes_trees = True
         self.step_widths: frozenset[int] = frozenset()
-        self.embed = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed = nn.Embedding.from_pretrained(table_VD)  # skip_init imports Dynamo for it, which takes a second
         self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=device) for kind in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device="meta")
