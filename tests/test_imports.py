@@ -107,7 +107,7 @@ def test_options_are_quick_to_import(module: str) -> None:
 
 def test_loading_waits_for_nothing_that_native_decoders_do_not_need() -> None:
     """Each of these takes a second or more to import."""
-    heavy = ("transformers", "torch._dynamo", "hqq")
+    heavy = ("transformers", "torch._dynamo", "sympy", "hqq")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     code = (
         "import sys, sharesd.load\n"
