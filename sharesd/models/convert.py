@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import tempfile
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compile.native import cache_root
 from sharesd.models.decoder_config import DecoderConfig, Unsupported
-from sharesd.models.folder import read_json
+from sharesd.models.folder import read_json, stamp
 from sharesd.models.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the converted folders; a new number makes old ones unused."""
 MANIFEST = "converted.json"
 
@@ -44,9 +45,10 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
             fresh = Path(scratch) / "checkpoint"
             fresh.mkdir()
             _convert(gguf_file, fresh, progress)
-            source = {"mtime_ns": gguf_file.stat().st_mtime_ns, "sha256": _sha256(gguf_file)}
-            files = {file.name: _sha256(file) for file in fresh.iterdir()}
-            (fresh / MANIFEST).write_text(json.dumps({"format": FORMAT, "source": source, "sha256": files}))
+            for file in fresh.iterdir():
+                _flush(file)
+            files = {file.name: _seal(file) for file in fresh.iterdir()}
+            _write_manifest(fresh, {"format": FORMAT, "source": _seal(gguf_file), "files": files})
             if folder.exists() and not _holds(folder, gguf_file):
                 log.warning("%s is damaged or outdated; converted %s again", folder, gguf_file.name)
                 folder.rename(Path(scratch) / "damaged")
@@ -72,17 +74,42 @@ def _fingerprint(file: Path) -> str:
 
 
 def _holds(folder: Path, gguf_file: Path) -> bool:
-    """True if the folder holds what was written into it, and that was made from this file."""
+    """True if the folder holds what was written into it, and that was made from this file.
+
+    Files of the recorded size and time are taken for what they were; others are read.
+    """
     if not (folder / MANIFEST).exists():
         return False
     try:
         manifest = read_json(folder / MANIFEST)
-        files, source = dict(manifest["sha256"]), dict(manifest["source"])
-    except (ValueError, KeyError, TypeError):
+        seals = {gguf_file: manifest["source"], **{folder / name: seal for name, seal in manifest["files"].items()}}
+        moved = [file for file, seal in seals.items() if not file.is_file() or stamp(file) != seal["stamp"]]
+        if not all(file.is_file() and _sha256(file) == seals[file]["sha256"] for file in moved):
+            return False
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
-    if source.get("mtime_ns") != gguf_file.stat().st_mtime_ns and source.get("sha256") != _sha256(gguf_file):
-        return False
-    return all((folder / name).is_file() and _sha256(folder / name) == digest for name, digest in files.items())
+    if moved:  # copied or touched, and still the same
+        for file in moved:
+            seals[file]["stamp"] = stamp(file)
+        with suppress(OSError):  # not ours to write: read again next time
+            _write_manifest(folder, manifest)
+    return True
+
+
+def _seal(file: Path) -> dict[str, Any]:
+    return {"stamp": stamp(file), "sha256": _sha256(file)}
+
+
+def _flush(file: Path) -> None:
+    """To the disk: a power cut shall not leave zeros under the recorded size and time."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    partial = folder / f".{MANIFEST}.{os.getpid()}"
+    partial.write_text(json.dumps(manifest))
+    partial.replace(folder / MANIFEST)
 
 
 def _sha256(file: Path) -> str:
