@@ -18,9 +18,10 @@ from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.pages import weights_on_huge_pages
 from compile.regions import CompiledBlocks, CompiledModel, compile_step
+from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
-from quant.attach import QuantReport, make_low, quantize_linears
+from quant.attach import QuantReport, Solving, make_low, quantize_linears
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
@@ -34,6 +35,7 @@ from sharesd.drafters.share import ShareDrafter
 from sharesd.engine import Engine
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
+from sharesd.models.folder import identity
 from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import load_model, resolve
 from sharesd.selfcheck import RunFirst, first_block, rows_agree
@@ -191,6 +193,9 @@ class Runtime:
 
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
         assert isinstance(model, nn.Module)
+        solving = Solving(cache_dir=cache_root() / "quant", identity=identity(self._folder))
+        if self.device.type == "cpu":
+            solving = replace(solving, solve=_solve)
         report = how(
             model,
             self.config.quant,
@@ -198,7 +203,7 @@ class Runtime:
             head_name=_head_name(model),
             layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
-            cache_dir=cache_root() / "quant",
+            solving=solving,
             build=_low_packed if self.compile == "native" else None,
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
@@ -349,6 +354,12 @@ def _num_bytes(model: CausalModel) -> int:
     assert isinstance(model, nn.Module)
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
+
+
+def _solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+    """HQQ by the CPU kernel."""
+    q, scale, zero = solve_groups(weight_NK, bits, group_size)
+    return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
 
 
 def _low_packed(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:

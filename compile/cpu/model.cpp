@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "lowbit.h"
+#include "solve.h"
 #include "stack.h"
 
 // attend: shape is B, T, H, K, S, d, threads; strides (elements) are q row, q token, k row, k token, v row, v token.
@@ -23,6 +24,10 @@
   extern "C" void low_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N,           \
                                     int64_t K, int64_t G, int64_t bits, int64_t threads) {                             \
     sharesd::low_linear(x, w, bias, y, M, N, K, G, bits, static_cast<int>(threads));                                   \
+  }                                                                                                                    \
+  extern "C" void solve_##NAME(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_t N, int64_t K,     \
+                               int64_t G, int64_t bits, int64_t threads) {                                             \
+    sharesd::solve(weights, codes, scales, zeros, N, K, G, bits, static_cast<int>(threads));                           \
   }                                                                                                                    \
   extern "C" void run_stack_##NAME(const sharesd::Step* step, double eps, double scale, double softcap) {               \
     sharesd::run_stack<T>(*step, eps, scale, softcap);                                                                 \
