@@ -31,8 +31,8 @@ from sharesd.console import console, err_console, loading_bars
 from sharesd.models.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from sharesd.costs import Costs
     from sharesd.engine import Engine
-    from sharesd.policy import Costs
     from sharesd.stats import Stats
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 4, 96
@@ -41,8 +41,6 @@ PROJECTIONS = "qkv,o,gate_up,down"
 NONE = "none"
 TEACHER_DRAFT = 4
 """Draft tokens per round where alpha is measured."""
-COST_REPEATS = 4
-"""Times that all steps are timed; the quickest counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +159,7 @@ def measure(
 ) -> Measured:
     """Load one setting and measure it; its model is gone when this returns."""
     from benchmark.conversation import prompt_ids, require_room
+    from sharesd.calibrate import measure_costs
     from sharesd.load import Runtime  # torch takes seconds, mistakes should not
     from sharesd.stats import Stats
     from sharesd.tree import chain
@@ -176,7 +175,7 @@ def measure(
     for prompt in prompts:
         share.complete([prompt], params)
         teacher.merge(share.stats)
-    costs = quickest_costs(share, params)
+    costs, _ = measure_costs(share, params)
     num_draft = best_length(teacher.alpha, costs, config.max_draft)
     policy.pinned = chain(num_draft)
     stats, num_identical = take_turns(engines, prompts, params)
@@ -198,13 +197,6 @@ def measure(
         tau=stats["share"].tau,
         identical=num_identical / len(prompts),
     )
-
-
-def quickest_costs(engine: Engine, params: SamplingParams) -> Costs:
-    """Seconds of steps and draft steps behind the text decoded last: the quickest of several measurements."""
-    from sharesd.calibrate import measure_costs, quickest
-
-    return quickest([measure_costs(engine, params) for _ in range(COST_REPEATS)])
 
 
 def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:

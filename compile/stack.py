@@ -18,10 +18,11 @@ from torch import Tensor
 from compile.attention import Branches
 from compile.linear import LowPackedLinear, PackedLinear
 from compile.native import kernel
+from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 25
+_Step = ctypes.c_int64 * 26
 
 
 class Unsuited(ValueError):
@@ -85,6 +86,7 @@ class NativeStack:
             int(self._low()),
             torch.get_num_threads(),
             *((0, 0, 0) if branches is None else branches.words()),
+            CREW.lost_address,
         )
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
             ctypes.addressof(step), *self._constants

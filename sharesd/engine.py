@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compile.clock import Clock
 from compile.graphs import Replayed
+from compile.threads import CREW
 from sharesd import sampling
 from sharesd.cache import StaticKVCache
 from sharesd.config import SamplingParams
@@ -157,6 +158,8 @@ class Engine:
                 started = time.perf_counter()
                 if stale:
                     self.state.active_B.copy_(torch.tensor(rows.live + [False] * len(padding)))
+                context = (sum(map(len, rows.tokens)) + len(padding)) / self.cache.batch
+                way.policy.live.at(context, CREW.size)
                 shape = way.shape(num_idle)
                 with torch.inference_mode():
                     marks = [self._clock.mark()]
@@ -176,6 +179,7 @@ class Engine:
                 stale = any(chunk.finish_reason for chunk in chunks)
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
                 overhead_s = time.perf_counter() - started - draft_s - verify_s
+                CREW.worked(draft_s + verify_s + overhead_s, way.policy.expected(tree))
                 way.policy.record(tree, accepted, draft_s, verify_s + overhead_s)
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
@@ -246,7 +250,7 @@ class Way:
         if drafter is None:
             return PLAIN
         if drafter.on_host:
-            return chain(self.policy.most()) if self.policy.looks() else PLAIN
+            return chain(self.policy.most())
         return self.policy.next_shape(may_try=num_idle == 0 or not drafter.reads)
 
     def draft(self, shape: Shape) -> DraftTree:

@@ -1,29 +1,35 @@
 """How far to draft next: as far as it pays, by measured costs and running acceptance; 0 is a plain step.
 
 A round that drafts a chain of K tokens emits 1 + s_1 + ... + s_K tokens on average, where s_k is the probability that
-the first k are accepted, and takes `draft * K + step(1 + K)` seconds. A tree of K levels and N nodes has survival rates
-of its own, its levels take longer, and its step has 1 + N rows. The policy takes the shape of the best ratio. Where
-that is no draft at all it tries one now and then, at intervals that double while drafting keeps losing, so that a loss
-costs next to nothing.
+the first k are accepted, and takes `draft * K + step(1 + K)` seconds (`costs.py`). A tree of K levels and N nodes has
+survival rates of its own, its levels take longer, and its step has 1 + N rows. The policy takes the shape of the best
+ratio. Where that is no draft at all it tries one now and then.
 
-Times are compared with each other, never over time: what slows the machine down slows all entries of the table alike,
-so a common factor follows it quickly and single entries slowly.
+What all this rests on are estimates, and so what drafting has really won or lost against plain steps is kept in an
+account: tries are paid from it, and when it is empty nothing is drafted until plain rounds have filled it again. So
+drafts cost a hundredth of the time at most, and a few steps, however wrong the estimates are.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
+import numpy as np
+
+from sharesd.costs import Costs, LiveCosts
 from sharesd.tree import PLAIN, DraftTree, Shape, model_shape
 
 MARGIN = 1.04
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
+LEAD = 1.02
+"""A model's draft must promise this many times what tables do."""
 FIRST_ALPHA, FIRST_TREE_ALPHA = 0.8, 0.88
 """Acceptance of a chain's tokens, and of a tree's levels, assumed before there is evidence."""
+HOPED_ALPHA, HOPED_TREE_ALPHA = 0.95, 0.97
+"""Acceptance that a draft may turn out to have: one that would lose even then is not tried."""
+DOUBT = 3.0
+"""Costs that were measured at start only may be wrong by this factor."""
 FORGET = 0.985
 """What remains of the evidence about acceptance after a round; about 67 rounds count."""
 NEW_TEXT = 0.4
@@ -32,52 +38,42 @@ POOLED = 8
 """Tries that the acceptance at all positions together is worth, in the estimate for each."""
 PROMISES = 8
 """Tokens promised and accepted that are assumed before there is evidence about a table."""
-SETTLING, KNOWN = 5, 8
-"""Rounds before single costs are corrected; corrections of a cost before the machine's pace is told from it."""
 FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
 TRY_ROUNDS = 3
 """Rounds of a try."""
 RECHECK = 4
 """Plain rounds after which it is looked whether a draft pays."""
-PAUSE, LOOKS = 8, 16
-"""Rounds from one look into the tables to the next, where looking takes longer than it gains; looks that tell."""
+PAUSE, LOOKS = (8, 32), 16
+"""Rounds from one look into the tables to the next, at first and at most, where looking takes longer than it gains;
+looks that tell."""
+THIN, PROBE = 1.15, 32
+"""Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
+tells what those take at present."""
+ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.01, 3.0, 4.0, 8.0, 0.5
+"""Of the account, in plain steps: what a round adds; what it holds at first, at most when a text begins, and at most;
+what it must hold before there are drafts again."""
 
 
-@dataclass(slots=True)
-class Costs:
-    """Seconds that rounds take, for one machine, model and way of sampling."""
+class Account:
+    """What drafting has won against plain steps, in plain steps. It may lose its credit and what it won, no more."""
 
-    step: dict[int, float] = field(default_factory=dict)
-    """A step of the target over this many rows per sequence, choosing tokens included; linear between entries."""
-    draft: float = 0.0
-    """One draft step; 0 where drafts come from tables."""
-    level: float = 0.0
-    """One level of a draft tree."""
+    def __init__(self) -> None:
+        self.balance = CREDIT
+        self.empty = False
 
-    def of_step(self, width: float) -> float:
-        """Seconds of a step of this many rows. Asserts that at least one width has been measured."""
-        entries = self.shares(width)
-        if len(entries) == 2:
-            (low, left), (high, right) = entries
-            return left * self.step[low] + right * self.step[high]
-        [(entry, _)] = entries
-        if width <= entry or len(self.step) == 1:
-            return self.step[entry]
-        before = sorted(self.step)[-2]
-        slope = max(0.0, self.step[entry] - self.step[before]) / (entry - before)
-        return self.step[entry] + slope * (width - entry)
+    def begin(self) -> None:
+        """A new text: an old one's gains do not pay for losses in this one."""
+        self.balance = min(self.balance, NEW_CREDIT)
 
-    def shares(self, width: float) -> list[tuple[int, float]]:
-        """The entries, one or two, between which a step of this many rows lies, and the share of each in its cost."""
-        known = sorted(self.step)
-        assert known, "no step has been measured"
-        at = bisect_left(known, width)
-        if at == 0 or at == len(known) or known[at] == width:
-            return [(known[min(at, len(known) - 1)], 1.0)]
-        low, high = known[at - 1], known[at]
-        share = (width - low) / (high - low)
-        return [(low, 1 - share), (high, share)]
+    def book(self, gain: float) -> None:
+        """A round: tokens emitted, less the plain steps that it took as long as."""
+        self.balance = min(MOST_CREDIT, self.balance + ALLOWANCE + gain)
+        self.empty = self.balance < (ENOUGH if self.empty else 0)
+
+    def affords(self, loss: float) -> bool:
+        """Whether a try may lose so many plain steps."""
+        return not self.empty and self.balance >= min(loss, MOST_CREDIT)
 
 
 class Survival:
@@ -147,87 +143,129 @@ class Policy:
     def __init__(self, shapes: Sequence[Shape], *, pinned: Shape | None = None, costs: Costs | None = None) -> None:
         """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding)."""
         self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
-        self.costs = costs or Costs()
-        self._drift = 1.0  # how much slower the machine is than the table says
-        self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
+        self.live = LiveCosts(costs or Costs())
+        self.account = Account()
         self._most = max((shape.nodes for shape in shapes), default=0)
-        self._chains = Survival(self._most, FIRST_ALPHA)
-        self._trees = Survival(self._most, FIRST_TREE_ALPHA)
+        self.known_place = False
+        """Whether tables know what comes next: a model is right more often there, and has survival rates of its own."""
+        self._chains = {place: Survival(self._most, FIRST_ALPHA) for place in (False, True)}
+        self._trees = {place: Survival(self._most, FIRST_TREE_ALPHA) for place in (False, True)}
         self._verified, self._hits = [0.0] * self._most, [0.0] * self._most  # of trees: decayed, by a node's rank
         self._worth = [0.0]  # tokens that tables promised last, by the number of nodes
         self._tables, self._beside = Promises(), Promises()  # tables alone, beside a model's draft
         self._plain_rounds, self._patience = 0, FIRST_TRY
+        self._since_plain = 0  # rounds since the last plain one
         self._look_gain, self._look_s = 1.0, 0.0  # running means: share of a plain step gained, seconds taken
-        self._paused = 0  # rounds since tables were asked
+        self._rest, self._until_look = PAUSE[0], 0  # rounds from look to look; until the next
+        self._looked = False  # in this round
         self._drafted = False  # by a model: else there is no evidence that could fade
 
     def use(self, costs: Costs) -> None:
         """Take these costs, and forget what was learnt while they were measured."""
         self.__init__(self.shapes, pinned=self.pinned, costs=costs)  # type: ignore[misc]
 
+    @property
+    def costs(self) -> Costs:
+        """The table in use."""
+        return self.live.table
+
     def begin(self) -> None:
         """A new text: what was learnt from the last one counts less."""
         self._fade(NEW_TEXT)
-        self._look_gain = max(self._look_gain, 2 * self._look_cost())
+        self.account.begin()
+        self._look_gain, self._rest = max(self._look_gain, 2 * self._look_cost()), PAUSE[0]
 
-    def next_shape(self, may_try: bool = True) -> Shape:
-        """What to draft in the coming round. Without `may_try` only what is known to pay is drafted."""
+    def next_shape(self, may_try: bool = True, beside: float | None = None) -> Shape:
+        """What a model shall draft in the coming round. Without `may_try` only what is known to pay is drafted.
+
+        `beside`: tokens per second which tables promise at this very place; a model must promise more.
+        """
         if self.pinned is not None:
-            return self.pinned
-        if not self.costs.step:
+            return self.pinned if beside is None or self.rate_of_shape(self.pinned) > beside else PLAIN
+        if not self.live.known or self.account.empty:
             return PLAIN
-        if self._plain_rounds < self._patience and self._plain_rounds % RECHECK:  # to look anew takes 1 % of a step
-            self._plain_rounds += 1
+        if beside is None and self._plain_rounds < self._patience and self._plain_rounds % RECHECK:
+            self._plain_rounds += 1  # to look anew takes 1 % of a step
             return PLAIN
         best = self.best_shape()
-        if self.rate_of_shape(best) > MARGIN * self.rate_of_shape(PLAIN):
+        rate, plain = self.rate_of_shape(best), self.rate_of_shape(PLAIN)
+        if rate > max(MARGIN * plain, LEAD * (beside or 0.0)):
             self._plain_rounds, self._patience = 0, FIRST_TRY
-            return best
+            return PLAIN if self.must_probe(rate / plain) else best
         self._plain_rounds += 1
-        if self._plain_rounds <= self._patience or not may_try:
+        if self._plain_rounds <= self._patience or not may_try or not self.affords(best):
             return PLAIN
         if self._plain_rounds >= self._patience + TRY_ROUNDS:
             self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
         return best
 
+    def expected(self, tree: DraftTree) -> float:
+        """What a round with this draft takes, in units that are the same for all rounds."""
+        if not self.live.known:
+            return 1.0
+        return self.live.draft(model_shape(tree)) + self.live.step(1 + tree.tokens.shape[1])
+
+    def must_probe(self, promise: float) -> bool:
+        """Whether a plain step is due, to learn what it takes; `promise`: of the draft, over a plain step."""
+        return promise < THIN and self._since_plain >= PROBE
+
+    def affords(self, shape: Shape) -> bool:
+        """Whether a try of this shape, which does not seem to pay, can be afforded, and might turn out to pay."""
+        plain = self.live.step(1)
+        took = (self.live.draft(shape) + self.live.step(1 + shape.nodes)) / plain
+        loss = took * (1 - self.rate_of_shape(shape) / self.rate_of_shape(PLAIN))
+        hope = (HOPED_TREE_ALPHA if shape.is_tree else HOPED_ALPHA) ** np.arange(1, shape.depth + 1)
+        doubt = 1.0 if self.live.tried(shape) else DOUBT
+        return self.account.affords(loss) and doubt * (1 + hope.sum()) / took > MARGIN
+
     def looks(self) -> bool:
         """Whether to ask tables in the coming round: always, unless that takes longer than it gains."""
-        self._paused = 0 if self._look_gain >= self._look_cost() or self._paused >= PAUSE - 1 else self._paused + 1
-        return self.pinned is not None or self._paused == 0
+        if self.pinned is None and self.live.known:
+            resting = self.account.empty or self._look_gain < self._look_cost()
+            if resting and self._until_look > 0:
+                self._until_look -= 1
+                return False
+            if resting:
+                self._until_look = self._rest - 1
+                self._rest = min(PAUSE[1], 2 * self._rest)
+            else:
+                self._rest = PAUSE[0]
+        self._looked = True
+        return True
 
-    def looked(self, rate: float) -> None:
-        """Tables were asked, and the draft that was chosen promises so many tokens per second."""
-        self._look_gain += (max(0.0, rate / self.rate_of_shape(PLAIN) - 1) - self._look_gain) / LOOKS
+    def looked(self, rate: float, without: float) -> None:
+        """Tables were asked: the draft promises so many tokens per second with, and without what they said."""
+        self._look_gain += (max(0.0, rate / without - 1) - self._look_gain) / LOOKS
 
     def _look_cost(self) -> float:
         """Share of a plain step that a look takes."""
-        return self._look_s / (self.costs.of_step(1) * self._drift) if self.costs.step else 0.0
+        return self._look_s / (self.live.step(1) * self.live.drift) if self.live.known else 0.0
 
     def best_shape(self) -> Shape:
         """The draft that promises most tokens per second, be it more than a plain step or not."""
-        chain_rates, tree_rates = self._chains.rates(), self._trees.rates()
-        return max(self.shapes, key=lambda shape: self._rate_of(shape, tree_rates if shape.is_tree else chain_rates))
+        rates = {tree: self._survival(tree).rates() for tree in {shape.is_tree for shape in self.shapes}}
+        return max(self.shapes, key=lambda shape: self._rate_of(shape, rates[shape.is_tree]))
 
     def rate_of_shape(self, shape: Shape) -> float:
         """Tokens per second that model drafts of this shape promise."""
-        return self._rate_of(shape, (self._trees if shape.is_tree else self._chains).rates())
+        return self._rate_of(shape, self._survival(shape.is_tree).rates())
+
+    def _survival(self, tree: bool) -> Survival:
+        return (self._trees if tree else self._chains)[self.known_place]
 
     def _rate_of(self, shape: Shape, survival: list[float]) -> float:
         extra, nodes = self._beside.per_round if shape.nodes else (0.0, 0.0)
-        return self._rate(self._gain(shape, survival) + extra, shape.nodes + nodes, self._draft_s(shape))
+        return self._rate(self._gain(shape, survival) + extra, shape.nodes + nodes, self.live.draft(shape))
 
     def _gain(self, shape: Shape, survival: list[float]) -> float:
         gain = sum(survival[: shape.depth])
         return gain * self._reach(shape.nodes) if shape.is_tree else gain
 
-    def _draft_s(self, shape: Shape) -> float:
-        return (self.costs.level if shape.is_tree else self.costs.draft) * shape.depth
-
     def chances(self, shape: Shape) -> list[float]:
         """Of each node of a model's draft, best first: the estimated probability that it is accepted."""
         if shape.is_tree:
             return self._by_rank()[: shape.nodes]
-        return self._chains.rates()[: shape.depth]
+        return self._survival(False).rates()[: shape.depth]
 
     def _reach(self, num_nodes: int) -> float:
         """Share of the nodes accepted in a whole tree that are among the best `num_nodes`."""
@@ -250,20 +288,24 @@ class Policy:
         self._worth = list(accumulate(gains[:longest], initial=0.0))
         base, draft_s = 0.0, 0.0
         if beside.nodes:
-            survival = (self._trees if beside.is_tree else self._chains).rates()
-            base, draft_s = self._gain(beside, survival), self._draft_s(beside)
+            base, draft_s = self._gain(beside, self._survival(beside.is_tree).rates()), self.live.draft(beside)
         rates = [self._rate(base + honesty * gain, beside.nodes + num, draft_s) for num, gain in enumerate(self._worth)]
         if self.pinned is not None:
             return longest, rates[longest]
+        if beside.nodes:
+            best = max(range(longest + 1), key=rates.__getitem__)
+            return (best, rates[best]) if rates[best] > rates[0] else (0, rates[0])
         best = max(range(longest + 1), key=rates.__getitem__)
-        margin = 1.0 if beside.nodes else MARGIN
-        return (best, rates[best]) if rates[best] > margin * rates[0] else (0, rates[0])
+        promise = rates[best] / rates[0]
+        if promise > MARGIN and not self.account.empty and not self.must_probe(promise):
+            return best, rates[best]
+        return 0, rates[0]
 
     def _rate(self, gain: float, num_nodes: float, draft_s: float = 0.0) -> float:
         """Tokens per second of a round that emits 1 + `gain` tokens out of `num_nodes` guesses."""
-        if not self.costs.step:  # nothing is known yet: a round is a round
+        if not self.live.known:  # nothing is known yet: a round is a round
             return 1 + gain
-        return (1 + gain) / (draft_s + self.costs.of_step(1 + num_nodes))
+        return (1 + gain) / (draft_s + self.live.step(1 + num_nodes))
 
     def most(self) -> int:
         """Nodes of a draft at most, where the drafter decides with `worth`."""
@@ -272,63 +314,36 @@ class Policy:
     def record(self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float) -> None:
         """A round is over: its draft, the verify rows (from 1) accepted in each row, the times of draft and step."""
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
-        shape = model_shape(tree)
+        shape, num_nodes = model_shape(tree), tree.tokens.shape[1]
         self._drafted |= shape.nodes > 0
         for path in paths if shape.nodes else ():
-            survival = self._trees if shape.is_tree else self._chains
-            survival.learn(sum(node <= shape.nodes for node in path), shape.depth)
+            self._survival(shape.is_tree).learn(sum(node <= shape.nodes for node in path), shape.depth)
             for rank in range(shape.nodes if shape.is_tree else 0):
                 self._verified[rank] += 1
                 self._hits[rank] += rank + 1 in path
-        guessed = tree.tokens.shape[1] - shape.nodes
-        if paths and (shape.nodes or guessed):
+        guessed = num_nodes - shape.nodes
+        if paths and num_nodes:
             held = sum(node > shape.nodes for path in paths for node in path) / len(paths)
             promises = self._beside if shape.nodes else self._tables
             promises.learn(guessed, self._worth[min(guessed, len(self._worth) - 1)] if guessed else 0.0, held)
-        if self._paused == 0 and not tree.num_steps:
+        if self._looked and not shape.nodes:
             self._look_s += (draft_s - self._look_s) / LOOKS
-        self._record_times(tree, draft_s, step_s)
+        self.live.learn(shape, 1 + num_nodes, draft_s, step_s)
+        self._since_plain = self._since_plain + 1 if num_nodes else 0
+        if paths and self.live.settled:
+            plain = self.live.step(1) * self.live.drift
+            if num_nodes:
+                most = 2 * self.expected(tree) / self.live.step(1)  # a stall of the machine is no fault of the draft's
+                self.account.book(1 + sum(map(len, paths)) / len(paths) - min(most, (draft_s + step_s) / plain))
+            else:
+                self.account.book(-draft_s / plain if self._looked else 0.0)
+        self._looked = False
 
     def _fade(self, share: float) -> None:
         self._tables.fade(share)
         if self._drafted:
             self._beside.fade(share)
-            self._chains.fade(share)
-            self._trees.fade(share)
+            for survival in (*self._chains.values(), *self._trees.values()):
+                survival.fade(share)
             self._verified = [share * count for count in self._verified]
             self._hits = [share * count for count in self._hits]
-
-    def _record_times(self, tree: DraftTree, draft_s: float, step_s: float) -> None:
-        costs, steps, width = self.costs, tree.num_steps, 1 + tree.tokens.shape[1]
-        kind = "level" if model_shape(tree).is_tree else "draft"
-        if width > max(costs.step, default=0):
-            costs.step[width] = step_s / self._drift
-        if steps and not getattr(costs, kind):
-            setattr(costs, kind, draft_s / steps / self._drift)
-        each = getattr(costs, kind)
-        entries, step = costs.shares(width), costs.of_step(width)
-        measured = step_s + (draft_s if steps else 0.0)
-        settling = self._timed["rounds"] < SETTLING  # entries would learn what the common factor has not yet
-        known = all(self._timed[entry] >= KNOWN for entry, _ in entries)
-        if settling or width == 1 or known:
-            self._drift *= 1 + self._trust("rounds", 0.2) * (
-                _clip(measured / ((each * steps + step) * self._drift)) - 1
-            )
-        if settling:
-            return
-        error = _clip(step_s / (step * self._drift)) - 1
-        for entry, share in entries:
-            costs.step[entry] *= 1 + share * self._trust(entry, 0.05) * error
-        if steps:
-            ratio = _clip(draft_s / (each * steps * self._drift))
-            setattr(costs, kind, each * (1 + self._trust(kind, 0.05) * (ratio - 1)))
-
-    def _trust(self, entry: object, least: float) -> float:
-        """How far a round corrects an entry: by a running mean at first, which the table opens with one vote."""
-        self._timed[entry] += 1
-        return max(least, 1 / (1 + self._timed[entry]))
-
-
-def _clip(ratio: float) -> float:
-    """One slow round says little; a quick one shows what is possible."""
-    return min(2.0, max(0.1, ratio))

@@ -16,7 +16,7 @@ from benchmark.calibrate import Measured, best_length, expected_speedup, setting
 from quant.config import QuantConfig
 from sharesd import options, settings
 from sharesd.config import EngineConfig
-from sharesd.policy import Costs
+from sharesd.costs import Costs
 from sharesd.settings import Place, place_of, recall, remember
 
 FOUR = QuantConfig.parse("hqq:4:64")

@@ -23,10 +23,11 @@ from test_policy import live
 from tiny import make_checkpoint
 
 from sharesd.config import EngineConfig, SamplingParams
+from sharesd.costs import Costs
 from sharesd.drafters.grown import grow_draft
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
-from sharesd.policy import Costs, Policy
+from sharesd.policy import Policy
 from sharesd.prefill import prefill
 from sharesd.sampler import Sampler
 from sharesd.tree import Shape, chain, chains, shapes_of

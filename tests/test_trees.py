@@ -20,17 +20,18 @@ from compile.linear import pack_linears
 from compile.stack import NativeStack
 from sharesd.acceptance import accept_tree, accept_tree_reference
 from sharesd.config import SamplingParams
+from sharesd.costs import Costs, LiveCosts
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.models.decoder import Decoder
 from sharesd.output import Completion
-from sharesd.policy import Costs, Policy
+from sharesd.policy import Policy
 from sharesd.tables.base import Guess, best_chain, merge, weave
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import chain, chains, pack, shapes_of
+from sharesd.tree import PLAIN, Shape, chain, chains, pack, shapes_of
 
 CPU = torch.device("cpu")
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -276,10 +277,12 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
 def test_tables_fill_up_a_models_draft(
     name: str, tree: Any, sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sharesd.drafters.hybrid.STALE", 2)  # the model drafts in every third round at least
-    monkeypatch.setattr(Policy, "best_shape", lambda policy: policy.shapes[0])  # which leaves room for tables
-    monkeypatch.setattr(Policy, "_record_times", lambda *_: None)  # of this machine now
-    turns = count()
+    def every_third(policy: Policy, may_try: bool = True, beside: float | None = None) -> Shape:
+        return PLAIN if next(rounds) % 3 else policy.shapes[0]  # the smallest, which leaves room for tables
+
+    rounds, turns = count(), count()
+    monkeypatch.setattr(Policy, "next_shape", every_third)
+    monkeypatch.setattr(LiveCosts, "learn", lambda *_: None)  # of this machine now
     monkeypatch.setattr(Policy, "looks", lambda _: next(turns) % 4 > 0)  # rounds without any draft between
     plain = tiny_decoder(3)
     model, switch = switched(plain, 0.1)

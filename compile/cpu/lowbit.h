@@ -71,51 +71,67 @@ inline void dot4(vint& acc, const vbyte& w, const int8_t* x) {
 #endif
 }
 
-// Row m against the 16 outputs whose weights begin at w.
-template <int BITS, typename T>
-void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t K, int64_t G) {
+// Rows m..m+R against the 16 outputs whose weights begin at w.
+template <int BITS, int R, typename T>
+void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t left, int64_t K,
+              int64_t G) {
   constexpr int64_t kBytes = 16 * kXGroup * BITS / 8;  // of the codes for a group of inputs
-  const int64_t per = G / kXGroup;
-  vfloat acc = {};
-  for (int64_t xg = m * (K / kXGroup), end = xg + K / kXGroup; xg < end; w += 64) {
+  const int64_t per = G / kXGroup, groups = K / kXGroup, first = m * groups;
+  vfloat acc[R] = {};
+  for (int64_t g = 0; g < groups; w += 64) {
     vfloat s, o;
     load(reinterpret_cast<const bf16*>(w + per * kBytes), &s);
     load(reinterpret_cast<const bf16*>(w + per * kBytes + 32), &o);
-    float sum = 0;
-    for (int64_t i = 0; i < per; ++i, ++xg, w += kBytes) {
-      const int8_t* xs = x.codes.data() + xg * kXGroup;
-      vint dot = vint{} - (BITS == 4 ? 8 : 128) * x.total[xg];
+    float sum[R] = {};
+    for (int64_t i = 0; i < per; ++i, ++g, w += kBytes) {
+      const int8_t* xs = x.codes.data() + (first + g) * kXGroup;
+      vint dot[R];
+      for (int r = 0; r < R; ++r) dot[r] = vint{} - (BITS == 4 ? 8 : 128) * x.total[first + r * groups + g];
       for (int64_t j = 0; j < kBytes / 64; ++j) {
         vbyte v;
         std::memcpy(&v, w + j * 64, 64);
         __builtin_prefetch(w + j * 64 + 512, 0, 2);
         if (BITS == 4) {
-          dot4(dot, v & 15, xs + j * 8);
-          dot4(dot, (vbyte)((vuint)v >> 4) & 15, xs + j * 8 + 4);
+          const vbyte low = v & 15, high = (vbyte)((vuint)v >> 4) & 15;
+          for (int r = 0; r < R; ++r) {
+            dot4(dot[r], low, xs + r * K + j * 8);
+            dot4(dot[r], high, xs + r * K + j * 8 + 4);
+          }
         } else {
-          dot4(dot, v, xs + j * 4);
+          for (int r = 0; r < R; ++r) dot4(dot[r], v, xs + r * K + j * 4);
         }
       }
-      acc += (s * x.scale[xg]) * __builtin_convertvector(dot, vfloat);
-      sum += x.sum[xg];
+      for (int r = 0; r < R; ++r) {
+        acc[r] += (s * x.scale[first + r * groups + g]) * __builtin_convertvector(dot[r], vfloat);
+        sum[r] += x.sum[first + r * groups + g];
+      }
     }
-    acc += o * sum;
+    for (int r = 0; r < R; ++r) acc[r] += o * sum[r];
   }
-  for (int64_t l = 0; l < std::min<int64_t>(16, N); ++l)
-    narrow(bias ? acc[l] + static_cast<float>(widen(bias[l])) : acc[l], y + l);
+  for (int r = 0; r < R; ++r)
+    for (int64_t l = 0; l < std::min<int64_t>(16, left); ++l)
+      narrow(bias ? acc[r][l] + static_cast<float>(widen(bias[l])) : acc[r][l], y + (m + r) * N + l);
+}
+
+// All rows from m on against 16 outputs: unpacking codes takes longer than multiplying them, so rows share it.
+template <int BITS, int R, typename T>
+void low_rows(const RoundedRows& x, int64_t m, int64_t M, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t left,
+              int64_t K, int64_t G) {
+  for (; m + R <= M; m += R) low_tile<BITS, R>(x, m, w, bias, y, N, left, K, G);
+  if constexpr (R > 1)
+    if (m < M) low_rows<BITS, R - 1>(x, m, M, w, bias, y, N, left, K, G);
 }
 
 template <typename T>
 void low_blocks(int bits, const RoundedRows& x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,
                 int64_t G, int64_t begin, int64_t end) {
   const int64_t bytes = K / G * (16 * G * bits / 8 + 64);
-  for (int64_t n = begin; n < end; ++n)
-    for (int64_t m = 0; m < M; ++m) {
-      const T* b = bias ? bias + n * 16 : nullptr;
-      T* out = y + m * N + n * 16;
-      if (bits == 4) low_tile<4>(x, m, w + n * bytes, b, out, N - n * 16, K, G);
-      if (bits == 8) low_tile<8>(x, m, w + n * bytes, b, out, N - n * 16, K, G);
-    }
+  for (int64_t n = begin; n < end; ++n) {
+    const T* b = bias ? bias + n * 16 : nullptr;
+    T* out = y + n * 16;
+    if (bits == 4) low_rows<4, 8>(x, 0, M, w + n * bytes, b, out, N, N - n * 16, K, G);
+    if (bits == 8) low_rows<8, 8>(x, 0, M, w + n * bytes, b, out, N, N - n * 16, K, G);
+  }
 }
 
 template <typename T>

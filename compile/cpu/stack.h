@@ -5,12 +5,11 @@
 // Every row is computed by itself, in an order that nothing else enters: rows have the same bits at any width.
 #pragma once
 #include "attention.h"
+#include "barrier.h"
 #include "linear.h"
 #include "lowbit.h"
 
-#include <atomic>
 #include <memory>
-#include <thread>
 
 namespace sharesd {
 
@@ -41,37 +40,9 @@ struct Step {
   Norm norm;  // of the result
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads;
   Branches tree;
+  int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 25 * 8, "stack.py writes these words");
-
-// Where threads wait for each other. Spins briefly, since the work between is short, and then gives way: on a busy machine
-// the thread that is waited for may need this very core.
-class Barrier {
- public:
-  explicit Barrier(int64_t threads) : threads_(threads) {}
-  void wait() {
-    const uint64_t round = round_.load(std::memory_order_acquire);
-    if (waiting_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-      waiting_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
-      if (spins < 2000) {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
-      } else {
-        std::this_thread::yield();
-      }
-    }
-  }
-
- private:
-  const int64_t threads_;
-  std::atomic<int64_t> waiting_{0};
-  std::atomic<uint64_t> round_{0};
-};
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 26 * 8, "stack.py writes these words");
 
 template <typename W> inline W activate(W x, int64_t kind) {
   if (kind == 0) {  // silu
@@ -213,6 +184,7 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
         std::memcpy(to, x.data() + m * s.D, s.D * sizeof(T));
     }
   }
+  *s.lost += barrier->lost();
 }
 
 }  // namespace sharesd

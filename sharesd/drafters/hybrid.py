@@ -1,8 +1,8 @@
 """Several drafters, and in each round what promises most tokens per second.
 
-Tables guess for nothing, so they are always asked; their trees are merged into one. A model drafter takes time, so it
-drafts only where its running acceptance promises more than the tables' scores do. Then the tables fill up its draft:
-with branches beside it, and with what might come after it.
+Tables guess for next to nothing, so they are asked unless even that does not pay; their trees are merged into one. A
+model drafter takes time, so it drafts only where its running acceptance promises more than the tables' scores do. Then
+the tables fill up its draft: with branches beside it, and with what might come after it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from compile.topk import top_k
 from sharesd.drafters.base import Drafter
 from sharesd.policy import Policy
 from sharesd.sampler import Sampler
-from sharesd.tables.base import Guess, Table, best_chain, merge, spine, weave
-from sharesd.tree import DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
-
-LEAD = 1.1
-"""A model must promise so many times what tables do: its promise is an average, theirs is of this very place."""
-STALE = 48
-"""Rounds after which the model drafter drafts again, so that its acceptance stays known."""
+from sharesd.tables.base import Guess, Table, best_chain, merge, nothing, spine, weave
+from sharesd.tree import PLAIN, DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
 
 
 class HybridDrafter:
@@ -58,6 +53,52 @@ class HybridDrafter:
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
         self._idle += idle
+        self._texts = texts
+
+    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
+        policy, looks = self._policy, self._policy.looks()
+        guesses, num_nodes, rate = [nothing() for _ in self._known], 0, policy.rate_of_shape(PLAIN)
+        if looks:
+            self._read()
+            guesses = [self._guess(row, shape.nodes) for row in range(len(self._known))]
+            num_nodes, rate = policy.worth([guess.scores for guess in guesses])
+        if self.model_drafter is not None:
+            policy.known_place = num_nodes > 0
+            model = policy.next_shape(beside=rate)
+            if model.nodes:
+                self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
+                self._idle, self._woven = 0, False
+                draft = self.model_drafter.draft(root_B, model)
+                return self._fill_up(draft, guesses) if looks else draft
+            self._idle += 1
+        if looks:
+            policy.looked(rate, policy.rate_of_shape(PLAIN))
+        if self._other_rule:  # which knows no rows with fewer nodes than others
+            num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
+        return pack(guesses, num_nodes, root_B.device, self._names)
+
+    def _fill_up(self, draft: DraftTree, guesses: list[Guess]) -> DraftTree:
+        """A model's draft with nodes of the tables, where that pays: after the root, and after its best chain."""
+        shape = model_shape(draft)
+        room = self._policy.most() - shape.nodes
+        if room <= 0 or not self.tables or not self._trees or self._other_rule:
+            return draft
+        chances, rows = self._policy.chances(shape), []
+        for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), parents_of(draft), strict=True)):
+            model = Guess(tokens, parents, chances)
+            chain = spine(model)
+            after = self._ask(row, room, [tokens[node] for node in chain])
+            rows.append(weave(model, [(-1, guesses[row]), (chain[-1], after)]))
+        num_added, rate = self._policy.worth([row.scores[shape.nodes :] for row in rows], beside=shape)
+        self._policy.looked(rate, self._policy.rate_of_shape(shape))
+        if num_added == 0:
+            return draft
+        self._woven = True
+        tree = pack(rows, shape.nodes + num_added, draft.tokens.device, draft.drafter)
+        return tree._replace(num_steps=draft.num_steps, added=num_added, adder=self._names)
+
+    def _read(self) -> None:
+        """Let the tables know what they missed."""
         for seen in self._seen:
             read_R, successors_Rk = (tensor.cpu().numpy() for tensor in seen)
             if read_R.min() < 0:  # rows of a batch with fewer nodes than others
@@ -67,50 +108,12 @@ class HybridDrafter:
                 if table.num_successors:
                     table.learn(read_R, successors_Rk)
         self._seen = []
-        for row, text in enumerate(texts):
+        for row, text in enumerate(self._texts):
             new = text[self._known[row] :]
             if new:
                 for table in self.tables:
                     table.extend(row, new)
                 self._known[row] = len(text)
-        self._texts = texts
-
-    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
-        guesses = [self._guess(row, shape.nodes) for row in range(len(self._known))]
-        num_nodes, rate = self._policy.worth([guess.scores for guess in guesses])
-        if self.model_drafter is not None:
-            shape = self._policy.pinned or self._policy.best_shape()
-            model_rate = self._policy.rate_of_shape(shape)
-            if self._idle >= STALE or model_rate > LEAD * rate:
-                self._policy.looked(model_rate)
-                self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
-                self._idle = 0
-                return self._fill_up(self.model_drafter.draft(root_B, shape), guesses)
-            self._idle += 1
-        self._policy.looked(rate)
-        if self._other_rule:  # which knows no rows with fewer nodes than others
-            num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
-        return pack(guesses, num_nodes, root_B.device, self._names)
-
-    def _fill_up(self, draft: DraftTree, guesses: list[Guess]) -> DraftTree:
-        """A model's draft with nodes of the tables, where that pays: after the root, and after its best chain."""
-        shape = model_shape(draft)
-        room = self._policy.most() - shape.nodes
-        self._woven = False
-        if room <= 0 or not self.tables or not self._trees or self._other_rule:
-            return draft
-        chances, rows = self._policy.chances(shape), []
-        for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), parents_of(draft), strict=True)):
-            model = Guess(tokens, parents, chances)
-            chain = spine(model)
-            after = self._ask(row, room, [tokens[node] for node in chain])
-            rows.append(weave(model, [(-1, guesses[row]), (chain[-1], after)]))
-        num_added, _ = self._policy.worth([row.scores[shape.nodes :] for row in rows], beside=shape)
-        if num_added == 0:
-            return draft
-        self._woven = True
-        tree = pack(rows, shape.nodes + num_added, draft.tokens.device, draft.drafter)
-        return tree._replace(num_steps=draft.num_steps, added=num_added, adder=self._names)
 
     @property
     def _names(self) -> str:

@@ -1,0 +1,97 @@
+"""How many threads share a step: as many as the process may have, or fewer while somebody else keeps cores busy.
+
+A step's threads meet some two hundred times a token. Where one of them shares its core with another program, all of
+them wait for it, and a step takes two or three times as long as with one thread less. Results do not depend on the
+number: every row has the same bits with any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+SUSPICIOUS = 0.1
+"""Share of a round's time lost to waiting for a thread without a core, from which on fewer threads are tried."""
+RECENT = 8
+"""Rounds over which means run."""
+TRIAL = 4
+"""Rounds that a trial of another number takes at most."""
+SOON, LATE = 64, 256
+"""Rounds from a trial that failed to the next, and at most: they double from one failure to the next."""
+BETTER = 0.95
+"""A trial must take this share of the time at most."""
+HOPELESS = 1.5
+"""A trial ends at the first round that takes so many times as long."""
+
+
+class Crew:
+    """The threads of this process that share steps. `worked` is told of every round and may change their number."""
+
+    def __init__(self) -> None:
+        self._lost_ns = ctypes.c_int64(0)
+        self.lost_address = ctypes.addressof(self._lost_ns)
+        """Of an int64: where the kernel adds the nanoseconds that threads waited for one without a core."""
+        self.reset(torch.get_num_threads())
+
+    def reset(self, most: int, *, fixed: bool = False) -> None:
+        """Begin anew with `most` threads, which stay where the number is `fixed`."""
+        self.most, self.fixed = most, fixed
+        self.size = most
+        """Threads of the coming step."""
+        self._lost_share, self._pace = 0.0, 0.0  # running means: of time lost, of seconds for the work of one
+        self._since, self._patience = 0, RECENT  # rounds since the last trial, and until the next
+        self._stride, self._backoff = 1, SOON  # how many fewer are tried; patience once all have failed
+        self._before: int | None = None  # during a trial: the number that it is compared with
+        self._trial: list[float] = []
+        torch.set_num_threads(most)
+
+    def worked(self, seconds: float, work: float = 1.0) -> None:
+        """A round took so long; `work` is what it was expected to take, in any unit that is the same for all rounds."""
+        lost, self._lost_ns.value = self._lost_ns.value / 1e9, 0
+        if torch.get_num_threads() != self.size:  # somebody has set it
+            self.reset(torch.get_num_threads())
+        if self.most == 1 or self.fixed:
+            return
+        pace = seconds / work
+        if self._before is not None:
+            self._judge(pace)
+            return
+        self._since += 1
+        self._lost_share += (min(1.0, lost / seconds) - self._lost_share) / RECENT
+        self._pace += (pace - self._pace) / min(self._since, RECENT)
+        if self._since < self._patience:
+            return
+        if self.size > 1 and self._lost_share > SUSPICIOUS:
+            self._try(max(1, self.size - self._stride))
+        elif self.size < self.most:
+            self._try(self.size + 1)
+
+    def _try(self, size: int) -> None:
+        self._before, self._trial = self.size, []
+        self._set(size)
+
+    def _judge(self, pace: float) -> None:
+        assert self._before is not None
+        self._trial.append(pace)
+        if len(self._trial) < TRIAL and pace < HOPELESS * self._pace:
+            return
+        tried = self.size
+        if sum(self._trial) / len(self._trial) < BETTER * self._pace:
+            self._patience, self._stride, self._backoff = RECENT, 1, SOON
+        else:
+            self._set(self._before)
+            self._stride *= 2  # where two cores are busy, one thread less gains nothing
+            self._patience = RECENT
+            if tried == 1 or tried > self.size:
+                self._patience, self._stride = self._backoff, 1
+                self._backoff = min(LATE, 2 * self._backoff)
+        self._before, self._since, self._lost_share = None, 0, 0.0
+
+    def _set(self, size: int) -> None:
+        self.size = size
+        torch.set_num_threads(size)
+
+
+CREW = Crew()
+"""Of this process."""
