@@ -22,7 +22,7 @@ from typing import Any
 from benchmark import arguments
 from benchmark.environment import environment
 from benchmark.records import replace_file, write_json
-from benchmark.widen import SHAPES
+from benchmark.wide_shapes import SHAPES
 from sharesd import options
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.console import console, err_console

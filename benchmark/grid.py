@@ -20,6 +20,7 @@ from benchmark.job import model_name
 from benchmark.neighbours import busy_neighbours
 from benchmark.questions import Question
 from benchmark.records import write_json
+from benchmark.table import tables_from
 from benchmark.text import number, percent, times
 from sharesd import options
 from sharesd.config import EngineConfig, Mode, SamplingParams
@@ -51,6 +52,8 @@ class Cell:
     """Geometric mean of the turns' speedups; None where nothing was decoded."""
     slowest: float | None
     """The least of the turns' speedups."""
+    first: float | None
+    """Geometric mean of the first runs alone: in later ones the policy comes from the same text."""
     tau: float
     """Mean tokens per round of a row."""
     draft_share: float
@@ -156,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
             write_json(out_dir / "grid.json", {**report, **verdict, "cells": [asdict(cell) for cell in cells]})
     for part in _tables(cells):
         console.print(part)
-    for line in verdict_of(cells):
+    for line in filter(None, (tables_from(report["settings"]), *verdict_of(cells))):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"details: {out_dir / 'grid.json'}", markup=False, highlight=False, soft_wrap=True)
     return 0 if all(cell.identical for cell in cells) else 1
@@ -216,6 +219,7 @@ def cell_of(
     """A mode's figures over the turns of a cell, each with what is known about it."""
     comparisons = [comparison for _, comparison in turns]
     known = [comparison.speedup for comparison in comparisons if comparison.speedup is not None]
+    first = [each.ratios[0] for each in comparisons if each.ratios]
     decode_s, rounds = (sum(getattr(each.stats, name) for each in comparisons) for name in ("decode_s", "rounds"))
     naive_s = [seconds for each in comparisons for seconds in each.naive_s]
     drifts = [abs(drift) for each in comparisons for drift in each.drifts]
@@ -226,6 +230,7 @@ def cell_of(
         mode=mode,
         speedup=geometric_mean(known) if known else None,
         slowest=min(known, default=None),
+        first=geometric_mean(first) if first else None,
         tau=sum(each.stats.decoded_tokens for each in comparisons) / rounds if rounds else 0.0,
         draft_share=sum(each.stats.draft_s for each in comparisons) / decode_s if decode_s else 0.0,
         identical=all(each.identical for each in comparisons),
@@ -304,6 +309,7 @@ def _tables(cells: Sequence[Cell]) -> Iterator[Any]:
 
     yield rich_table(f"speedup over naive (* below {LEAST_SPEEDUP}x)", (*head, *modes), filled(_speedup), left=0)
     yield rich_table("slowest turn", (*head, *modes), filled(lambda cell: times(cell.slowest)), left=0)
+    yield rich_table("first runs", (*head, *modes), filled(lambda cell: times(cell.first)), left=0)
     yield rich_table("tokens per round", (*head, *modes), filled(lambda cell: number(cell.tau, 2)), left=0)
     yield rich_table("share of drafting", (*head, *modes), filled(lambda cell: percent(cell.draft_share)), left=0)
 

@@ -10,6 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmark.table import tables_from
+
 COLOURS = {
     "naive": "#999999",
     "classic": "#E69F00",
@@ -28,7 +30,8 @@ HATCHES = {"classic": "//"}
 def draw_plots(folder: Path, summary: Mapping[str, Any]) -> list[str]:
     """Write the pictures that the summary has figures for; returns their file names."""
     modes = {mode: figures for mode, figures in summary["modes"].items() if figures["tokens_per_second"]}
-    title = f"{summary['settings']['model']} on {summary['settings']['questions']['label']}"
+    settings = summary["settings"]
+    title = "\n".join(filter(None, [f"{settings['model']} on {settings['questions']['label']}", tables_from(settings)]))
     drawn: list[str] = []
     if modes:
         _save(folder / "speed.png", lambda axes: _speed(axes, modes, title), width=3 + 0.9 * len(_groups(modes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmark.table import HEADLINE, headline
+from benchmark.table import HEADLINE, headline, tables_from
 from benchmark.text import ABSENT, number, percent, size, times
 
 WIDENED = "SmolLM2-135M-Instruct widened to"
@@ -59,6 +59,8 @@ def _introduction(summary: Mapping[str, Any]) -> str:
         f"at most {sampling['max_new_tokens']} new tokens each, {how}, {settings['dtype']} on {settings['device']}, "
         f"{_draft_length(settings)} draft tokens per round, drafts {settings['quant']}, compile {settings['compile']}."
     )
+    if tables := tables_from(settings):
+        text += f" {tables}"
     if settings["runs"] > 1:
         text += f" {settings['runs']} runs; figures are medians of runs."
     if not status["complete"]:
@@ -208,11 +210,6 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
             "The embedded model's weights came from a 4-bit file (blocks of 32), so that its quantized drafts agree "
             "with it more often than those of other models would: acceptance at 4 bits says little about other models."
         )
-    drafters = (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ()))
-    if "suffix" in drafters:
-        notes.append(f"The datastore into which suffix looked besides the text: {settings['corpus']}.")
-    if "recycle" in drafters:
-        notes.append(f"Token recycling started from the table: {settings['recycle_table']}.")
     if settings["prompt_format"] == "plain":
         notes.append("The checkpoint has no chat template: prompts are `User: ...`, blank line, `Assistant:`.")
     if summary["num_sessions"] > 1:

@@ -14,7 +14,7 @@ from benchmark.questions import Question
 from benchmark.records import TurnRecord
 from benchmark.report import category_rows, drafter_rows
 from benchmark.summary import BASE, tau, tokens_per_second
-from benchmark.table import HEADLINE, headline
+from benchmark.table import HEADLINE, headline, tables_from
 from benchmark.text import number
 from sharesd.show import MEANINGS
 from sharesd.tokenizer import TextStream, Tokenizer
@@ -63,7 +63,7 @@ i { font-style: normal; border-radius: 2px; }
 </table></div>{% endmacro %}
 {% if not complete %}<p class="differs">Not complete: the figures are those of what is there.</p>{% endif %}
 {{ table(*summary) }}
-<p>Speeds are over decoding alone; what the columns mean is in report.md.</p>
+<p>{{ tables }} Speeds are over decoding alone; what the columns mean is in report.md.</p>
 {% for name, data in plots %}<p><img alt="{{ name }}" src="data:image/png;base64,{{ data }}"></p>
 {% endfor %}
 <h2>Speed by category</h2>
@@ -123,6 +123,7 @@ def html_page(
         title=f"{settings['model']} on {settings['questions']['label']}",
         complete=summary["status"]["complete"],
         summary=(HEADLINE, headline(summary)),
+        tables=tables_from(settings),
         categories=category_rows(modes),
         drafters=drafter_rows(modes),
         plots=[(name, base64.b64encode(data).decode()) for name, data in plots.items()],

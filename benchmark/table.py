@@ -9,9 +9,12 @@ from rich import box
 from rich.table import Table
 
 from benchmark.text import number, percent, size, times
+from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE
 
 HEADLINE = ("mode", "tok/s", "speedup", "tau", "alpha", "identical", "first token", "extra mem")
 """Columns of the headline table, here and in the report."""
+SHIPPED = (EMBEDDED_CORPUS.name, EMBEDDED_TABLE.name)
+"""How settings name what comes with the embedded model."""
 
 
 def headline(summary: Mapping[str, Any]) -> list[list[str]]:
@@ -31,6 +34,26 @@ def headline(summary: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def tables_from(settings: Mapping[str, Any]) -> str:
+    """What tables held before the first question, as a sentence; empty where no mode has one that can hold anything.
+
+    It stands beside every figure: what ships with the embedded model helps that model alone.
+    """
+    drafters = (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ()))
+    by_content: dict[str, list[str]] = {}
+    for drafter, name in (("suffix", "corpus"), ("recycle", "recycle_table")):
+        if drafter in drafters:
+            by_content.setdefault(_content(settings[name]), []).append(drafter)
+    parts = [f"{' and '.join(names)} {content}" for content, names in by_content.items()]
+    return f"Tables at the start: {', '.join(parts)}." if parts else ""
+
+
+def _content(file: str) -> str:
+    if file == "empty":
+        return file
+    return "with the embedded model's own answers" if file in SHIPPED else f"with {file}"
+
+
 def extra_bytes(figures: Mapping[str, Any]) -> int | None:
     """Bytes of weights and KV on top of naive decoding."""
     weights, kv = figures.get("extra_weight_bytes"), figures.get("extra_kv_bytes")
@@ -46,6 +69,8 @@ def rich_table(summary: Mapping[str, Any]) -> Table:
         title=f"{settings['model']} · {settings['questions']['label']}",
         title_justify="left",
         title_style="bold",
+        caption=tables_from(settings) or None,
+        caption_justify="left",
     )
     for name in HEADLINE:
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Function-preserving widening of Llama-style checkpoints. Why and in which shapes: `benchmark.widen`.
+"""Function-preserving widening of Llama-style checkpoints. Why: `benchmark.widen`.
 
 With D real and D' wide hidden dimensions:
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmark.job import NAME_KEY
 from benchmark.text import size
-from benchmark.widen import Shape
+from benchmark.wide_shapes import Shape
 from sharesd.models import folder as files
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.progress import Progress, silent

@@ -21,8 +21,8 @@ from benchmark.__main__ import main
 from benchmark.conversation import prompt_ids, require_room
 from benchmark.questions import Question
 from benchmark.records import Key, TurnRecord
-from benchmark.table import rich_table
-from sharesd.config import MODES
+from benchmark.table import rich_table, tables_from
+from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, MODES
 from sharesd.models.folder import WEIGHT_FILES
 from sharesd.tokenizer import load_tokenizer
 
@@ -336,6 +336,8 @@ class TestCommand:
         assert all(Path(f"out/{name}.png").read_bytes().startswith(PNG) for name in ("speed", "acceptance"))
         report = Path("out/report.md").read_text()
         assert f"# {model.name} on questions.jsonl" in report and "| share |" in report and "MT-Bench;" not in report
+        said = "Tables at the start: suffix and recycle empty."
+        assert all(said in text for text in (out, report, Path("out/report.html").read_text()))
         [log] = Path("logs").iterdir()
         assert "share run 2 question two turn 2: 8 tokens" in log.read_text()
 
@@ -491,11 +493,26 @@ def test_no_gpu(run: Run) -> None:
     assert status == 2 and "finds no GPU; use --device cpu" in err.splitlines()[-1] and not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    ("modes", "corpus", "recycle_table", "says"),
+    [
+        (["naive", "share", "ngram"], "empty", "empty", ""),
+        (["suffix", "recycle"], "empty", "empty", "suffix and recycle empty."),
+        (["hybrid"], EMBEDDED_CORPUS.name, "empty", "suffix with the embedded model's own answers."),
+        (["suffix", "recycle"], "mine.npy", EMBEDDED_TABLE.name, "suffix with mine.npy, recycle with the embedded"),
+    ],
+)
+def test_what_tables_held_is_said(modes: list[str], corpus: str, recycle_table: str, says: str) -> None:
+    settings = {"modes": modes, "hybrid_with": ["share", "suffix"], "corpus": corpus, "recycle_table": recycle_table}
+    said = tables_from(settings)
+    assert said.startswith(f"Tables at the start: {says}") if says else said == ""
+
+
 def test_table_fits_80_columns() -> None:
     modes = summary.summarize({"naive": NAIVE, "classic": SHARE, "share": SHARE}, list(NAIVE), num_draft=2)
     for figures in modes.values():
         figures |= {"extra_weight_bytes": 123_456_789_012, "extra_kv_bytes": 0}
-    settings = {"model": "m", "questions": {"label": "q"}}
+    settings = {"model": "m", "questions": {"label": "q"}, "modes": list(modes)}
     screen = io.StringIO()
     Console(file=screen, width=80).print(rich_table({"settings": settings, "modes": modes}))
     assert "…" not in screen.getvalue() and "123.46 GB" in screen.getvalue()

@@ -119,6 +119,7 @@ def cell(mode: str, speedup: float | None, *, context: int = 200, identical: boo
         mode=mode,
         speedup=speedup,
         slowest=speedup,
+        first=speedup,
         tau=1.0,
         draft_share=0.0,
         identical=identical,

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,24 @@ def test_wrong_imports_are_found(source: str, package: str, num: int) -> None:
 def test_relative_imports_are_found() -> None:
     with pytest.raises(AssertionError, match="file.py:1 has a relative import"):
         wrong_imports("from . import engine", "file.py", ALLOWED["sharesd"])
+
+
+def test_no_modules_import_each_other() -> None:
+    """In a circle of any length, late imports included; `__init__` files, which only pass names on, apart."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    uses = {
+        name: {
+            module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom)
+            for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            if module in modules
+        }
+        for name, path in modules.items()
+    }
+    assert len(list(TopologicalSorter(uses).static_order())) == len(modules)
+    with pytest.raises(CycleError):
+        TopologicalSorter({**uses, "benchmark.wide_shapes": {"benchmark.widen"}}).prepare()
 
 
 def run_python(code: str) -> str:

@@ -102,7 +102,7 @@ def page(tokenizer: Tokenizer, *answers: tuple[str, TurnRecord], turns: tuple[st
     found = {mode: {record.key: record} for mode, record in answers}
     modes = summarize(found, list(found["naive"]), num_draft=1)
     summary = {
-        "settings": {"model": "<m>", "questions": {"label": "q"}},
+        "settings": {"model": "<m>", "questions": {"label": "q"}, "modes": ["suffix"], "corpus": "empty"},
         "modes": modes,
         "status": {"complete": True},
     }

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmark import widening
 from benchmark.__main__ import main
 from benchmark.job import EMBEDDED, model_name
-from benchmark.widen import SHAPES, Shape
+from benchmark.wide_shapes import SHAPES, Shape
 from benchmark.widening import GROUP, widen
 from quant.solver import solve
 from sharesd.config import EngineConfig, SamplingParams
