@@ -32,6 +32,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.selfcheck import first_block, rows_agree
 
+pytestmark = pytest.mark.inductor
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
 PROMPTS: list[str | list[int]] = [
     "why is the sky blue",
@@ -283,6 +284,7 @@ def family(name: str, dtype: torch.dtype) -> Decoder:
     return tiny_decoder(1, dtype=dtype, **{**sizes, **FAMILIES[name]})
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
@@ -299,6 +301,7 @@ def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
         assert (mine - theirs).double().norm() < tolerance * theirs.double().norm()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:
