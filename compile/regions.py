@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 Step = Callable[..., Tensor]
 
+torch.compiler.config.cache_key_tag += "sharesd: a storage for each tensor"
+# Inductor finds kept code by the shapes of its inputs, whether or not they shared a storage when it was made. Ours no
+# longer do: code that was kept when they did reads beyond their ends, and must not be found.
+
 
 class CompiledBlocks:
     """Runs blocks through a compiled form where the number of tokens is one of `widths`, else plainly.
@@ -59,7 +63,7 @@ class CompiledModel:
         if tokens_BT.shape[1] not in self._widths:
             return self._model.forward(tokens_BT, cache, keep_BR, branches)
         shapes = (tokens_BT.shape, keep_BR is not None and keep_BR.shape, branches is not None and branches[1].shape)
-        key = (*shapes, self._variant(), cache.recent)
+        key = (cache.slots, cache.recent, *shapes, self._variant())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(self._model).forward)

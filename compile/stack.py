@@ -46,8 +46,8 @@ class NativeStack:
         the last block. Raises Unsuited where the kernel does not know a module.
         """
         self._low, self._norm, self._tables = low, norm, tables
-        self._angles = (ctypes.c_int64 * (2 * len(tables)))(*(pair[i].data_ptr() for i in (0, 1) for pair in tables))
-        self._kv: WeakKeyDictionary[Any, ctypes.Array] = WeakKeyDictionary()  # addresses of each cache's tensors
+        self._angles = torch.tensor([pair[i].data_ptr() for i in (0, 1) for pair in tables])
+        self._kv: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # addresses of each cache's tensors
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the table points at
         self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
@@ -70,14 +70,13 @@ class NativeStack:
         H, K, d = self._sizes
         kv = self._kv.get(cache)
         if kv is None:
-            kv = (ctypes.c_int64 * (2 * len(cache.k)))(*(t.data_ptr() for t in (*cache.k, *cache.v)))
-            self._kv[cache] = kv
+            kv = self._kv[cache] = torch.tensor([t.data_ptr() for t in (*cache.k, *cache.v)])
         positions, r = self._tables[0][0].shape
         step = _Step(
             self._table.data_ptr(),
             len(cache.k),
-            ctypes.addressof(kv),
-            ctypes.addressof(self._angles),
+            kv.data_ptr(),
+            self._angles.data_ptr(),
             len(self._tables),
             positions,
             cache.lengths.data_ptr(),

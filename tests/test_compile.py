@@ -6,7 +6,9 @@ Legend: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,22 @@ import torch
 from oracle import classic_engine, kv_of, layer_of, new_engine, put_kv, share_engine, switched, tiny_decoder
 from tiny import make_checkpoint
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from compile.attention import CHUNK, SINKS
 from compile.linear import PackedLinear, pack_linears
-from compile.regions import CompiledBlocks, compile_step, no_recompiles, structure
+from compile.regions import CompiledBlocks, CompiledModel, compile_step, no_recompiles, structure
 from compile.stack import NativeStack, Unsuited
 from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
 from sharesd.load import Runtime
+from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.selfcheck import first_block, rows_agree
 
+pytestmark = pytest.mark.inductor
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
 PROMPTS: list[str | list[int]] = [
     "why is the sky blue",
@@ -204,6 +209,59 @@ def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Path
                 assert [[c.token_ids for c in engine.complete([prompt], GREEDY)] for prompt in prompts] == want
 
 
+# ---- compiled steps and the cache
+
+
+def regional(model: Decoder) -> Decoder:
+    return compiled(model, "regional")
+
+
+def full(model: Decoder) -> CompiledModel:
+    pack_linears(model)
+    return CompiledModel(model, {2, 1 + NUM_DRAFT})
+
+
+EACH_FORM = pytest.mark.parametrize("form", [regional, full], ids=lambda form: form.__name__)
+
+
+@EACH_FORM
+def test_compiled_code_holds_no_copy_of_the_cache(form: Callable[[Decoder], CausalModel]) -> None:
+    model = form(wide_decoder())
+    cache = model.new_cache(1, 2048)  # larger than all else in the step
+    with torch.inference_mode():
+        _, codes = run_and_get_code(lambda: model.forward(torch.tensor([[3, 4]]), cache))
+    buffers = [math.prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(BUFFER, "".join(codes))]
+    limit = cache.k[0].numel() // 4
+    assert buffers and max(buffers) < limit
+    assert "as_strided" not in "".join(codes), "a view of a storage which several tensors share"
+
+
+BUFFER = r"= empty_strided\w*\(\(([\d, ]+)\)"
+
+
+@EACH_FORM
+def test_compiled_steps_read_and_write_the_cache_they_are_given(form: Callable[[Decoder], CausalModel]) -> None:
+    """Each layer its own keys and values, in whichever cache: nothing of the traced one is left in the code."""
+    plain = tiny_decoder(3, num_hidden_layers=3)
+    model = form(copy.deepcopy(plain))
+    tokens = torch.randint(0, 40, (2, 5, 4), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        caches = [(model.new_cache(2, slots), plain.new_cache(2, slots)) for slots in (64, 64, 96)]
+        for start, pair in enumerate(caches):
+            for cache in pair:
+                cache.lengths += torch.tensor([start, 7])
+        for step in range(5):
+            for ours, theirs in caches:
+                width = 2 if step % 2 else 4
+                mine, wanted = (m.forward(tokens[:, step, :width], c) for m, c in ((model, ours), (plain, theirs)))
+                torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+                for cache in (ours, theirs):
+                    cache.lengths += width
+        for ours, theirs in caches:
+            for mine, wanted in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+
+
 # ---- the parts
 
 
@@ -227,6 +285,7 @@ def family(name: str, dtype: torch.dtype) -> Decoder:
     return tiny_decoder(1, dtype=dtype, **{**sizes, **FAMILIES[name]})
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
@@ -243,6 +302,7 @@ def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
         assert (mine - theirs).double().norm() < tolerance * theirs.double().norm()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:

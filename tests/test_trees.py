@@ -60,6 +60,7 @@ def paths_of(guess: Guess) -> list[list[int]]:
 # ---- kernels
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 3.0}, {"recent": 20}], ids=str)
 def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -85,6 +86,7 @@ def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torc
         torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.kernels
 def test_kept_rows_are_moved_together() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         sizes = (16, 32)
@@ -113,6 +115,7 @@ def native_decoder(dtype: torch.dtype) -> Decoder:
 
 
 @torch.inference_mode()
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
     model, dice = native_decoder(dtype), random.Random(5)
@@ -134,6 +137,7 @@ def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
 # ---- acceptance
 
 
+@pytest.mark.kernels
 def test_acceptance_walks_as_a_loop_would() -> None:
     dice = random.Random(1)
     for _ in range(200):
