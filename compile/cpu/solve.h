@@ -9,7 +9,7 @@ constexpr int64_t kSolveBlock = 1 << 15;  // weights: they stay in a core's cach
 constexpr int kSolvePasses = 20;
 constexpr float kPower = 0.7f, kBeta = 10.0f;
 
-struct Group {  // of weights, and how they are coded
+struct Coding {  // of weights, and how they are coded
   float inverse, zero;
 
   vfloat codes(const vfloat& w, float top) const {
@@ -31,7 +31,7 @@ inline void shrink(vfloat& error) {
 
 // Moves the zero of G weights; returns the sum of the absolute errors which they had before.
 template <bool SHRINK>
-float move_zero(const float* w, int64_t G, float top, Group& group) {
+float move_zero(const float* w, int64_t G, float top, Coding& group) {
   const float scale = 1 / group.inverse;
   vfloat errors = {}, zeros = {}, largest = {};
   for (int64_t i = 0; i < G; i += 16) {
@@ -60,7 +60,7 @@ float move_zero(const float* w, int64_t G, float top, Group& group) {
 }
 
 // First guess: codes 0 and top are the least and the greatest weight of the group.
-inline Group spread(const float* w, int64_t G, float top) {
+inline Coding spread(const float* w, int64_t G, float top) {
   const auto [low, high] = std::minmax_element(w, w + G);
   const float range = *high - *low;
   const float inverse = range <= 1e-4f ? 1.0f : std::min(top / range, 2e4f);
@@ -76,7 +76,7 @@ void solve(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> w(rows * K);
-    std::vector<Group> groups(rows * K / G);
+    std::vector<Coding> groups(rows * K / G);
 #pragma omp for schedule(dynamic)
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = b * rows * K, count = std::min(rows * K, N * K - begin);
