@@ -47,7 +47,7 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     """
     policy = engine.way(params).policy
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
-    shapes = _shapes(engine) if policy.chooses else engine.drafter.shapes[-1:] if engine.drafter else (PLAIN,)
+    shapes = _shapes(engine, params)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
     for shape in shapes:
@@ -213,13 +213,18 @@ def _seconds_per_step(drafter: Drafter, engine: Engine, shape: Shape) -> float:
     return _timed(lambda: drafter.draft(engine.state.root_B, shape).tokens.tolist()) / shape.depth
 
 
-def _shapes(engine: Engine) -> list[Shape]:
-    """No draft, and those whose rounds have compiled forms of their own."""
+def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
+    """Those whose rounds have compiled forms of their own; no draft among them, where that may be chosen."""
     drafter = engine.drafter
-    assert drafter is not None
+    if drafter is None:
+        return [PLAIN]
+    if not engine.way(params).policy.chooses:
+        return [shape for shape in drafter.shapes if shape[:2] == drafter.shapes[-1][:2]]
     if engine.capture:
         return [PLAIN, *drafter.shapes]
-    return [PLAIN, chain(engine.num_draft), *(shape for shape in drafter.shapes[-1:] if shape.is_tree)]
+    longest = (chain(engine.num_draft), drafter.shapes[-1])
+    windows = {shape.recent for shape in drafter.shapes}
+    return [PLAIN, *dict.fromkeys(shape._replace(recent=recent) for recent in windows for shape in longest)]
 
 
 def _read(file: Path) -> list[Costs]:

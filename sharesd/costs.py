@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+from compile.attention import SINKS
 from sharesd.tree import Shape
 
 SETTLING, TRIED, KNOWN = 5, 6, 8
@@ -57,6 +58,8 @@ class Costs:
 
     def of_draft(self, shape: Shape, context: float = 0.0) -> float:
         """Seconds of a model's draft of this shape."""
+        if shape.recent:
+            context = min(context, shape.recent + SINKS)
         if shape.is_tree:
             return shape.depth * (self.level + self.level_slot * context)
         return shape.depth * (self.draft + self.draft_slot * context)

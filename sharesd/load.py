@@ -45,10 +45,12 @@ from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import Datastore, SuffixTable, open_datastore
 from sharesd.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.tree import Shape, chains, shapes_of
+from sharesd.tree import Shape, chains, looking_back, shapes_of
 
 log = logging.getLogger(__name__)
 
+DRAFT_WINDOW = 256
+"""Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
 EXACT_WIDTH = 8
 """Rows of every step, at least, where kernels do not give a row the same bits at any width."""
 
@@ -264,24 +266,23 @@ class Runtime:
                 self._step,
                 self.cache,
                 self._switch,
-                shapes=shapes,
+                shapes=looking_back(shapes, self._draft_windows()),
                 low_bytes=low_bytes,
                 top=top,
-                window=self._draft_window(),
             )
         return self._classic(shapes, top)
 
-    def _draft_window(self) -> int | None:
-        """How many tokens a draft step looks back; 0 = all, None = as the context asks for."""
+    def _draft_windows(self) -> tuple[int, ...]:
+        """How many tokens draft steps may look back; 0 = all."""
         given, native = self.config.draft_window, isinstance(self.target, Decoder)
         if isinstance(given, int):
             if not native:
                 raise ValueError(
                     f"draft_window is {given} and {self.target.name} looks at all tokens; take off or auto"
                 )
-            return given
+            return (given,)
         # Attention on a GPU masks what it does not need, and reads it all the same.
-        return None if given == "auto" and native and self.device.type == "cpu" else 0
+        return (0, DRAFT_WINDOW) if given == "auto" and native and self.device.type == "cpu" else (0,)
 
     def _table(self, name: str) -> Table:
         config = self.config

@@ -30,6 +30,8 @@ HOPED_ALPHA, HOPED_TREE_ALPHA = 0.95, 0.97
 """Acceptance that a draft may turn out to have: one that would lose even then is not tried."""
 DOUBT = 3.0
 """Costs that were measured at start only may be wrong by this factor."""
+WORTHWHILE = 4
+"""Drafts that look back so far are thought of in contexts this many times as long."""
 FORGET = 0.985
 """What remains of the evidence about acceptance after a round; about 67 rounds count."""
 NEW_TEXT = 0.4
@@ -146,10 +148,10 @@ class Policy:
         self.live = LiveCosts(costs or Costs())
         self.account = Account()
         self._most = max((shape.nodes for shape in shapes), default=0)
+        self._windows_only = all(shape.recent for shape in shapes)
         self.known_place = False
-        """Whether tables know what comes next: a model is right more often there, and has survival rates of its own."""
-        self._chains = {place: Survival(self._most, FIRST_ALPHA) for place in (False, True)}
-        self._trees = {place: Survival(self._most, FIRST_TREE_ALPHA) for place in (False, True)}
+        """Whether tables know what comes next: a model is right more often there."""
+        self._survivals: dict[object, Survival] = {}  # by place, and by kind of draft
         self._verified, self._hits = [0.0] * self._most, [0.0] * self._most  # of trees: decayed, by a node's rank
         self._worth = [0.0]  # tokens that tables promised last, by the number of nodes
         self._tables, self._beside = Promises(), Promises()  # tables alone, beside a model's draft
@@ -181,7 +183,8 @@ class Policy:
         `beside`: tokens per second which tables promise at this very place; a model must promise more.
         """
         if self.pinned is not None:
-            return self.pinned if beside is None or self.rate_of_shape(self.pinned) > beside else PLAIN
+            pinned = self._pinned_here()
+            return pinned if beside is None or self.rate_of_shape(pinned) > beside else PLAIN
         if not self.live.known or self.account.empty:
             return PLAIN
         if beside is None and self._plain_rounds < self._patience and self._plain_rounds % RECHECK:
@@ -198,6 +201,14 @@ class Policy:
         if self._plain_rounds >= self._patience + TRY_ROUNDS:
             self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
         return best
+
+    def _pinned_here(self) -> Shape:
+        """The pinned shape, looking back no further than it must, where that may be chosen."""
+        assert self.pinned is not None
+        windows = [shape.recent for shape in self.shapes if shape[:2] == self.pinned[:2]]
+        if len(windows) < 2 or self.live.context < WORTHWHILE * max(windows):
+            return self.pinned
+        return self.pinned._replace(recent=max(windows))
 
     def expected(self, tree: DraftTree) -> float:
         """What a round with this draft takes, in units that are the same for all rounds."""
@@ -243,15 +254,29 @@ class Policy:
 
     def best_shape(self) -> Shape:
         """The draft that promises most tokens per second, be it more than a plain step or not."""
-        rates = {tree: self._survival(tree).rates() for tree in {shape.is_tree for shape in self.shapes}}
-        return max(self.shapes, key=lambda shape: self._rate_of(shape, rates[shape.is_tree]))
+        rates: dict[tuple[bool, int], list[float]] = {}
+        best, best_rate = PLAIN, 0.0
+        for shape in self.shapes:
+            if shape.recent and not self._windows_only and self.live.context < WORTHWHILE * shape.recent:
+                continue
+            kind = shape.is_tree, shape.recent
+            if kind not in rates:
+                rates[kind] = self._survival(shape).rates()
+            rate = self._rate_of(shape, rates[kind])
+            if rate > best_rate:
+                best, best_rate = shape, rate
+        return best
 
     def rate_of_shape(self, shape: Shape) -> float:
         """Tokens per second that model drafts of this shape promise."""
-        return self._rate_of(shape, self._survival(shape.is_tree).rates())
+        return self._rate_of(shape, self._survival(shape).rates() if shape.nodes else [])
 
-    def _survival(self, tree: bool) -> Survival:
-        return (self._trees if tree else self._chains)[self.known_place]
+    def _survival(self, shape: Shape) -> Survival:
+        """Trees, drafts that look back only so far, and places that tables know have survival rates of their own."""
+        key = (self.known_place, shape.is_tree, shape.recent)
+        if key not in self._survivals:
+            self._survivals[key] = Survival(self._most, FIRST_TREE_ALPHA if shape.is_tree else FIRST_ALPHA)
+        return self._survivals[key]
 
     def _rate_of(self, shape: Shape, survival: list[float]) -> float:
         extra, nodes = self._beside.per_round if shape.nodes else (0.0, 0.0)
@@ -265,7 +290,7 @@ class Policy:
         """Of each node of a model's draft, best first: the estimated probability that it is accepted."""
         if shape.is_tree:
             return self._by_rank()[: shape.nodes]
-        return self._survival(False).rates()[: shape.depth]
+        return self._survival(shape).rates()[: shape.depth]
 
     def _reach(self, num_nodes: int) -> float:
         """Share of the nodes accepted in a whole tree that are among the best `num_nodes`."""
@@ -288,7 +313,7 @@ class Policy:
         self._worth = list(accumulate(gains[:longest], initial=0.0))
         base, draft_s = 0.0, 0.0
         if beside.nodes:
-            base, draft_s = self._gain(beside, self._survival(beside.is_tree).rates()), self.live.draft(beside)
+            base, draft_s = self._gain(beside, self._survival(beside).rates()), self.live.draft(beside)
         rates = [self._rate(base + honesty * gain, beside.nodes + num, draft_s) for num, gain in enumerate(self._worth)]
         if self.pinned is not None:
             return longest, rates[longest]
@@ -317,7 +342,7 @@ class Policy:
         shape, num_nodes = model_shape(tree), tree.tokens.shape[1]
         self._drafted |= shape.nodes > 0
         for path in paths if shape.nodes else ():
-            self._survival(shape.is_tree).learn(sum(node <= shape.nodes for node in path), shape.depth)
+            self._survival(shape).learn(sum(node <= shape.nodes for node in path), shape.depth)
             for rank in range(shape.nodes if shape.is_tree else 0):
                 self._verified[rank] += 1
                 self._hits[rank] += rank + 1 in path
@@ -343,7 +368,7 @@ class Policy:
         self._tables.fade(share)
         if self._drafted:
             self._beside.fade(share)
-            for survival in (*self._chains.values(), *self._trees.values()):
+            for survival in self._survivals.values():
                 survival.fade(share)
             self._verified = [share * count for count in self._verified]
             self._hits = [share * count for count in self._hits]

@@ -25,6 +25,8 @@ class Shape(NamedTuple):
     """Steps of a model drafter: tokens on a path at most."""
     nodes: int
     """Tokens in all; as many as `depth`: a chain."""
+    recent: int = 0
+    """How many tokens draft steps look back, besides the first few; 0 = all."""
 
     @property
     def is_tree(self) -> bool:
@@ -56,6 +58,11 @@ def shapes_of(top: int, depth: int, budget: int) -> tuple[Shape, ...]:
     return (*chains(budget), *sorted(shape for shape in shapes if shape.is_tree))
 
 
+def looking_back(shapes: Sequence[Shape], windows: Sequence[int]) -> tuple[Shape, ...]:
+    """Each of these shapes for each way of looking back, the first of which comes last."""
+    return tuple(shape._replace(recent=recent) for recent in reversed(windows) for shape in shapes)
+
+
 class DraftTree(NamedTuple):
     """Guessed tokens. A chain is the tree in which every node's parent is the one before it."""
 
@@ -64,6 +71,7 @@ class DraftTree(NamedTuple):
     probs: Tensor | None = None  # [B, N, V] float32 draft distribution; None = deterministic (one-hot)
     depth: int = 0  # most nodes on a path
     num_steps: int = 0  # draft steps of a model that it took
+    recent: int = 0  # how far those looked back; 0 = all the way
     drafter: str = ""  # who guessed
     added: int = 0  # how many nodes, the last ones, tables added to a model's draft
     adder: str = ""  # names of those tables
@@ -72,7 +80,7 @@ class DraftTree(NamedTuple):
 
 def model_shape(tree: DraftTree) -> Shape:
     """Of the part that a model drafted."""
-    return Shape(tree.num_steps, tree.tokens.shape[1] - tree.added) if tree.num_steps else PLAIN
+    return Shape(tree.num_steps, tree.tokens.shape[1] - tree.added, tree.recent) if tree.num_steps else PLAIN
 
 
 def parents_of(tree: DraftTree) -> list[list[int]]:

@@ -32,7 +32,7 @@ from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.sampling import TokenCounts
 from sharesd.tokenizer import Tokenizer
-from sharesd.tree import DraftTree, Shape, Verdict, chains, shapes_of
+from sharesd.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
@@ -97,6 +97,7 @@ def share_engine(model: CausalModel, switch: Switch, *, num_draft: int = 4, batc
     max_context = options.get("max_context", MAX_CONTEXT)
     top, shapes = shapes_for(num_draft, options.pop("tree", None))
     cache = options.pop("cache", None) or model.new_cache(batch, max_context + SCRATCH * (1 + num_draft))
+    shapes = looking_back(shapes, (options.pop("window", 0),))
     drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
     return new_engine(model, drafter, cache=cache, **options)
 

@@ -456,8 +456,7 @@ def test_texts_are_the_same_however_far_drafts_look_back(how: str) -> None:
     for window in (0, 4):
         twin, switch = switched(model)
         twin = compiled(twin, how, switch) if how == "native" else twin
-        engine = share_engine(twin, switch, **context)
-        engine.drafter.window = window  # type: ignore[union-attr]
+        engine = share_engine(twin, switch, window=window, **context)
         [done] = engine.complete([prompt], params)
         assert done.token_ids == wanted.token_ids
         taus.append(engine.stats.tau)

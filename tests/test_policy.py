@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -16,7 +17,7 @@ from sharesd.config import EngineConfig, SamplingParams
 from sharesd.costs import Costs, LiveCosts
 from sharesd.load import Runtime
 from sharesd.policy import FIRST_TRY, Policy
-from sharesd.tree import PLAIN, DraftTree, Shape, chain, chains
+from sharesd.tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
 
 
 def tree_of(shape: Shape) -> DraftTree:
@@ -120,6 +121,32 @@ def test_longer_texts_make_drafts_dearer() -> None:
     policy.live.at(6000, 2)
     assert policy.live.step(1) == 7.0 and policy.live.draft(chain(2)) == pytest.approx(12.8)
     assert policy.next_shape() == PLAIN
+
+
+def test_how_far_drafts_look_back_is_chosen_by_what_it_brings() -> None:
+    """In a long context drafts that see the end only are cheap; whether they are good enough shows."""
+    shapes = looking_back(chains(8), (0, 256))
+    costs = Costs({1: 1.0, 9: 1.2}, 0.3, 0.0, {1: 1e-4, 9: 1e-4}, 2e-4)
+    for alpha, recent in ((0.9, 256), (0.3, 0)):
+        policy, dice, chosen = Policy(shapes, costs=copy.deepcopy(costs)), random.Random(0), []
+        for _ in range(600):
+            policy.live.at(6000, 2)
+            shape = policy.next_shape()
+            accepted = 0
+            while accepted < shape.depth and dice.random() < (alpha if shape.recent else 0.97):
+                accepted += 1
+            tree = tree_of(shape)._replace(recent=shape.recent)
+            policy.record(
+                tree, [range(1, 1 + accepted)], costs.of_draft(shape, 6000), costs.of_step(1 + shape.nodes, 6000)
+            )
+            chosen.append(shape.recent)
+        assert chosen[300:].count(recent) > 250
+    policy.live.at(500, 2)
+    assert not policy.best_shape().recent
+    pinned = Policy(shapes, pinned=chain(3))
+    assert pinned.next_shape() == chain(3)
+    pinned.live.at(6000, 2)
+    assert pinned.next_shape() == Shape(3, 3, 256)
 
 
 def test_each_number_of_threads_has_costs_of_its_own() -> None:

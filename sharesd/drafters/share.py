@@ -22,14 +22,6 @@ from sharesd.policy import Policy
 from sharesd.sampler import Sampler
 from sharesd.tree import DraftTree, Shape, Verdict
 
-AUTO_WINDOW = 256
-"""Tokens that a draft step looks back where nobody says otherwise, in contexts of more than four times as many."""
-
-
-def auto_window(context: int) -> int:
-    """Tokens that a draft step looks back in a context of so many; 0 = all."""
-    return AUTO_WINDOW if context > 4 * AUTO_WINDOW else 0
-
 
 class ShareDrafter:
     """Self-drafting through the precision switch."""
@@ -47,27 +39,21 @@ class ShareDrafter:
         shapes: Sequence[Shape],
         low_bytes: int,
         top: int = 1,
-        window: int | None = 0,
     ) -> None:
-        """`top` is the number of nodes that a tree expands on each level, and of their children. `window` is how many
-        tokens a draft step looks back; 0 = all, None = as the context asks for.
-        """
+        """`top` is the number of nodes that a tree expands on each level, and of their children."""
         self.model, self.cache, self.switch = model, cache, switch
         self.shapes, self._top, self._deepest, self._low_bytes = shapes, top, shapes[-1].depth, low_bytes
-        self.window = window
-        self._context = 0  # tokens of the longest row
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
-        self._sampler, self._context = sampler, max(map(len, prompts))
+        self._sampler = sampler
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
-        self._context = max(map(len, texts))  # nothing to read: the target's own steps have written it
+        pass  # the target's own steps have written what it reads
 
     def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
-        window = auto_window(self._context) if self.window is None else self.window
-        with self.switch.use_low(), self.cache.looking_back(window):
+        with self.switch.use_low(), self.cache.looking_back(shape.recent):
             tree = grow_draft(self.model, self.cache, root_B[:, None], shape, self._top, self._deepest, self._sampler)
-        return tree._replace(drafter=self.name)
+        return tree._replace(drafter=self.name, recent=shape.recent)
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass
