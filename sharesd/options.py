@@ -278,7 +278,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
-    shares = "share" in modes or ("hybrid" in modes and "share" in args.hybrid_with.split(","))
+    shares = "share" in modes or ("hybrid" in modes and "share" in map(str.strip, args.hybrid_with.split(",")))
     if args.draft_window != "auto" and not shares:
         raise ValueError(
             f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
