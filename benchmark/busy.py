@@ -184,12 +184,11 @@ def _processes(config: EngineConfig, numbers: Sequence[str], params: SamplingPar
 
 def _serve(pipe: Connection, config: EngineConfig, threads: str, params: SamplingParams) -> None:
     """Answer prompts with this number of threads until the pipe is closed."""
-    import torch
-
+    from compile.threads import CREW
     from sharesd.load import Runtime
 
     if threads != AUTO:
-        torch.set_num_threads(int(threads))
+        CREW.reset(int(threads), fixed=True)
     try:
         engine = Runtime(config).engine(warm=params)
         engine.complete([[1]], params)

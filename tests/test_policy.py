@@ -225,7 +225,9 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     kept |= {"draft_slot": 0.0, "level_slot": 0.0}
     file.write_text(json.dumps([kept] * 3))
     again = Runtime(config, ("share",)).engine("share")
-    assert again.way(SamplingParams()).policy.costs == typical([Costs({1: 1e-9, 9: 2e-9}, 3e-9, 0.0, {1: 0.0, 9: 0.0})] * 3)
+    assert again.way(SamplingParams()).policy.costs == typical(
+        [Costs({1: 1e-9, 9: 2e-9}, 3e-9, 0.0, {1: 0.0, 9: 0.0})] * 3
+    )
     file.write_text(json.dumps([kept | {"step": {"1": 7.0, "9": 8.0}}] * 3))  # of a moment when all was slow
     fresh = Runtime(config, ("share",)).engine("share").way(SamplingParams()).policy.costs
     assert 0 < fresh.step[1] < 7
