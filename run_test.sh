@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Smoke checks of every entry point, then the test suite. Flags go to pytest, e.g. -k lossless.
+# Whatever they make lies in folders of their own, which go away.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
-
-out=$(mktemp -d)
-trap 'rm -rf "$out"' EXIT
-step() { printf '\n== %s\n' "$*"; }
+source scripts/scratch.sh
+out=$scratch/out
+mkdir "$out"
 
 step "style and types"
 ruff check .
@@ -42,4 +42,4 @@ for wrong in "sharesd generate hello --mode fast" "sharesd generate hello --targ
 done
 
 step "tests"
-python -m pytest "$@"
+python scripts/run_tests.py "$@"

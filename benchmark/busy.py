@@ -73,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
         "--busy", type=arguments.number, default=1, metavar="N", help="processes that each keep a core busy"
     )
     group.add_argument(
-        "--threads", default=f"{AUTO},1,2", metavar="LIST", help=f"numbers of threads; {AUTO}: what the runtime takes"
+        "--compare", default=f"{AUTO},1,2", metavar="LIST", help=f"numbers of threads; {AUTO}: what the runtime takes"
     )
     group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
     group.add_argument(
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    numbers = arguments.each("--threads", _threads, args.threads)
+    numbers = arguments.each("--compare", _threads, args.compare)
     found = question_files.load("mtbench", args.questions, args.num_questions)
     out_dir = arguments.out_folder(args.out_dir, "busy")
 
@@ -184,11 +184,10 @@ def _processes(config: EngineConfig, numbers: Sequence[str], params: SamplingPar
 
 def _serve(pipe: Connection, config: EngineConfig, threads: str, params: SamplingParams) -> None:
     """Answer prompts with this number of threads until the pipe is closed."""
-    from compile.threads import CREW
+
     from sharesd.load import Runtime
 
-    if threads != AUTO:
-        CREW.reset(int(threads), fixed=True)
+    config = replace(config, threads=None if threads == AUTO else int(threads))
     try:
         engine = Runtime(config).engine(warm=params)
         engine.complete([[1]], params)
@@ -220,7 +219,7 @@ def _receive(name: str, pipe: Connection) -> Any:
 
 def _threads(text: str) -> str:
     if text != AUTO and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError(f"--threads holds {text!r}; give whole numbers from 1 on, or {AUTO}")
+        raise ValueError(f"--compare holds {text!r}; give whole numbers from 1 on, or {AUTO}")
     return text
 
 
@@ -258,7 +257,7 @@ def _report(
             "model": model_name(config.target),
             "mode": args.mode,
             "busy_neighbours": args.busy,
-            "threads": args.threads,
+            "threads": args.compare,
             "questions": questions,
             "num_questions": args.num_questions,
             "max_new_tokens": args.max_new_tokens,

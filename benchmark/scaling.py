@@ -119,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine_config(plain, modes=("share",))
     if config.tree is not None:
         raise ValueError("--tree does not belong here, scaling measures chains; drop it")
+    if config.draft_window != "auto":
+        raise ValueError("--draft-window does not belong here, scaling measures draft steps that see all; drop it")
     points = list(points_of(args.contexts, args.widths, args.batches))
     out_dir = arguments.out_folder(args.out_dir, "scaling")
     with loading_bars() as progress:
@@ -300,7 +302,7 @@ def kv_bytes(model: object, cache: StaticKVCache, point: Point) -> int:
     windows = [kind.window for kind in model.config.layers] if isinstance(model, Decoder) else [0] * len(cache.k)
     slots = [min(point.context, window + point.width - 1) if window else point.context for window in windows]
     pairs = zip(cache.k, cache.v, slots, strict=True)
-    return sum((k.nbytes + v.nbytes) // k.shape[2] * num for k, v, num in pairs)
+    return sum((k.nbytes + v.nbytes) // cache.slots * num for k, v, num in pairs)
 
 
 def _figure(point: Point, step: _Step, pairs: Sequence[tuple[float, float]], bandwidth: float) -> Figure:

@@ -1,6 +1,10 @@
 """Attention over a static KV cache: write the new rows, then attend to every live slot.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S slots, d head size.
+
+On a CPU keys and values lie as packed weights do (see `linear.pack`), since the kernel multiplies with them: keys
+[B, K, S / L, d / P, L, P] as those of a linear whose outputs are slots, values [B, K, S / P, d, P] as those of one
+whose inputs are slots, with d padded to whole P and L. Everywhere else they are [B, K, S, d].
 """
 
 from __future__ import annotations
@@ -11,19 +15,25 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from compile.linear import LAYOUT
 from compile.native import kernel
 from compile.ops import LIBRARY
 
 SLOT_MULTIPLE = 32
 """The CPU kernel reads slots in blocks of this size."""
+CHUNK = 128
+"""Slots that the CPU kernel sums up by themselves."""
+SINKS = 32
+"""First slots of a text, which drafts see even where they see only recent ones else: much weight rests on them."""
 MAX_HEAD = 512
 """Largest head size of the CPU kernel."""
 
+_DENSE = torch.contiguous_format
 _SHAPE, _STRIDES = c_int64 * 8, c_int64 * 6
-_ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_double)
-
+_ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_int64, c_double)
 _KEEP_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
 
 
@@ -39,41 +49,67 @@ class Branches(NamedTuple):
         return self.depth_BT.data_ptr(), self.path_BTP.data_ptr(), self.path_BTP.shape[2]
 
 
+def round_slots(slots: int) -> int:
+    """That many slots, or the few more that the CPU kernel wants."""
+    return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
+
+
 def new_kv(
-    batch: int, heads: int, slots: int, size: int, dtype: torch.dtype, device: torch.device
+    batch: int,
+    heads: int,
+    slots: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Zeroed keys and values [B, K, S, d] in the memory layout that `attend` wants on this device."""
-    slots = -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
-    v = torch.zeros(batch, heads, slots, size, dtype=dtype, device=device)
-    if device.type == "cpu":  # slots innermost: a vector holds the scores of neighbouring slots
-        return torch.zeros(batch, heads, size, slots, dtype=dtype).mT, v
-    return torch.zeros_like(v), v
+    """Zeroed keys and values in the layout that `attend` wants on this device, or `plain`. `slots` is rounded up."""
+    k = torch.zeros(batch, heads, round_slots(slots), size, dtype=dtype, device=device)
+    return (k, torch.zeros_like(k)) if plain or device.type != "cpu" else pack_kv(k, k)
+
+
+def pack_kv(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of keys and values [B, K, S, d] in the layout of the CPU kernel."""
+    lanes, pair = LAYOUT[k_BKSd.dtype]
+    keys = F.pad(k_BKSd, (0, -k_BKSd.shape[3] % pair)).unflatten(3, (-1, pair)).unflatten(2, (-1, lanes))
+    values = F.pad(v_BKSd, (0, -v_BKSd.shape[3] % lanes)).unflatten(2, (-1, pair))
+    return keys.transpose(3, 4).clone(memory_format=_DENSE), values.mT.clone(memory_format=_DENSE)
+
+
+def unpack_kv(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Copies of packed keys and values of heads of this size, as [B, K, S, d]."""
+    keys, values = k.transpose(3, 4).flatten(4).flatten(2, 3), v.mT.flatten(2, 3)
+    return keys[..., :size].clone(memory_format=_DENSE), values[..., :size].clone(memory_format=_DENSE)
 
 
 def attend(
     q_BTHd: Tensor,
     k_BTKd: Tensor,
     v_BTKd: Tensor,
-    k_cache_BKSd: Tensor,
-    v_cache_BKSd: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     lengths_B: Tensor,
     *,
     scale: float,
     window: int = 0,
+    recent: int = 0,
     softcap: float = 0.0,
     branches: Branches | None = None,
 ) -> Tensor:
     """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
 
-    Query t of a row sees slots <= lengths + t, of those the last `window` only (0 = all). `softcap` > 0 squashes the
-    scores to softcap * tanh(score / softcap) before masking (Gemma 2). With `branches` a row is written to the last
-    slot of its path, and sees slots < lengths and its path. On a CPU the result of a query is the same bits whatever T,
-    S, B, the number of threads, and its place in a tree.
+    Query t of a row sees slots <= lengths + t, of those the last `window` only (0 = all). With `recent` (0 = all; for
+    drafts) it sees the first SINKS of these and the last `recent` ones, more of them to the next multiple of CHUNK
+    (Xiao et al. 2023, arXiv 2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before
+    masking (Gemma 2). With `branches` a row is written to the last slot of its path, and sees slots < lengths and its
+    path. On a CPU the result of a query is the same bits whatever T, S, B, the number of threads, and its place in a
+    tree.
     """
-    tensors = (q_BTHd, k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, lengths_B)
+    tensors = (q_BTHd, k_BTKd, v_BTKd, k_cache, v_cache, lengths_B)
     if q_BTHd.device.type == "cpu":
-        return torch.ops.sharesd.attend_(*tensors, *(branches or (None, None)), scale, window, softcap)
-    return attend_reference(*tensors, scale=scale, window=window, softcap=softcap, branches=branches)
+        return torch.ops.sharesd.attend_(*tensors, *(branches or (None, None)), scale, window, recent, softcap)
+    return attend_reference(*tensors, scale=scale, window=window, recent=recent, softcap=softcap, branches=branches)
 
 
 def attend_reference(
@@ -86,6 +122,7 @@ def attend_reference(
     *,
     scale: float,
     window: int = 0,
+    recent: int = 0,
     softcap: float = 0.0,
     branches: Branches | None = None,
 ) -> Tensor:
@@ -101,20 +138,23 @@ def attend_reference(
     v_cache_BKSd[rows_B1, :, slots_BT] = v_BTKd
     slot_S = torch.arange(S, device=q_BTHd.device)
     if branches is None:
-        seen_BTS = slot_S <= slots_BT[:, :, None]
-        if window:
-            seen_BTS = seen_BTS & (slot_S > slots_BT[:, :, None] - window)
+        position_BTS, own_BT1 = slot_S.expand(B, T, S), slots_BT[:, :, None]
     else:
         depth_BT, path_BTP = branches
         depth_P = torch.arange(path_BTP.shape[2], device=q_BTHd.device)
         on_path_BTP = depth_P <= depth_BT[:, :, None]
         places_BTP = (lengths_B[:, None, None] + path_BTP).where(on_path_BTP, slots_BT[:, :, None])
         depth_BTP = depth_P.where(on_path_BTP, depth_BT[:, :, None])
-        position_BTS = slot_S.where(slot_S < lengths_B[:, None], -1)[:, None].repeat(1, T, 1)
+        unseen = torch.iinfo(torch.int64).max
+        position_BTS = slot_S.where(slot_S < lengths_B[:, None], unseen)[:, None].repeat(1, T, 1)
         position_BTS = position_BTS.scatter(2, places_BTP, lengths_B[:, None, None] + depth_BTP)
-        seen_BTS = position_BTS >= 0
-        if window:
-            seen_BTS &= position_BTS > (lengths_B[:, None] + depth_BT)[:, :, None] - window
+        own_BT1 = (lengths_B[:, None] + depth_BT)[:, :, None]
+    seen_BTS = position_BTS <= own_BT1
+    if recent:
+        first_BT1 = (own_BT1 + 1 - recent).clamp(min=0) // CHUNK * CHUNK
+        seen_BTS = seen_BTS & ((position_BTS >= first_BT1) | (position_BTS < SINKS))
+    if window:
+        seen_BTS = seen_BTS & (position_BTS > own_BT1 - window)
     if not softcap:
         out_BHTd = torch.nn.functional.scaled_dot_product_attention(
             q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
@@ -129,12 +169,12 @@ def attend_reference(
     return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
 
 
-def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, softcap):
+def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap):
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
-    K, S = k_cache.shape[1:3]
+    K, S = k_cache.shape[1], k_cache.shape[2] * k_cache.shape[4]
     assert d <= MAX_HEAD, f"head size is {d}"
-    assert k_cache.mT.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
     depth_at, path_at, P = (None, None, 0) if path is None else Branches(depth, path).words()
     out = q.new_empty((B, T, H, d))
     (q0, q1, _, _), (k0, k1, _, _), (v0, v1, _, _) = q.stride(), k.stride(), v.stride()
@@ -152,6 +192,7 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, 
         _STRIDES(q0, q1, k0, k1, v0, v1),
         scale,
         window,
+        recent,
         softcap,
     )
     return out
@@ -159,29 +200,32 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, 
 
 LIBRARY.define(
     "attend_(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
-    "Tensor? depth, Tensor? path, float scale, int window, float softcap) -> Tensor"
+    "Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap) -> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
 
 
-def row_keeper(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Callable[[Tensor, Tensor, Tensor], None]:
+def row_keeper(
+    keys: Sequence[Tensor], values: Sequence[Tensor], sizes: Sequence[int]
+) -> Callable[[Tensor, Tensor, Tensor], None]:
     """A function (lengths [B], path [B, T], num [B]): of the rows last written behind the lengths, those of an
-    ascending path become the first `num` ones, in place. Keys and values of all layers stay where they are.
+    ascending path become the first `num` ones, in place. Keys and values of all layers, with heads of these sizes, stay
+    where they are.
     """
     if keys[0].device.type != "cpu":
         return partial(_keep_rows, (*keys, *values))
     layers = len(keys)
     words = c_int64 * layers
     addresses = (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values)))
-    heads, sizes = words(*(k.shape[1] for k in keys)), words(*(k.shape[3] for k in keys))
-    batch, slots = keys[0].shape[0], keys[0].shape[2]
+    heads, head_sizes = words(*(k.shape[1] for k in keys)), words(*sizes)
+    batch, slots = keys[0].shape[0], keys[0].shape[2] * keys[0].shape[4]
     function = kernel("keep_rows", keys[0].dtype, *_KEEP_ARGTYPES)
 
     def keep(lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
         path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
         places = (lengths_B.data_ptr(), path_BT.data_ptr(), num_B.data_ptr())
-        function(addresses, layers, heads, sizes, batch, slots, *places, path_BT.shape[1])
+        function(addresses, layers, heads, head_sizes, batch, slots, *places, path_BT.shape[1])
 
     return keep
 

@@ -20,7 +20,8 @@ def finder(backward: np.ndarray, order: np.ndarray, most: int) -> Callable[[Sequ
     assert backward.dtype == order.dtype == np.dtype(">i4") and len(backward) == len(order)
     assert backward.flags.c_contiguous and order.flags.c_contiguous
     function = kernel("find", torch.int32, *[c_void_p] * 3, *[c_int64] * 3, c_void_p)
-    places, num = (backward.ctypes.data, order.ctypes.data), len(order)
+    places = [array.ctypes.data_as(c_void_p) for array in (backward, order)]  # which keep the arrays alive
+    num = len(order)
     out = (c_int64 * (2 + most))()
 
     def find(wanted: Sequence[int]) -> tuple[int, list[int]]:

@@ -18,12 +18,13 @@ _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
 _LOW_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
 LOW_INPUTS = 32
 """Inputs of a low-bit linear come in groups of this size."""
-_LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1), torch.float64: (8, 1)}
+LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1), torch.float64: (8, 1)}
+"""L and P of each dtype."""
 
 
 def pack(weight_NK: Tensor) -> Tensor:
     """The weights in the kernel's order [N / L, K / P, L, P], padded with zeros."""
-    lanes, pair = _LAYOUT[weight_NK.dtype]
+    lanes, pair = LAYOUT[weight_NK.dtype]
     N, K = weight_NK.shape
     padded = F.pad(weight_NK, (0, -K % pair, 0, -N % lanes))
     return padded.view(padded.shape[0] // lanes, lanes, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()

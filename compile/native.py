@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -32,6 +33,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 CHOICE = ("arg_max", "top_k", "gumbel", "walk", "find")
 """Kernels of choice.cpp; all others are in model.cpp."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
+"""SHARESD_CXXFLAGS adds to them, e.g. -fsanitize=address."""
 FORMAT = 2
 """Of the kept file: the library, then the SHA-256 of it, which loaders of libraries do not look at."""
 
@@ -57,13 +59,14 @@ def library(part: str) -> ctypes.CDLL:
             "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"
         )
     source = ("choice.cpp",) if part == "choice" else ("model.cpp", f"-DDTYPE={part}")
+    flags = (*FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", "")))
     key = hashlib.sha256()
     for file in sorted(SOURCE_FOLDER.iterdir()):
         key.update(file.read_bytes())
-    key.update(repr((FORMAT, source, compiler, FLAGS, platform.machine(), _cpu_features())).encode())
+    key.update(repr((FORMAT, source, compiler, flags, platform.machine(), _cpu_features())).encode())
     target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
     with _locks[part]:
-        return _loaded(target) or _built(target, compiler, source)
+        return _loaded(target) or _built(target, (compiler, *flags), source)
 
 
 def prepare(*parts: str) -> None:
@@ -88,19 +91,19 @@ def _loaded(target: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _built(target: Path, compiler: str, source: tuple[str, ...]) -> ctypes.CDLL:
+def _built(target: Path, compiler: tuple[str, ...], source: tuple[str, ...]) -> ctypes.CDLL:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
-        command = [compiler, *FLAGS, str(SOURCE_FOLDER / source[0]), *source[1:], "-o", str(built)]
+        command = [*compiler, str(SOURCE_FOLDER / source[0]), *source[1:], "-o", str(built)]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
             raise RuntimeError(
-                f"the C++ compiler {compiler} does not run ({error}); set CXX to one that does"
+                f"the C++ compiler {compiler[0]} does not run ({error}); set CXX to one that does"
             ) from error
         if done.returncode:
-            raise RuntimeError(f"{compiler} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
+            raise RuntimeError(f"{compiler[0]} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
         with built.open("ab") as stream:
             stream.write(hashlib.sha256(built.read_bytes()).digest())
         os.replace(built, target)
@@ -122,6 +125,13 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**25)
         mallopt(_M_TRIM_THRESHOLD, 2**28)
+
+
+@cache
+def kernels_version() -> str:
+    """Another one for other kernels: what was measured with the old ones no longer holds."""
+    sources = (file.read_bytes() for file in sorted(SOURCE_FOLDER.iterdir()) if file.is_file())
+    return hashlib.sha256(b"".join((*sources, repr(FLAGS).encode()))).hexdigest()[:16]
 
 
 def _cpu_features() -> str:

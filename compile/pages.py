@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -26,26 +27,34 @@ def weights_on_huge_pages(model: nn.Module) -> int:
 
 
 def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros in the layout of dense tensors of the CPU, in one region of huge pages.
+    """Zeros in the layout of dense tensors of the CPU, side by side on huge pages, where the system has such.
 
-    Where the system has none to give (it is asked, not told), the region has ordinary pages, and nothing is lost.
+    Each is a storage of its own: compilers take tensors of one storage for views of one buffer, which they copy whole.
     """
-    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-    places = huge_pages(sum(sizes)).split(sizes) if tensors else ()
-    made = []
-    for tensor, place in zip(tensors, places, strict=True):
-        memory = place[: tensor.nbytes].view(tensor.dtype)
-        made.append(memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset()))
-    return made
+    starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]
+    memory, first = _huge_pages(starts[-1])
+    return [
+        torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=first + start).as_strided(
+            tensor.shape, tensor.stride()
+        )
+        for tensor, start in zip(tensors, starts, strict=False)
+    ]
 
 
 def huge_pages(num_bytes: int) -> Tensor:
     """Zeroed memory [num_bytes] uint8 that begins with a huge page, where the system knows such."""
+    memory, first = _huge_pages(num_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=first)
+
+
+def _huge_pages(num_bytes: int) -> tuple[mmap.mmap | bytearray, int]:
+    """Zeroed memory, and where its first huge page begins; behind that are `num_bytes`.
+
+    Where the system has none to give (it is asked, not told), these are ordinary pages, and nothing is lost.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return bytearray(num_bytes + HUGE), 0
     memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system that knows the word but not the pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    region = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
-    first = -region.data_ptr() % HUGE
-    return region[first : first + num_bytes]
+    return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE

@@ -22,7 +22,7 @@ from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 26
+_Step = ctypes.c_int64 * 27
 
 
 class Unsuited(ValueError):
@@ -46,8 +46,8 @@ class NativeStack:
         the last block. Raises Unsuited where the kernel does not know a module.
         """
         self._low, self._norm, self._tables = low, norm, tables
-        self._angles = (ctypes.c_int64 * (2 * len(tables)))(*(pair[i].data_ptr() for i in (0, 1) for pair in tables))
-        self._kv: WeakKeyDictionary[Any, ctypes.Array] = WeakKeyDictionary()  # addresses of each cache's tensors
+        self._angles = torch.tensor([pair[i].data_ptr() for i in (0, 1) for pair in tables])
+        self._kv: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # addresses of each cache's tensors
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the table points at
         self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
@@ -61,30 +61,31 @@ class NativeStack:
     def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
         """The residual stream after all blocks and the norm.
 
-        `cache` has `lengths`, and `k` and `v` of every block in the layout of `compile.attention.new_kv`, which keep
-        their places; if it has those of the first few only, no others run.
+        `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
+        every block in the layout of `compile.attention.new_kv`, which keep their places; if it has those of the first
+        few only, no others run.
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
         B, T, D = x_BTD.shape
         H, K, d = self._sizes
         kv = self._kv.get(cache)
         if kv is None:
-            kv = (ctypes.c_int64 * (2 * len(cache.k)))(*(t.data_ptr() for t in (*cache.k, *cache.v)))
-            self._kv[cache] = kv
+            kv = self._kv[cache] = torch.tensor([t.data_ptr() for t in (*cache.k, *cache.v)])
         positions, r = self._tables[0][0].shape
         step = _Step(
             self._table.data_ptr(),
             len(cache.k),
-            ctypes.addressof(kv),
-            ctypes.addressof(self._angles),
+            kv.data_ptr(),
+            self._angles.data_ptr(),
             len(self._tables),
             positions,
             cache.lengths.data_ptr(),
             x_BTD.data_ptr(),
             *_norm_words(self._norm),
-            *(B, T, H, K, cache.k[0].shape[2], d, r, D, self._mlp_size, self._activation),
+            *(B, T, H, K, cache.slots, d, r, D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
+            cache.recent,
             *((0, 0, 0) if branches is None else branches.words()),
             CREW.lost_address,
         )

@@ -28,6 +28,20 @@ Progress = Callable[[int, int, str], None]
 """Called with linears done, linears in all, and the path of the last one."""
 Build = Callable[[QuantizedWeight, Tensor | None], nn.Module]
 """Makes the module (with `nbytes`) which runs solved weights, in place of the kernels that this package chooses."""
+Solve = Callable[[Tensor, int, int], QuantizedWeight]
+"""Quantizes a weight [N, K] to bits (below 8) with a group size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solving:
+    """How weights of fewer than 8 bits are found, and where they are kept between runs."""
+
+    solve: Solve = solve
+    """In place of the hqq package, if it is another."""
+    cache_dir: Path | None = None
+    """Folder of the kept weights; None keeps nothing."""
+    identity: str | None = None
+    """Of the checkpoint: another one for other weights. None compares the weights themselves, by a hash."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,20 +75,19 @@ def quantize_linears(
     head_name: str,
     layer_of: LayerOf,
     progress: Progress | None = None,
-    cache_dir: Path | None = None,
+    solving: Solving | None = None,
     build: Build | None = None,
 ) -> QuantReport:
     """Replace each linear of the layers, and the head if the config says so, by a `SwitchLinear` in place.
 
     Skipped linears stay as they are and serve both parts at full precision. `head_name` is the path of the LM head.
-    `cache_dir` keeps solved HQQ weights between runs. ValueError where a name, a layer or a shape cannot be honoured;
-    the model is untouched then.
+    ValueError where a name, a layer or a shape cannot be honoured; the model is untouched then.
     """
 
     def both(full: nn.Module, low: nn.Module) -> nn.Module:
         return SwitchLinear(full, low, switch)
 
-    return _replace_linears(model, config, both, head_name, layer_of, progress, cache_dir, build)
+    return _replace_linears(model, config, both, head_name, layer_of, progress, solving, build)
 
 
 def make_low(
@@ -84,11 +97,11 @@ def make_low(
     head_name: str,
     layer_of: LayerOf,
     progress: Progress | None = None,
-    cache_dir: Path | None = None,
+    solving: Solving | None = None,
     build: Build | None = None,
 ) -> QuantReport:
     """Like `quantize_linears`, but the quantized linears take the place of the full ones, which are dropped."""
-    return _replace_linears(model, config, lambda full, low: low, head_name, layer_of, progress, cache_dir, build)
+    return _replace_linears(model, config, lambda full, low: low, head_name, layer_of, progress, solving, build)
 
 
 def quantized_copy(
@@ -98,14 +111,14 @@ def quantized_copy(
     head_name: str,
     layer_of: LayerOf,
     progress: Progress | None = None,
-    cache_dir: Path | None = None,
+    solving: Solving | None = None,
     build: Build | None = None,
 ) -> tuple[nn.Module, QuantReport]:
     """A second model with quantized linears. It shares all other weights with `model`, which keeps its own linears."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
     report = make_low(
-        twin, config, head_name=head_name, layer_of=layer_of, progress=progress, cache_dir=cache_dir, build=build
+        twin, config, head_name=head_name, layer_of=layer_of, progress=progress, solving=solving, build=build
     )
     return twin, report
 
@@ -117,7 +130,7 @@ def _replace_linears(
     head_name: str,
     layer_of: LayerOf,
     progress: Progress | None,
-    cache_dir: Path | None,
+    solving: Solving | None,
     build: Build | None,
 ) -> QuantReport:
     started = time.perf_counter()
@@ -127,7 +140,7 @@ def _replace_linears(
         weight = _weight_NK(model.get_submodule(path))
         N, K = weight.shape
         check(path, (N, K), bits=bits, group_size=config.group_size, dtype=weight.dtype, device=weight.device)
-    solved = _Solved(model, jobs, config, cache_dir)
+    solved = _Solved(model, jobs, config, solving or Solving())
     full_bytes = low_bytes = 0
     for done, (path, bits) in enumerate(jobs, 1):
         full = model.get_submodule(path)
@@ -160,18 +173,17 @@ class _Solved:
     Only what HQQ solves is kept: rounding rows to 8 bits is cheaper than reading them.
     """
 
-    def __init__(self, model: nn.Module, jobs: list[_Job], config: QuantConfig, cache_dir: Path | None) -> None:
-        self.group_size = config.group_size
+    def __init__(self, model: nn.Module, jobs: list[_Job], config: QuantConfig, solving: Solving) -> None:
+        self.group_size, self.solve = config.group_size, solving.solve
         self.path: Path | None = None
         self.tensors: dict[str, Tensor] = {}
         self.from_cache = False
         slow = [job for job in jobs if config.method == "hqq" and job.bits < 8]
-        if cache_dir is None or not slow:
+        if solving.cache_dir is None or not slow:
             return
-        self.key = content_key(
-            (path, _weight_NK(model.get_submodule(path)), bits, config.group_size) for path, bits in slow
-        )
-        self.path = store_path(cache_dir, self.key)
+        weights = ((path, _weight_NK(model.get_submodule(path)), bits, config.group_size) for path, bits in slow)
+        self.key = content_key(weights, solving.identity)
+        self.path = store_path(solving.cache_dir, self.key)
         kept = read_store(self.path, self.key)
         self.from_cache = kept is not None
         self.tensors = kept or {}
@@ -179,7 +191,7 @@ class _Solved:
     def weight(self, path: str, weight_NK: Tensor, bits: int) -> QuantizedWeight:
         if self.from_cache and bits < 8:
             return unpack_weight(path, self.tensors, bits=bits, group_size=self.group_size, device=weight_NK.device)
-        weight = solve(weight_NK, bits, self.group_size)
+        weight = (solve if bits == 8 else self.solve)(weight_NK, bits, self.group_size)
         if self.path is not None and bits < 8:
             self.tensors |= pack_weight(path, weight)
         return weight

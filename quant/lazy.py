@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import logging
 from types import ModuleType
@@ -21,14 +20,6 @@ def lazy_import(name: str) -> ModuleType:
         raise _missing(name.partition(".")[0], error) from error
     finally:
         logging.disable(quiet_before)
-
-
-def package_version(name: str) -> str:
-    """The installed version of a package, found without importing it. ValueError where it is missing."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise _missing(name, error) from error
 
 
 def _missing(package: str, error: ImportError) -> ValueError:

@@ -1,6 +1,7 @@
 """Find codes, scales and zeros for a weight matrix.
 
-Below 8 bits: half-quadratic quantization (HQQ; Badri and Shaji 2023) by the hqq package, along the rows. At 8 bits: one
+Below 8 bits: half-quadratic quantization (HQQ; Badri and Shaji 2023) by the hqq package, along the rows; callers may
+bring a quicker solver of the same kind. At 8 bits: one
 symmetric scale per row, rounded to nearest. HQQ's affine rows would lower the error of SmolLM2's 8-bit weights from
 about 0.9 % to 0.8 % (relative, L2), but torch's int8 kernel is symmetric: every product would need a row sum and a
 rank-one update on top.

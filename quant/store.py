@@ -15,22 +15,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quant.lazy import package_version
 from quant.solver import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "1"  # raise it when the solver or the layout of the file changes
+_FORMAT = "2"  # raise it when a solver or the layout of the file changes
 
 
-def content_key(weights: Iterable[tuple[str, Tensor, int, int]]) -> str:
-    """Hash of all that decides the solution: name, weight, bits, group size of each linear; device type, versions."""
+def content_key(weights: Iterable[tuple[str, Tensor, int, int]], identity: str | None = None) -> str:
+    """Hash of all that decides the solution: name, weight, bits, group size of each linear; device type, torch.
+
+    `identity` of the checkpoint, where there is one, stands for the values of all weights: hashing those takes a second
+    for each gigabyte or two.
+    """
     digest = hashlib.sha256()
-    digest.update(f"{_FORMAT} hqq {package_version('hqq')} torch {torch.__version__}".encode())
+    digest.update(repr((_FORMAT, torch.__version__, identity)).encode())
     for name, weight, bits, group_size in weights:
         header = (name, tuple(weight.shape), str(weight.dtype), weight.device.type, bits, group_size)
         digest.update(repr(header).encode())
-        digest.update(_raw(weight))
+        if identity is None:
+            digest.update(_raw(weight))
     return digest.hexdigest()
 
 

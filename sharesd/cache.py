@@ -6,17 +6,20 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from compile.attention import new_kv, row_keeper
+from compile.attention import new_kv, round_slots, row_keeper
 from compile.pages import zeros_like
 
 
 class StaticKVCache:
-    """Keys and values [B, K, S, d] for each layer, and the number of live slots of each row.
+    """Keys and values for each layer, and the number of live slots of each row.
+
+    They lie as `compile.attention` says, or `plain`, [B, K, S, d], for other attention than that.
 
     Legend: B rows, K key/value heads, S slots, d head size.
     """
@@ -29,15 +32,21 @@ class StaticKVCache:
         slots: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        plain: bool = False,
     ) -> None:
         """`shapes` holds (key/value heads, head size) of every layer."""
-        pairs = [new_kv(batch, heads, slots, size, dtype, torch.device(device)) for heads, size in shapes]
+        self.slots = round_slots(slots)
+        device = torch.device(device)
+        pairs = [new_kv(batch, heads, self.slots, size, dtype, device, plain=plain) for heads, size in shapes]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
-        if torch.device(device).type == "cpu":
+        if device.type == "cpu":
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        self.slots = self.k[0].shape[2]
+        self.sizes = [size for _, size in shapes]
+        """Head size of every layer."""
+        self.recent = 0
+        """Slots that steps look back, besides the first few (see `compile.attention.attend`); 0 = all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.held: list[list[int]] = []
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
@@ -51,10 +60,19 @@ class StaticKVCache:
         """Drop what a later call could reuse."""
         self.held, self.held_by = [[] for _ in range(self.batch)], None
 
+    @contextmanager
+    def looking_back(self, recent: int) -> Iterator[None]:
+        """Within the block, steps look back so many slots; 0 = all. For drafts, which the target corrects."""
+        self.recent = recent
+        try:
+            yield
+        finally:
+            self.recent = 0
+
     def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
         """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
         if self._keep is None:
-            self._keep = row_keeper(self.k, self.v)
+            self._keep = row_keeper(self.k, self.v, self.sizes)
         self._keep(self.lengths, path_BT, num_B)
 
     @property

@@ -129,6 +129,9 @@ class EngineConfig:
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
     max_draft: int = 8
     """Draft tokens per round at most, where their number is chosen."""
+    draft_window: int | Literal["auto", "off"] = "auto"
+    """`share`: how many of the last tokens a draft step looks at, besides the first few; the target looks at all.
+    `auto`: as the context asks for; `off`: at all."""
     tree: tuple[int, int, int] | None = None
     """`share`, `classic`: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K children each,
     and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means nothing, and
@@ -145,6 +148,9 @@ class EngineConfig:
     else regional. On CUDA rounds are also captured in graphs, unless it is off."""
     exact: bool = True
     """Give a row the same bits in every mode: by kernels that do so in steps of any width, or by one fixed width."""
+    threads: int | None = None
+    """Threads that share a step on a CPU; None = as many as torch would use, and fewer while others keep cores busy.
+    Texts do not depend on it."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
     max_context: int = 2048
@@ -161,6 +167,10 @@ class EngineConfig:
         if self.num_draft is not None:
             _at_least("num_draft", self.num_draft, 1)
         _at_least("max_draft", self.max_draft, 1)
+        if isinstance(self.draft_window, int):
+            _at_least("draft_window", self.draft_window, 1)
+        else:
+            _one_of("draft_window", self.draft_window, ("auto", "off"))
         if self.tree is not None:
             self._check_tree(*self.tree)
         _at_least("ngram_min", self.ngram_min, 1)
@@ -172,6 +182,8 @@ class EngineConfig:
                 f"hybrid_with is {', '.join(self.hybrid_with)}; give one of {' and '.join(MODEL_DRAFTERS)}"
             )
         _at_least("max_batch", self.max_batch, 1)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
         _at_least("max_context", self.max_context, 16)
         if self.draft is not None and self.mode != "classic":
             raise ValueError(

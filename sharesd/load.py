@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
-from compile.native import cache_root, prepare
+from compile.native import cache_root, kernels_version, prepare
 from compile.pages import weights_on_huge_pages
 from compile.regions import CompiledBlocks, CompiledModel, compile_step
+from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
-from quant.attach import QuantReport, make_low, quantize_linears
+from compile.threads import CREW
+from quant.attach import QuantReport, Solving, make_low, quantize_linears
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
@@ -33,6 +35,7 @@ from sharesd.drafters.share import ShareDrafter
 from sharesd.engine import Engine
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
+from sharesd.models.folder import identity
 from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import load_model, resolve
 from sharesd.selfcheck import RunFirst, first_block, rows_agree
@@ -75,6 +78,8 @@ class Runtime:
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
+        if config.threads is not None:
+            CREW.reset(config.threads, fixed=True)
         self.compile = config.compile
         if config.compile == "auto":
             self.compile = "native" if self.device.type == "cpu" else "regional"
@@ -124,7 +129,7 @@ class Runtime:
         what = (
             *(__version__, torch.__version__, self._folder.resolve(), self.dtype, self.compile, self._widths, mode),
             *(replace(self.config, target=None, mode="naive", draft=None), self.config.draft),
-            *(cpu_name(), torch.get_num_threads(), self.device),
+            *(cpu_name(), CREW.most, self.device, kernels_version()),
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={}),
         )
@@ -188,6 +193,9 @@ class Runtime:
 
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
         assert isinstance(model, nn.Module)
+        solving = Solving(cache_dir=cache_root() / "quant", identity=identity(self._folder))
+        if self.device.type == "cpu":
+            solving = replace(solving, solve=_solve)
         report = how(
             model,
             self.config.quant,
@@ -195,7 +203,7 @@ class Runtime:
             head_name=_head_name(model),
             layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
-            cache_dir=cache_root() / "quant",
+            solving=solving,
             build=_low_packed if self.compile == "native" else None,
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
@@ -252,8 +260,28 @@ class Runtime:
         shapes = shapes_of(*self.config.tree) if self.config.tree else chains(num_nodes)
         if mode == "share":
             low_bytes = self._reports["share"].low_bytes
-            return ShareDrafter(self._step, self.cache, self._switch, shapes=shapes, low_bytes=low_bytes, top=top)
+            return ShareDrafter(
+                self._step,
+                self.cache,
+                self._switch,
+                shapes=shapes,
+                low_bytes=low_bytes,
+                top=top,
+                window=self._draft_window(),
+            )
         return self._classic(shapes, top)
+
+    def _draft_window(self) -> int | None:
+        """How many tokens a draft step looks back; 0 = all, None = as the context asks for."""
+        given, native = self.config.draft_window, isinstance(self.target, Decoder)
+        if isinstance(given, int):
+            if not native:
+                raise ValueError(
+                    f"draft_window is {given} and {self.target.name} looks at all tokens; take off or auto"
+                )
+            return given
+        # Attention on a GPU masks what it does not need, and reads it all the same.
+        return None if given == "auto" and native and self.device.type == "cpu" else 0
 
     def _table(self, name: str) -> Table:
         config = self.config
@@ -326,6 +354,12 @@ def _num_bytes(model: CausalModel) -> int:
     assert isinstance(model, nn.Module)
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
+
+
+def _solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+    """HQQ by the CPU kernel."""
+    q, scale, zero = solve_groups(weight_NK, bits, group_size)
+    return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
 
 
 def _low_packed(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:

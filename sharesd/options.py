@@ -125,6 +125,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "likeliest are verified; --num-draft auto takes chains and smaller trees where they pay more",
     )
     group.add_argument(
+        "--draft-window",
+        type=_window,
+        default=_DEFAULTS.draft_window,
+        metavar="N",
+        help="mode share: draft steps look at the last N tokens and the first few; auto: in long contexts; off: at all",
+    )
+    group.add_argument(
         "--with",
         dest="hybrid_with",
         default=",".join(_DEFAULTS.hybrid_with),
@@ -176,6 +183,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS.exact,
         help="give a row the same bits in all modes; --no-exact takes the fastest steps, and texts may differ",
+    )
+    group.add_argument(
+        "--threads",
+        type=_length,
+        default="auto",
+        metavar="N",
+        help="CPU threads that share a step; auto: one per core, fewer while other programs keep cores busy",
     )
     group.add_argument(
         "--max-context",
@@ -264,6 +278,11 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
+    shares = "share" in modes or ("hybrid" in modes and "share" in args.hybrid_with.split(","))
+    if args.draft_window != "auto" and not shares:
+        raise ValueError(
+            f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
+        )
     auto = args.quant == "auto"
     if auto and args.quant_skip:
         raise ValueError(
@@ -275,6 +294,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         draft=draft,
         num_draft=None if args.num_draft == "auto" else args.num_draft,
         max_draft=args.max_draft,
+        draft_window=args.draft_window,
         tree=tree,
         hybrid_with=tuple(dict.fromkeys(name.strip() for name in args.hybrid_with.split(","))),
         ngram_min=args.ngram_min,
@@ -287,6 +307,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
         compile=args.compile,
         exact=args.exact,
+        threads=None if args.threads == "auto" else args.threads,
         max_context=args.max_context,
         trust_remote_code=args.trust_remote_code,
         progress=progress,
@@ -345,6 +366,10 @@ def _whole(text: str) -> int:
 
 def _length(text: str) -> int | str:
     return text if text == "auto" else _whole(text)
+
+
+def _window(text: str) -> int | str:
+    return text if text in ("auto", "off") else _whole(text)
 
 
 def _tree(text: str) -> tuple[int, ...]:

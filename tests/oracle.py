@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from torch import Tensor, nn
 
+from compile.attention import pack_kv, unpack_kv
 from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch, SwitchLinear
@@ -141,6 +142,20 @@ def switched(model: Decoder, noise: float = 0.0) -> tuple[Decoder, Switch]:
         low.weight.add_(noise * low.weight.std() * random)
         twin.set_submodule(path, SwitchLinear(linear, low, switch))
     return twin, switch
+
+
+def kv_of(cache: StaticKVCache) -> list[Tensor]:
+    """Copies of the keys [B, K, S, d] of all layers, then of the values."""
+    pairs = [unpack_kv(k, v, size) for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True)]
+    return [k for k, _ in pairs] + [v for _, v in pairs]
+
+
+def put_kv(cache: StaticKVCache, tensors: Sequence[Tensor]) -> None:
+    """Replace what a cache holds by such tensors."""
+    layers = len(cache.k)
+    for i in range(layers):
+        k, v = pack_kv(tensors[i], tensors[layers + i])
+        cache.k[i].copy_(k), cache.v[i].copy_(v)
 
 
 @torch.inference_mode()

@@ -30,7 +30,7 @@ def test_processes_are_measured_alone_and_beside_others(
         "1",
         "--max-context",
         "512",
-        "--threads",
+        "--compare",
         "auto,1",
     ]
     assert main(["busy", "--target", str(tiny), "--out-dir", str(tmp_path / "out"), *sizes]) == 0
@@ -60,9 +60,9 @@ def test_verdicts() -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--threads", "auto,0"), "--threads holds '0'"),
+        (("--compare", "auto,0"), "--compare holds '0'"),
         (("--max-new-tokens", "1"), "--max-new-tokens is 1;"),
-        (("--mode", "hybrid", "--corpus", "none.npy", "--threads", "1"), "none.npy does not exist"),
+        (("--mode", "hybrid", "--corpus", "none.npy", "--compare", "1"), "none.npy does not exist"),
     ],
 )
 def test_mistakes_cost_a_line(

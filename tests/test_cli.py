@@ -349,6 +349,16 @@ def test_two_ctrl_c_at_the_prompt_leave(
         (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["generate", "hi", "--tree", "2:4"], "'2:4' is not K:DEPTH:BUDGET; for example 2:4:8"),
         (["generate", "hi", "--tree", "2:4:99"], "tree is 2:4:99; K must be at least 2"),
+        (
+            ["generate", "hi", "--draft-window", "512", "--mode", "classic"],
+            "--draft-window is 512 and belongs to mode share",
+        ),
+        (
+            ["generate", "hi", "--draft-window", "off", "--mode", "hybrid", "--with", "suffix"],
+            "--draft-window is off and",
+        ),
+        (["generate", "hi", "--draft-window", "0"], "draft_window is 0; it must be at least 1"),
+        (["generate", "hi", "--draft-window", "few"], "'few' is not a whole number"),
         (["generate", "hi", "--tree", "2:4:8", "--mode", "suffix"], "--tree is for drafts of a model, and no mode has"),
         (["generate", "hi", "--tree", "2:4:8", "--num-draft", "3"], "num_draft is 3 and tree is 2:4:8"),
         (["chat", "--target", "/no/where"], "/no/where does not exist; give a checkpoint folder"),

@@ -6,28 +6,34 @@ Legend: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import classic_engine, layer_of, new_engine, share_engine, switched, tiny_decoder
+from oracle import classic_engine, kv_of, layer_of, new_engine, put_kv, share_engine, switched, tiny_decoder
 from tiny import make_checkpoint
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
+from compile.attention import CHUNK, SINKS
 from compile.linear import PackedLinear, pack_linears
-from compile.regions import CompiledBlocks, compile_step, no_recompiles, structure
+from compile.regions import CompiledBlocks, CompiledModel, compile_step, no_recompiles, structure
 from compile.stack import NativeStack, Unsuited
 from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
 from sharesd.load import Runtime
+from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.selfcheck import first_block, rows_agree
 
+pytestmark = pytest.mark.inductor
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
 PROMPTS: list[str | list[int]] = [
     "why is the sky blue",
@@ -203,6 +209,59 @@ def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Path
                 assert [[c.token_ids for c in engine.complete([prompt], GREEDY)] for prompt in prompts] == want
 
 
+# ---- compiled steps and the cache
+
+
+def regional(model: Decoder) -> Decoder:
+    return compiled(model, "regional")
+
+
+def full(model: Decoder) -> CompiledModel:
+    pack_linears(model)
+    return CompiledModel(model, {2, 1 + NUM_DRAFT})
+
+
+EACH_FORM = pytest.mark.parametrize("form", [regional, full], ids=lambda form: form.__name__)
+
+
+@EACH_FORM
+def test_compiled_code_holds_no_copy_of_the_cache(form: Callable[[Decoder], CausalModel]) -> None:
+    model = form(wide_decoder())
+    cache = model.new_cache(1, 2048)  # larger than all else in the step
+    with torch.inference_mode():
+        _, codes = run_and_get_code(lambda: model.forward(torch.tensor([[3, 4]]), cache))
+    buffers = [math.prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(BUFFER, "".join(codes))]
+    limit = cache.k[0].numel() // 4
+    assert buffers and max(buffers) < limit
+    assert "as_strided" not in "".join(codes), "a view of a storage which several tensors share"
+
+
+BUFFER = r"= empty_strided\w*\(\(([\d, ]+)\)"
+
+
+@EACH_FORM
+def test_compiled_steps_read_and_write_the_cache_they_are_given(form: Callable[[Decoder], CausalModel]) -> None:
+    """Each layer its own keys and values, in whichever cache: nothing of the traced one is left in the code."""
+    plain = tiny_decoder(3, num_hidden_layers=3)
+    model = form(copy.deepcopy(plain))
+    tokens = torch.randint(0, 40, (2, 5, 4), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        caches = [(model.new_cache(2, slots), plain.new_cache(2, slots)) for slots in (64, 64, 96)]
+        for start, pair in enumerate(caches):
+            for cache in pair:
+                cache.lengths += torch.tensor([start, 7])
+        for step in range(5):
+            for ours, theirs in caches:
+                width = 2 if step % 2 else 4
+                mine, wanted = (m.forward(tokens[:, step, :width], c) for m, c in ((model, ours), (plain, theirs)))
+                torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+                for cache in (ours, theirs):
+                    cache.lengths += width
+        for ours, theirs in caches:
+            for mine, wanted in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+
+
 # ---- the parts
 
 
@@ -226,6 +285,7 @@ def family(name: str, dtype: torch.dtype) -> Decoder:
     return tiny_decoder(1, dtype=dtype, **{**sizes, **FAMILIES[name]})
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
@@ -242,6 +302,7 @@ def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
         assert (mine - theirs).double().norm() < tolerance * theirs.double().norm()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:
@@ -251,8 +312,8 @@ def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: 
 
     def run(rows: slice, width: int, slots: int = 64) -> Tensor:
         cache = model.new_cache(len(starts[rows]), slots)
-        for tensor in (*cache.k, *cache.v):
-            tensor.copy_(torch.arange(cache.slots)[:, None] % 7 - 3)
+        values_S1 = torch.arange(cache.slots)[:, None] % 7 - 3
+        put_kv(cache, [values_S1.to(dtype).expand_as(tensor) for tensor in kv_of(cache)])
         cache.lengths += starts[rows]
         parts = []
         for i in range(0, 17, width):
@@ -353,3 +414,51 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
     assert "texts" not in caplog.text
     assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
     assert "so may texts of modes" in caplog.text
+
+
+# ---- drafts that look back only so far
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("how", ["eager", "native"])
+def test_steps_that_look_back_see_the_first_slots_and_recent_chunks(how: str) -> None:
+    model = tiny_decoder(3, num_hidden_layers=1, max_position_embeddings=512)
+    model = compiled(model, how) if how == "native" else model
+    text = torch.randint(0, 40, (1, 3 * CHUNK), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(1, 4 * CHUNK)
+    model.forward(text, cache)
+    cache.lengths += text.shape[1]
+    row = torch.tensor([[7]])
+    whole = model.forward(row, cache)
+    with cache.looking_back(5):
+        near = model.forward(row, cache)
+        assert not torch.equal(near, whole)
+        held = kv_of(cache)
+        for tensor in held:
+            tensor[:, :, SINKS : 2 * CHUNK] += 1.0
+        put_kv(cache, held)
+        assert torch.equal(near, model.forward(row, cache))
+        for tensor in held:
+            tensor[:, :, :SINKS] += 1.0
+        put_kv(cache, held)
+        assert not torch.allclose(near, model.forward(row, cache))
+    assert cache.recent == 0 and not torch.allclose(whole, model.forward(row, cache))
+
+
+@pytest.mark.parametrize("how", ["eager", "native"])
+def test_texts_are_the_same_however_far_drafts_look_back(how: str) -> None:
+    model = tiny_decoder(3, max_position_embeddings=512)
+    prompt = [i * i % 37 for i in range(2 * CHUNK)]
+    params = SamplingParams(max_new_tokens=24)
+    context: Any = {"max_context": 3 * CHUNK}
+    [wanted] = new_engine(model, **context).complete([prompt], params)
+    taus = []
+    for window in (0, 4):
+        twin, switch = switched(model)
+        twin = compiled(twin, how, switch) if how == "native" else twin
+        engine = share_engine(twin, switch, **context)
+        engine.drafter.window = window  # type: ignore[union-attr]
+        [done] = engine.complete([prompt], params)
+        assert done.token_ids == wanted.token_ids
+        taus.append(engine.stats.tau)
+    assert taus[0] > taus[1], "drafts by the same weights that see less are worse"

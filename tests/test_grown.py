@@ -13,6 +13,7 @@ from oracle import (
     SCRATCH,
     VOCAB,
     classic_engine,
+    kv_of,
     logits_of,
     new_engine,
     share_engine,
@@ -114,7 +115,7 @@ def test_the_drafters_own_cache_keeps_the_accepted_path() -> None:
         known = int(drafter.cache.lengths) - 1  # the last token may not have been read
         assert known >= len(text) - 1 - TREE[2]
         known = min(known, len(text) - 1)
-        for ours, theirs in zip((*drafter.cache.k, *drafter.cache.v), (*fresh.k, *fresh.v), strict=True):
+        for ours, theirs in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
             assert torch.allclose(ours[:, :, :known], theirs[:, :, :known], rtol=0, atol=1e-12)
         assert engine.stats.tau > 2.5
 

@@ -7,6 +7,7 @@ N outputs, K inputs.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile import native
-from compile.attention import SLOT_MULTIPLE, attend, attend_reference, new_kv
+from compile.attention import CHUNK, SLOT_MULTIPLE, attend, attend_reference, new_kv, pack_kv, unpack_kv
 from compile.linear import LOW_INPUTS, LowPackedLinear, PackedLinear, pack_linears
 
+pytestmark = pytest.mark.kernels
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -48,19 +50,25 @@ class Case(NamedTuple):
     lengths: Tensor
 
     def fresh(self) -> Case:
-        return self._replace(k_cache=copy_of(self.k_cache), v_cache=copy_of(self.v_cache))
+        return self._replace(k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
 
     def row(self, b: int) -> Case:
         one = Case(*(t[b : b + 1] for t in self))
         return one.fresh()
 
+    def plain(self) -> Case:
+        """With caches [B, K, S, d]."""
+        k_cache, v_cache = unpack_kv(self.k_cache, self.v_cache, self.q.shape[3])
+        return self._replace(k_cache=k_cache, v_cache=v_cache)
+
+    def packed(self) -> Case:
+        """With caches in the layout of the kernel, from such."""
+        k_cache, v_cache = pack_kv(self.k_cache, self.v_cache)
+        return self._replace(k_cache=k_cache, v_cache=v_cache)
+
     def tokens(self, start: int, end: int) -> Case:
         q, k, v = (t[:, start:end] for t in (self.q, self.k, self.v))
         return self._replace(q=q, k=k, v=v, lengths=self.lengths + start)
-
-
-def copy_of(cache: Tensor) -> Tensor:
-    return cache.mT.contiguous().mT if cache.mT.is_contiguous() else cache.clone()
 
 
 def make_case(
@@ -79,9 +87,7 @@ def make_case(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=dice, dtype=torch.float64).to(dtype)
 
-    k_cache, v_cache = new_kv(B, K, slots, d, dtype, torch.device("cpu"))
-    k_cache.copy_(random(*k_cache.shape))
-    v_cache.copy_(random(*v_cache.shape))
+    k_cache, v_cache = pack_kv(random(B, K, slots, d), random(B, K, slots, d))
     return Case(random(B, T, H, d), random(B, T, K, d), random(B, T, K, d), k_cache, v_cache, torch.tensor(lengths))
 
 
@@ -90,15 +96,16 @@ def check_attention(case: Case, **options: Any) -> None:
     settings = {"scale": case.q.shape[-1] ** -0.5, **options}
     ours = case.fresh()
     out = attend(*ours, **settings)
-    wide = Case(*(t.double() if t.is_floating_point() else t for t in case))
+    wide = Case(*(t.double() if t.is_floating_point() else t for t in case.plain()))
     wanted = attend_reference(*wide, **settings)
     tolerance = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
-    assert torch.equal(ours.k_cache.double(), wide.k_cache) and torch.equal(ours.v_cache.double(), wide.v_cache)
+    written = ours.plain()
+    assert torch.equal(written.k_cache.double(), wide.k_cache) and torch.equal(written.v_cache.double(), wide.v_cache)
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("d", [16, 56, 64, 80, 96, 120, 128, 256])
+@pytest.mark.parametrize("d", [7, 16, 33, 56, 64, 80, 96, 120, 128, 256, 512])
 def test_attention_of_every_head_size(d: int, dtype: torch.dtype) -> None:
     check_attention(make_case(dtype, d=d, lengths=(0, 13, 40)))
 
@@ -151,18 +158,51 @@ def test_a_querys_bits_depend_on_nothing_beside_it(
             steps = case.row(b)
             parts = [attend(*steps.tokens(i, i + width), **settings) for i in range(0, 17, width)]
             assert torch.equal(torch.cat(parts, 1), out[b : b + 1])
-    other = case.fresh()
-    dead = torch.arange(other.k_cache.shape[2]) >= (case.lengths + 17)[:, None]
+    other = case.plain()
+    dead = torch.arange(96) >= (case.lengths + 17)[:, None]
     for cache in (other.k_cache, other.v_cache):
-        cache.masked_fill_(dead[:, None, :, None], 7.0)
-    assert torch.equal(attend(*other, **settings), out)
-    large = make_case(dtype, T=17, heads=heads, d=d, lengths=(0, 30, 45), slots=224)
-    for ours, theirs in ((large.k_cache, case.k_cache), (large.v_cache, case.v_cache)):
+        cache.masked_fill_(dead[:, None, :, None], math.nan)
+    assert torch.equal(attend(*other.packed(), **settings), out)
+    large = make_case(dtype, T=17, heads=heads, d=d, lengths=(0, 30, 45), slots=224).plain()
+    for ours, theirs in zip(large[3:5], case.plain()[3:5], strict=True):
         ours[:, :, :96].copy_(theirs)
-    assert torch.equal(attend(*case[:3], *large[3:], **settings), out)
+    assert torch.equal(attend(*case[:3], *large.packed()[3:], **settings), out)
     for threads in (2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(attend(*case.fresh(), **settings), out)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("options", [{}, {"window": 170}, {"recent": 1}, {"recent": 150}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(("heads", "d"), [((6, 2), 16), ((2, 2), 40), ((14, 1), 24)])
+def test_a_querys_bits_in_long_contexts_depend_on_nothing_beside_it(
+    heads: tuple[int, int], d: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Of several chunks, which threads share: steps that begin before, at and behind their borders."""
+    settings = {"scale": d**-0.5, **options}
+    lengths = (3 * CHUNK - 9, 2 * CHUNK, CHUNK - 1)
+    case = make_case(dtype, T=16, heads=heads, d=d, lengths=lengths, slots=4 * CHUNK)
+    check_attention(case, **options)
+    out = attend(*case.fresh(), **settings)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(attend(*case.fresh(), **settings), out)
+        for b in range(3):
+            widths = range(1, 17) if b == 0 and threads == 2 else (1, 9)
+            for width in widths:
+                steps = case.row(b)
+                parts = [attend(*steps.tokens(i, i + width), **settings) for i in range(0, 16, width)]
+                assert torch.equal(torch.cat(parts, 1), out[b : b + 1])
+
+
+def test_rounding_weights_costs_no_more_than_it_does_elsewhere() -> None:
+    """bfloat16 against float64: the error is that of torch's own attention at most."""
+    case = make_case(torch.bfloat16, T=8, heads=(9, 3), d=64, lengths=(2000,), slots=2048)
+    wide = Case(*(t.double() if t.is_floating_point() else t for t in case.plain()))
+    wanted = attend_reference(*wide, scale=0.125)
+    theirs = attend_reference(*case.plain(), scale=0.125).double()
+    ours = attend(*case.fresh(), scale=0.125).double()
+    assert (ours - wanted).norm() < 1.1 * (theirs - wanted).norm()
 
 
 @EACH_DTYPE
@@ -194,12 +234,22 @@ def test_slots_beyond_the_cache_are_not_written(dtype: torch.dtype) -> None:
             assert torch.equal(kept.k_cache, ours.k_cache[:1]) and torch.equal(kept.v_cache, ours.v_cache[:1])
         else:
             assert torch.equal(ours.k_cache[0], case.k_cache[0]) and torch.equal(ours.v_cache[0], case.v_cache[0])
-        assert torch.equal(ours.v_cache[1, :, 12:], case.v_cache[1, :, 12:])
+        assert torch.equal(ours.plain().v_cache[1, :, 12:], case.plain().v_cache[1, :, 12:])
 
 
 def test_new_kv_rounds_slots_up() -> None:
-    k, v = new_kv(2, 3, SLOT_MULTIPLE + 1, 8, torch.float32, torch.device("cpu"))
-    assert k.shape == v.shape == (2, 3, 2 * SLOT_MULTIPLE, 8) and not k.any() and not v.any()
+    for dtype in DTYPES:
+        k, v = new_kv(2, 3, SLOT_MULTIPLE + 1, 7, dtype, torch.device("cpu"))
+        for cache in unpack_kv(k, v, 7):
+            assert cache.shape == (2, 3, 2 * SLOT_MULTIPLE, 7) and not cache.any()
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("d", [1, 7, 16, 40, 80])
+def test_packing_keys_and_values_loses_nothing(d: int, dtype: torch.dtype) -> None:
+    plain = [torch.randn(2, 3, 64, d).to(dtype) for _ in range(2)]
+    for ours, wanted in zip(unpack_kv(*pack_kv(plain[0], plain[1]), d), plain, strict=True):
+        assert torch.equal(ours, wanted)
 
 
 # ---- linears

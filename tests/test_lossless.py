@@ -22,8 +22,10 @@ from oracle import (
     OracleDrafter,
     classic_engine,
     continue_plainly,
+    kv_of,
     logits_of,
     new_engine,
+    put_kv,
     quantized,
     share_engine,
     switched,
@@ -278,13 +280,14 @@ def test_the_context_is_filled_exactly_and_slots_beyond_stay_untouched(num_draft
         engine = new_engine(
             MODEL, OracleDrafter(futures, num_draft=num_draft, accuracy=accuracy), batch=3, max_context=limit
         )
-        beyond = [t[:, :, slots:] for t in (*engine.cache.k, *engine.cache.v)]
-        for tensor in beyond:
-            tensor.fill_(math.nan)
+        held = kv_of(engine.cache)
+        for tensor in held:
+            tensor[:, :, slots:] = math.nan
+        put_kv(engine.cache, held)
         done = engine.complete(prompts, params)
         assert ids(done) == want and all(len(p) + len(t) == limit for p, t in zip(prompts, want, strict=True))
         assert {completion.finish_reason for completion in done} == {"length"}
-        assert all(bool(tensor.isnan().all()) for tensor in beyond)
+        assert all(bool(tensor[:, :, slots:].isnan().all()) for tensor in kv_of(engine.cache))
         check_counts(engine.stats, done)
 
 
@@ -394,7 +397,7 @@ def test_a_draft_that_is_right_now_and_then_catches_up() -> None:
         with torch.inference_mode():
             near.forward(torch.tensor([held]), direct)
         assert engine.drafter is not None
-        for ours, wanted in zip(engine.drafter.cache.k, direct.k, strict=True):  # type: ignore[attr-defined]
+        for ours, wanted in zip(kv_of(engine.drafter.cache), kv_of(direct), strict=True):  # type: ignore[attr-defined]
             torch.testing.assert_close(ours[row, :, : len(held)], wanted[0, :, : len(held)])
 
 

@@ -215,9 +215,9 @@ def test_blocks_are_reached_through_run_block(tmp_path: Path) -> None:
     model = load_decoder(tmp_path, dtype=torch.float32)
     seen: list[torch.nn.Module] = []
 
-    def run_block(block: torch.nn.Module, *tensors: Tensor) -> Tensor:
+    def run_block(block: torch.nn.Module, *tensors: Tensor, recent: int) -> Tensor:
         seen.append(block)
-        return call_block(block, *tensors)
+        return call_block(block, *tensors, recent=recent)
 
     model.run_block = run_block
     with torch.inference_mode():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quant.attach import QuantReport, make_low, quantize_linears, quantized_copy
+from quant.attach import QuantReport, Solving, make_low, quantize_linears, quantized_copy
 from quant.bnb import build_bnb
 from quant.config import QuantConfig, parse_quant
 from quant.kernels import GemliteLinear, Int4Linear, build_low, check_low
@@ -542,9 +542,11 @@ def only_file(folder: Path) -> Path:
 
 
 def test_cache_hit_gives_identical_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attach(first := new_model(torch.bfloat16), "hqq:4:32,o=3,down=8", cache_dir=tmp_path / "new")
+    attach(first := new_model(torch.bfloat16), "hqq:4:32,o=3,down=8", solving=Solving(cache_dir=tmp_path / "new"))
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)  # a hit needs no solver
-    _, report = attach(second := new_model(torch.bfloat16), "hqq:4:32,o=3,down=8", cache_dir=tmp_path / "new")
+    _, report = attach(
+        second := new_model(torch.bfloat16), "hqq:4:32,o=3,down=8", solving=Solving(cache_dir=tmp_path / "new")
+    )
     assert report.from_cache and report.num_linears == 9
     want, got = tensors_of(first), tensors_of(second)
     assert want.keys() == got.keys() and want
@@ -567,28 +569,28 @@ def damage_end(file: Path) -> None:
     ids=["one bit", "cut", "empty"],
 )
 def test_damaged_file_is_rebuilt(damage, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    attach(first := new_model(), cache_dir=tmp_path)
+    attach(first := new_model(), solving=Solving(cache_dir=tmp_path))
     damage(only_file(tmp_path))
     with caplog.at_level(logging.WARNING):
-        _, report = attach(second := new_model(), cache_dir=tmp_path)
+        _, report = attach(second := new_model(), solving=Solving(cache_dir=tmp_path))
     assert not report.from_cache and "quantizing again" in caplog.text
-    _, report = attach(third := new_model(), cache_dir=tmp_path)
+    _, report = attach(third := new_model(), solving=Solving(cache_dir=tmp_path))
     assert report.from_cache and only_file(tmp_path).suffix == ".safetensors"
     want, rebuilt, read = map(tensors_of, (first, second, third))
     assert all(torch.equal(want[name], rebuilt[name]) and torch.equal(want[name], read[name]) for name in want)
 
 
 def test_file_of_another_key_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    attach(new_model(), cache_dir=tmp_path / "a")
-    attach(new_model().double(), cache_dir=tmp_path / "b")
+    attach(new_model(), solving=Solving(cache_dir=tmp_path / "a"))
+    attach(new_model().double(), solving=Solving(cache_dir=tmp_path / "b"))
     only_file(tmp_path / "b").write_bytes(only_file(tmp_path / "a").read_bytes())
-    _, report = attach(new_model().double(), cache_dir=tmp_path / "b")
+    _, report = attach(new_model().double(), solving=Solving(cache_dir=tmp_path / "b"))
     assert not report.from_cache and "quantizing again" in caplog.text
 
 
 def test_cache_that_cannot_be_written_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
-    _, report = attach(new_model(), cache_dir=tmp_path / "file" / "cache")
+    _, report = attach(new_model(), solving=Solving(cache_dir=tmp_path / "file" / "cache"))
     assert report.num_linears == 9 and "cannot keep" in caplog.text
 
 
@@ -608,8 +610,16 @@ def test_key_depends_on_weights_and_options() -> None:
     assert content_key([("a", weight.clone(), 4, 64)]) in keys
 
 
+def test_an_identity_stands_for_the_values() -> None:
+    weight, other = weight_of(), weight_of(seed=1)
+    named = content_key([("a", weight, 4, 64)], "here")
+    assert named == content_key([("a", other, 4, 64)], "here") != content_key([("a", weight, 4, 64)])
+    assert named != content_key([("a", weight, 4, 64)], "there")
+    assert named != content_key([("a", weight, 3, 64)], "here")
+
+
 def test_rounded_rows_are_not_kept(tmp_path: Path) -> None:
-    _, report = attach(new_model(), "hqq:8", cache_dir=tmp_path)
+    _, report = attach(new_model(), "hqq:8", solving=Solving(cache_dir=tmp_path))
     assert not report.from_cache and not list(tmp_path.iterdir())
 
 

@@ -148,6 +148,7 @@ def test_argmax_with_gumbel_noise_samples_the_softmax() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.inductor
 def test_compiled_noise_has_the_same_bits_whatever_the_number_of_rows() -> None:
     seeds_B, positions_BT, V = torch.tensor([3, 2**62]), torch.arange(5).repeat(2, 1), 1003
     torch.compiler.reset()
@@ -412,6 +413,7 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.kernels
 def test_the_native_noise_is_the_noise():
     seeds_B, positions_BT = torch.tensor([7, 2**40]), torch.tensor([[0, 1, 999], [5, 6, 2**28]])
     plain = gumbel(seeds_B, positions_BT, 1003)

@@ -328,6 +328,7 @@ def stored(tmp_path: Path, tokens: Sequence[int]) -> suffix.Datastore:
     return open_datastore(tmp_path / "corpus.npy")
 
 
+@pytest.mark.kernels
 def test_corpus_look_ups_match_brute_force(tmp_path: Path) -> None:
     for seed, alphabet in enumerate((2, 3, 6)):
         corpus = random_text(seed, 25 if alphabet < 6 else 400, alphabet)

@@ -15,7 +15,7 @@ import torch
 from oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
 from torch import Tensor
 
-from compile.attention import Branches, attend, attend_reference, new_kv, row_keeper
+from compile.attention import CHUNK, Branches, attend, attend_reference, pack_kv, row_keeper, unpack_kv
 from compile.linear import pack_linears
 from compile.stack import NativeStack
 from sharesd.acceptance import accept_tree, accept_tree_reference
@@ -60,45 +60,46 @@ def paths_of(guess: Guess) -> list[list[int]]:
 # ---- kernels
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 3.0}, {"recent": 20}], ids=str)
 def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torch.dtype) -> None:
     noise, dice = torch.Generator().manual_seed(0), random.Random(0)
-    for length in (0, 5, 31, 32, 50):
+    for length in (0, 5, 31, 32, 50, CHUNK - 3, CHUNK, 2 * CHUNK - 9):
         guess = random_tree(dice, 12)
         tree = pack([guess], 12, CPU, "")
         assert tree.branches is not None
         q, k, v = (torch.randn(1, 13, heads, 16, generator=noise).to(dtype) for heads in (6, 2, 2))
-        caches = new_kv(1, 2, 96, 16, dtype, CPU)
-        for cache in caches:
-            cache.copy_(torch.randn(cache.shape, generator=noise).to(dtype))
+        caches = pack_kv(*(torch.randn(1, 2, 3 * CHUNK, 16, generator=noise).to(dtype) for _ in range(2)))
         lengths = torch.tensor([length])
 
         def fresh(caches: tuple[Tensor, Tensor] = caches) -> list[Tensor]:
-            return [caches[0].mT.contiguous().mT, caches[1].clone()]
+            return [cache.clone() for cache in caches]
 
         out = attend(q, k, v, *fresh(), lengths, scale=0.25, branches=tree.branches, **options)
         for row, path in enumerate(paths_of(guess)):
             alone = attend(q[:, path], k[:, path], v[:, path], *fresh(), lengths, scale=0.25, **options)
             assert torch.equal(out[:, row], alone[:, -1])
-        wide = [x.double() for x in (q, k, v, *fresh())]
+        wide = [x.double() for x in (q, k, v, *unpack_kv(*fresh(), 16))]
         want = attend_reference(*wide, lengths, scale=0.25, branches=tree.branches, **options)
         tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
         torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.kernels
 def test_kept_rows_are_moved_together() -> None:
     for dtype in (torch.bfloat16, torch.float64):
-        layers = [new_kv(2, heads, 64, size, dtype, CPU) for heads, size in ((2, 16), (1, 32))]
-        for pair in layers:
-            for cache in pair:
-                cache.copy_(torch.randn(cache.shape).to(dtype))
-        before = [[cache.clone() for cache in pair] for pair in layers]
+        sizes = (16, 32)
+        before = [
+            [torch.randn(2, heads, 64, size).to(dtype) for _ in range(2)]
+            for heads, size in zip((2, 1), sizes, strict=True)
+        ]
+        layers = [pack_kv(*pair) for pair in before]
         lengths, num = torch.tensor([7, 40]), torch.tensor([3, 1])
         path = torch.tensor([[0, 2, 5, 6, 6], [0, 4, 4, 4, 4]])
-        row_keeper([k for k, _ in layers], [v for _, v in layers])(lengths, path, num)
-        for pair, old in zip(layers, before, strict=True):
-            for cache, was in zip(pair, old, strict=True):
+        row_keeper([k for k, _ in layers], [v for _, v in layers], sizes)(lengths, path, num)
+        for pair, old, size in zip(layers, before, sizes, strict=True):
+            for cache, was in zip(unpack_kv(*pair, size), old, strict=True):
                 was[0, :, 7:10] = was[0, :, [7, 9, 12]]
                 assert torch.equal(cache, was)
 
@@ -114,6 +115,7 @@ def native_decoder(dtype: torch.dtype) -> Decoder:
 
 
 @torch.inference_mode()
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
     model, dice = native_decoder(dtype), random.Random(5)
@@ -135,6 +137,7 @@ def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
 # ---- acceptance
 
 
+@pytest.mark.kernels
 def test_acceptance_walks_as_a_loop_would() -> None:
     dice = random.Random(1)
     for _ in range(200):

@@ -6,21 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from sharesd.models import convert, resolve
+from sharesd.models import resolve
 from sharesd.models.convert import converted_folder
 from sharesd.models.weights import load_decoder, load_model
 from sharesd.tokenizer import load_tokenizer
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "for", "on"]
 
 
 @pytest.fixture
@@ -201,95 +199,6 @@ def test_the_missing_embedded_package_names_its_installation(monkeypatch: pytest
 
 
 # GGUF files
-
-
-def write_gguf(file: Path, architecture: str = "llama", pre: str = "smollm") -> Path:
-    """A tiny random model with a byte-level BPE tokenizer of a few words."""
-    from tokenizers import pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = []
-    for word in WORDS:
-        for i in range(1, len(word)):
-            merges.append(f"{word[:i]} {word[i]}")
-        merges.append(f"Ġ {word}")
-    merges = list(dict.fromkeys(merges))
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, *(merge.replace(" ", "") for merge in merges)]
-    tokens = list(dict.fromkeys(tokens))
-    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_vocab_size(len(tokens))
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
-    random = np.random.default_rng(0)
-
-    def add(name: str, *shape: int) -> None:
-        data = random.standard_normal(shape, dtype=np.float32) * 0.1 + (len(shape) == 1)
-        kind = gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
-
-    add("token_embd.weight", len(tokens), 64)
-    add("output_norm.weight", 64)
-    for i in range(2):
-        rows: dict[str, tuple[int, ...]] = {
-            "attn_q": (64, 64),
-            "attn_k": (32, 64),
-            "attn_v": (32, 64),
-            "attn_output": (64, 64),
-        }
-        rows |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96), "attn_norm": (64,), "ffn_norm": (64,)}
-        for name, shape in rows.items():
-            add(f"blk.{i}.{name}.weight", *shape)
-        if architecture == "qwen2":
-            for name, size in {"attn_q": 64, "attn_k": 32, "attn_v": 32}.items():
-                add(f"blk.{i}.{name}.bias", size)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
-def test_our_gguf_conversion_equals_that_of_transformers(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf")
-    ours = converted_folder(file)
-    monkeypatch.setattr(convert, "_is_plain_smollm", lambda reader: False)
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "elsewhere"))
-    theirs = converted_folder(file)
-    assert theirs.parent != ours.parent
-    a, b = weights_of(ours), weights_of(theirs)
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    text = "the thing is that it is in 1 of 42 boxes, <|im_end|>and\n\n  on — to the für 日本"
-    one, two = load_tokenizer(ours), load_tokenizer(theirs)
-    assert one.encode(text) == two.encode(text) and one.decode(one.encode(text), False) == text
-    assert one.fingerprint() == two.fingerprint() and one.eos_ids == two.eos_ids == (2,)
-    message = [{"role": "user", "content": "on it"}]
-    assert one.chat(message) == two.chat(message) == [*one.encode("on it"), 2]
-
-
-def test_other_gguf_files_go_through_transformers(tmp_path: Path, own_cache: Path) -> None:
-    folder = converted_folder(write_gguf(tmp_path / "qwen.gguf", architecture="qwen2", pre="qwen2"))
-    model = load_model(folder, dtype=torch.float32, device="cpu")
-    assert model.name == "qwen2 (native)"
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.decode(tokenizer.encode("the of and")) == "the of and"
 
 
 def test_conversion_happens_once_and_mends_damage(tmp_path: Path, own_cache: Path) -> None:

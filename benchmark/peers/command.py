@@ -52,12 +52,6 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--repeats", type=arguments.number, default=3, metavar="R", help="measure R times; report the median"
     )
-    group.add_argument(
-        "--threads",
-        type=arguments.number,
-        metavar="N",
-        help="threads of every runtime on CPU (default: physical cores)",
-    )
     arguments.add_out_dir(group, "peers")
     options.add_model_options(parser)
 
@@ -82,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     first_turns = [replace(question, turns=question.turns[:1]) for question in asked.questions]
     require_room(tokenizer, first_turns, max_new_tokens=args.max_new_tokens, max_context=config.max_context)
     prompts = [prompt_ids(tokenizer, question, []) for question in first_turns]
-    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=args.threads or num_cores())
+    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=config.threads or num_cores())
     rows = [Row(name, variant, RUNTIMES[name].missing) for name in names for variant in RUNTIMES[name].variants]
     with _bar() as say:
         measure(

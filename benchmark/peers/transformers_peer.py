@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmark.peers.protocol import Sample, Settings, TokenClock
 from compile.native import cache_root
-from quant.attach import quantized_copy
+from quant.attach import Solving, quantized_copy
 from sharesd.models.quiet import quiet_transformers
 from sharesd.models.resolve import resolve
 
@@ -69,7 +69,7 @@ class TransformersPeer:
             self._settings.config.quant,
             head_name=next(name for name, module in self._model.named_modules() if module is head),
             layer_of=_layer_of,
-            cache_dir=cache_root() / "quant",
+            solving=Solving(cache_dir=cache_root() / "quant"),
         )
         return twin
 

@@ -2,118 +2,31 @@
 // see and nothing else: its result is the same bits whatever the width of the step, the number of slots, the batch or the
 // number of threads. That is what makes a row of a wide verify step equal to a plain step.
 //
+// Slots are taken in chunks at fixed places. Of each chunk a query gets a part: its largest score, the sum of its weights
+// and its weighted sum of values. Parts are joined from the first chunk to the last, so that any thread may make any part
+// (flash decoding). Keys and values lie in the order of packed weights: scores are a linear whose outputs are slots, sums
+// one whose inputs are slots.
+//
 // Layouts: q [B, T, H, d] and k, v [B, T, K, d] with a stride per row and token (they are slices of one projection);
-// k cache [B, K, d, S], slots innermost so that a vector holds the scores of neighbouring slots; v cache [B, K, S, d];
+// k cache [B, K, S / L, d / P, L, P], v cache [B, K, S / P, d, P], with L and P of linear.h, and d padded to whole P and L;
 // out [B, T, H, d] contiguous; lengths [B]. S is a multiple of 32.
 //
 // Rows of a tree: the row sees what lies below the length, and above it only its own path, whose last entry is where it is
 // written itself. To give it the bits that it has in plain decoding, its path is copied to where it would lie then: behind
 // the last full block of slots.
 #pragma once
-#include "types.h"
-
-#include <type_traits>
+#include "linear.h"
 
 namespace sharesd {
 
-constexpr int64_t kMaxTile = 8;  // queries that share a key/value head and read it together
+constexpr int64_t kBlock = 32;   // slots; caches are multiples of it
+constexpr int64_t kChunk = 128;  // slots of a part
+constexpr int64_t kSinks = 32;   // first slots, which are seen even where only recent ones are
+constexpr int64_t kTile = 12;    // queries that are scored together
+constexpr int64_t kRows = 32;    // new rows of the batch's row that read a chunk together
 constexpr int64_t kMaxHead = 512;
 
-template <typename T> struct Slots {  // keys [d, pitch] and values [slots, d], from slot `begin` on
-  const T *k, *v;
-  int64_t pitch, begin;
-};
-
-// Calls f with `count`, from 1 to N, as a constant.
-template <int N, typename F> inline void as_constant(int64_t count, F&& f) {
-  if (count == N) return f(std::integral_constant<int, N>{});
-  if constexpr (N > 1) as_constant<N - 1>(count, f);
-}
-
-// Scores of N queries, q [d, q_pitch], with the slots of whole blocks: from `begin`, a block's first slot, until `end`.
-template <typename T, int N, typename W>
-void score(const W* q, int64_t q_pitch, const Slots<T>& from, int64_t begin, int64_t end, int64_t d, W* scores, int64_t pitch) {
-  using V = typename Vec<W>::type;
-  constexpr int64_t L = 64 / sizeof(W);
-  for (int64_t s = begin; s < end; s += 2 * L) {
-    V dot[N][2] = {};
-    const T* k = from.k + (s - from.begin);
-    for (int64_t i = 0; i < d; ++i) {
-      V a, b;
-      load(k + i * from.pitch, &a);
-      load(k + i * from.pitch + L, &b);
-      __builtin_prefetch(k + i * from.pitch + 2 * L);  // rows lie too far apart for the processor to foresee them
-      for (int n = 0; n < N; ++n) {
-        dot[n][0] += q[i * q_pitch + n] * a;
-        dot[n][1] += q[i * q_pitch + n] * b;
-      }
-    }
-    for (int n = 0; n < N; ++n) std::memcpy(scores + n * pitch + s, dot[n], 2 * sizeof(V));
-  }
-}
-
-// From scores to weights, of slots first..last; 0 from `begin` up to there and behind until `end`, both borders of blocks.
-// Returns what they must be divided by.
-template <typename W>
-W weigh(W* row, int64_t begin, int64_t first, int64_t last, int64_t end, double softcap) {
-  using V = typename Vec<W>::type;
-  constexpr int64_t L = 64 / sizeof(W);
-  if (softcap > 0)
-    for (int64_t s = first; s < last; ++s) row[s] = static_cast<W>(softcap) * std::tanh(row[s] / static_cast<W>(softcap));
-  const int64_t aligned = first - first % L;
-  for (int64_t s = aligned; s < first; ++s) row[s] = row[first];
-  for (int64_t s = last; s < end; ++s) row[s] = row[first];
-  V tops;
-  std::memcpy(&tops, row + aligned, sizeof(V));
-  for (int64_t s = aligned + L; s < last; s += L) {
-    V x;
-    std::memcpy(&x, row + s, sizeof(V));
-    tops = x > tops ? x : tops;
-  }
-  W top = tops[0], total = 0;
-  for (int64_t i = 1; i < L; ++i) top = tops[i] > top ? tops[i] : top;
-  for (int64_t s = first; s < last; ++s) row[s] = exp_neg(row[s] - top);
-  for (int64_t s = begin; s < first; ++s) row[s] = 0;
-  for (int64_t s = last; s < end; ++s) row[s] = 0;
-  V sum = {};
-  for (int64_t s = aligned; s < last; s += L) {
-    V x;
-    std::memcpy(&x, row + s, sizeof(V));
-    sum += x;
-  }
-  for (int64_t i = 0; i < L; ++i) total += sum[i];
-  return total;
-}
-
-// acc [N, kMaxHead], J vectors of it from i on: plus weights times values, slot after slot.
-template <typename T, int N, int J, typename W>
-void blend_columns(const W* weights, int64_t pitch, const Slots<T>& from, int64_t begin, int64_t end, int64_t d, int64_t i,
-                   W* acc) {
-  using V = typename Vec<W>::type;
-  constexpr int64_t L = 64 / sizeof(W);
-  V sum[N][J];
-  for (int n = 0; n < N; ++n) std::memcpy(sum[n], acc + n * kMaxHead + i, J * sizeof(V));
-  const T* v = from.v - from.begin * d + i;
-  for (int64_t s = begin; s < end; ++s) {
-    V x[J];
-    for (int j = 0; j < J; ++j) load(v + s * d + j * L, &x[j]);
-    for (int n = 0; n < N; ++n)
-      for (int j = 0; j < J; ++j) sum[n][j] += weights[n * pitch + s] * x[j];
-  }
-  for (int n = 0; n < N; ++n) std::memcpy(acc + n * kMaxHead + i, sum[n], J * sizeof(V));
-}
-
-template <typename T, int N, typename W>
-void blend(const W* weights, int64_t pitch, const Slots<T>& from, int64_t begin, int64_t end, int64_t d, W* acc) {
-  constexpr int64_t L = 64 / sizeof(W), J = N <= 4 ? 4 : 2;  // sums that fit the registers
-  int64_t i = 0;
-  for (; i + J * L <= d; i += J * L) blend_columns<T, N, J>(weights, pitch, from, begin, end, d, i, acc);
-  for (; i + L <= d; i += L) blend_columns<T, N, 1>(weights, pitch, from, begin, end, d, i, acc);
-  if (i == d) return;
-  for (int64_t s = begin; s < end; ++s)
-    for (int n = 0; n < N; ++n)
-      for (int64_t j = i; j < d; ++j) acc[n * kMaxHead + j] += weights[n * pitch + s] * widen(from.v[(s - from.begin) * d + j]);
-}
+inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 struct Branches {  // of a draft tree; null pointers for a chain
   const int64_t* depth = nullptr;  // [B, T]: nodes above each row on its path
@@ -124,124 +37,387 @@ struct Branches {  // of a draft tree; null pointers for a chain
 struct AttentionShape {
   int64_t B, T, H, K, S, d;
   Branches tree;
-  int64_t pitch() const { return (S + 63) / 32 * 32; }
-  int64_t tail_slots() const { return tree.path ? (tree.P + 63) / 32 * 32 : 0; }
+  int64_t depth(int64_t b, int64_t t) const { return tree.path ? tree.depth[b * T + t] : t; }
+  const int64_t* path(int64_t b, int64_t t) const { return tree.path + (b * T + t) * tree.P; }
   // Where a new row is written, counted from the length.
-  int64_t place(int64_t b, int64_t t) const {
-    const int64_t row = b * T + t;
-    return tree.path ? tree.path[row * tree.P + tree.depth[row]] : t;
+  int64_t place(int64_t b, int64_t t) const { return tree.path ? path(b, t)[depth(b, t)] : t; }
+};
+
+template <typename T> struct Attention {  // one call
+  using W = typename Wide<T>::type;
+  AttentionShape z;
+  const T* q;
+  int64_t q_row, q_token;
+  const T *k_cache, *v_cache;
+  const int64_t* lengths;
+  T* out;
+  double scale;
+  int64_t window;  // slots that a query sees, the last ones; 0 = all
+  int64_t recent;  // the same for drafts: in whole chunks, and besides the first slots
+  double softcap;
+};
+
+// What a row sees: slots first..last, and low..sinks in chunk 0, where that is another chunk.
+struct Seen {
+  int64_t first, last, low, sinks;
+  // Of a chunk, counted from its begin; nothing where `begin` is `end`.
+  void of_chunk(int64_t chunk, int64_t* begin, int64_t* end) const {
+    const int64_t base = chunk * kChunk;
+    *begin = std::max<int64_t>(first - base, 0), *end = std::min(last - base, kChunk);
+    if (chunk == 0 && *begin >= *end) *begin = low, *end = sinks;
+    *end = std::max(*begin, *end);
   }
+};
+
+template <typename T>
+Seen seen(const Attention<T>& a, int64_t b, int64_t t) {
+  const int64_t last = std::min(a.z.S, a.lengths[b] + a.z.depth(b, t) + 1);
+  const int64_t first = a.window > 0 ? std::max<int64_t>(0, last - a.window) : 0;
+  const int64_t recent = a.recent > 0 ? std::max<int64_t>(0, last - a.recent) / kChunk * kChunk : 0;
+  if (recent <= first) return {first, last, 0, 0};
+  return {recent, last, first, first < kSinks ? kSinks : 0};
+}
+
+// How the work of one call is cut. Results do not depend on it.
+struct Plan {
+  int64_t strip;  // new rows that read a chunk together
+  int64_t strips, groups;
+  int64_t chunks;  // at most
+  bool split;      // chunks of a group are work of their own, and joined afterwards
+  Plan(const AttentionShape& z, const int64_t* lengths, int64_t threads) {
+    const int64_t longest = z.B ? *std::max_element(lengths, lengths + z.B) : 0;
+    chunks = round_up(std::min(z.S, longest + (z.tree.path ? z.tree.P : z.T)), kChunk) / kChunk;
+    const int64_t enough = 4 * threads;  // so that shares differ by little
+    strip = std::max<int64_t>(1, std::min(kRows, z.B * z.K * z.T * chunks / enough));
+    strips = (z.T + strip - 1) / strip, groups = z.B * z.K * strips;
+    split = threads > 1 && chunks > 1 && groups < enough;
+  }
+};
+
+// New rows t.. of row b of the batch with the queries of key/value head h, and the chunks that they see.
+template <typename T> struct Group {
+  int64_t b, h, t, rows, first, last, end;
+  bool sinks;  // chunk 0 too
+  Group(const Attention<T>& a, const Plan& plan, int64_t index) {
+    b = index / plan.strips / a.z.K, h = index / plan.strips % a.z.K, t = index % plan.strips * plan.strip;
+    rows = std::min(plan.strip, a.z.T - t);
+    int64_t begin = a.z.S, num_sinks = 0;
+    end = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const Seen row = seen(a, b, t + r);
+      begin = std::min(begin, row.first), end = std::max(end, row.last), num_sinks = std::max(num_sinks, row.sinks);
+    }
+    first = begin / kChunk, last = (end + kChunk - 1) / kChunk, sinks = num_sinks > 0 && first > 0;
+  }
+  int64_t chunks() const { return last - first + sinks; }
+  int64_t chunk(int64_t i) const { return sinks ? (i ? first + i - 1 : 0) : first + i; }
+  int64_t slots(int64_t i) const { return std::min(kChunk, end - chunk(i) * kChunk); }
+};
+
+// Where numbers of a head lie.
+template <typename T> struct Layout {
+  static constexpr int64_t P = Kernel<T>::P, L = lanes<T>();
+  int64_t d;
+  int64_t key_size() const { return round_up(d, P); }
+  int64_t value_size() const { return round_up(d, L); }
+  int64_t key(int64_t slot) const { return slot / L * L * key_size() + slot % L * P; }  // its numbers i, and i + 1 with P = 2,
+  static int64_t key_step(int64_t i) { return i / P * L * P + i % P; }                  // lie so far behind
+  int64_t value(int64_t slot) const { return slot / P * P * value_size() + slot % P; }
+  static int64_t value_step(int64_t i) { return i * P; }
+  void copy_key(const T* from, int64_t slot, T* to, int64_t place) const {
+    from += key(slot), to += key(place);
+    for (int64_t i = 0; i < d; ++i) to[key_step(i)] = from[key_step(i)];
+  }
+  void copy_value(const T* from, int64_t slot, T* to, int64_t place) const {
+    from += value(slot), to += value(place);
+    for (int64_t i = 0; i < d; ++i) to[value_step(i)] = from[value_step(i)];
+  }
+  // A part: W top, W total, and from element L on W sums [value_size].
+  int64_t part() const { return L + value_size(); }
 };
 
 template <typename T> struct Scratch {  // of one thread
   using W = typename Wide<T>::type;
-  Aligned<W> scores, acc, q;
-  Aligned<T> k, v;
-  explicit Scratch(const AttentionShape& z)
-      : scores(kMaxTile * z.pitch()), acc(kMaxTile * kMaxHead), q(kMaxTile * kMaxHead), k(z.tail_slots() * z.d),
-        v(z.tail_slots() * z.d) {}
+  Aligned<T> q, weights, keys, values;
+  Aligned<W> scores, parts, joined;
+  Scratch(const AttentionShape& z, const Plan& plan) : Scratch(z, plan.strip * (z.H / z.K), {z.d}) {}
+
+ private:
+  Scratch(const AttentionShape& z, int64_t queries, Layout<T> at)
+      : q(queries * at.key_size()), weights(kTile * kChunk), keys(z.tree.path ? kChunk * at.key_size() : 0),
+        values((z.tree.path ? kChunk : at.P) * at.value_size()), scores(kTile * kChunk), parts(kTile * at.part()),
+        joined(queries * at.part()) {}
 };
+
+// ---- parts
+
+// y [M, y_pitch] += x times B vector blocks, R rows of x at once; see `multiply`.
+template <typename T, int R, int B, typename W>
+void add_rows(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead, W* y,
+              int64_t y_pitch, int64_t M) {
+  constexpr int64_t L = lanes<T>();
+  for (; M >= R; M -= R, x += R * x_pitch, y += R * y_pitch) {
+    typename Kernel<T>::V acc[R][B];
+    for (int i = 0; i < R; ++i) std::memcpy(acc[i], y + i * y_pitch, B * L * sizeof(W));
+    multiply<T, R, B>(x, x_pitch, w, block, step, steps, ahead, acc);
+    for (int i = 0; i < R; ++i) std::memcpy(y + i * y_pitch, acc[i], B * L * sizeof(W));
+  }
+  if constexpr (R > 1)
+    if (M > 0) add_rows<T, R - 1, B>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+}
+
+// The same for any number of blocks.
+template <typename T, typename W>
+void add_products(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t blocks, int64_t steps,
+                  int64_t ahead, W* y, int64_t y_pitch, int64_t M) {
+  constexpr int64_t L = lanes<T>();
+  for (; blocks >= 4; blocks -= 4, w += 4 * block, y += 4 * L)
+    add_rows<T, 6, 4>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+  for (; blocks >= 2; blocks -= 2, w += 2 * block, y += 2 * L)
+    add_rows<T, 6, 2>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+  if (blocks) add_rows<T, 6, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+}
+
+// Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them.
+template <typename T, typename W>
+void score(const Layout<T>& at, const T* q, const T* keys, int64_t slots, W* scores, int64_t M) {
+  constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
+  const int64_t size = at.key_size();
+  add_products(q, size, keys, L * size, L * P, slots / L, size / P, kChunk * size * sizeof(T), scores, kChunk, M);
+}
+
+// Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of P.
+template <typename T, typename W>
+void blend(const Layout<T>& at, const T* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M) {
+  constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
+  const int64_t size = at.value_size();
+  add_products(weights, kChunk, values, L * P, size * P, size / L, slots / P, kChunk * size * sizeof(T), sums, pitch, M);
+}
+
+// From scores [slots] to weights, 0 outside of begin..end, relative to the largest, `top`. Returns their sum.
+template <typename T, typename W>
+W weigh(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double softcap, T* weights, W* top) {
+  using V = typename Vec<W>::type;
+  constexpr int64_t L = 64 / sizeof(W);
+  constexpr W nothing = -std::numeric_limits<W>::infinity();
+  for (int64_t s = 0; s < begin; ++s) row[s] = nothing;
+  for (int64_t s = end; s < slots; ++s) row[s] = nothing;
+  W factor = static_cast<W>(scale);
+  if (softcap > 0) {
+    const W cap = static_cast<W>(softcap);
+    for (int64_t s = begin; s < end; ++s) row[s] = cap * std::tanh(row[s] * factor / cap);
+    factor = 1;
+  }
+  V tops, sums = {};
+  std::memcpy(&tops, row, sizeof(V));
+  for (int64_t s = L; s < slots; s += L) {
+    V x;
+    std::memcpy(&x, row + s, sizeof(V));
+    tops = x > tops ? x : tops;
+  }
+  const W most = largest(tops);
+  for (int64_t s = 0; s < slots; s += L) {
+    V x;
+    std::memcpy(&x, row + s, sizeof(V));
+    x = exp_or_0<T>((x - most) * factor);
+    store_rounded(x, weights + s, &x);
+    sums += x;
+  }
+  *top = most * factor;
+  return sum_of(sums);
+}
+
+// Adds a part to those of the chunks before.
+template <typename W> __attribute__((noinline)) void join(W* all, const W* part, int64_t pitch) {
+  constexpr int64_t L = 64 / sizeof(W);
+  if (part[1] == 0) return;  // nothing was seen
+  if (all[1] == 0) {
+    std::memcpy(all, part, pitch * sizeof(W));
+    return;
+  }
+  using V = typename Vec<W>::type;
+  const W top = std::max(all[0], part[0]);
+  const W a = exp_neg(all[0] - top), b = exp_neg(part[0] - top);
+  all[0] = top, all[1] = all[1] * a + part[1] * b;
+  for (int64_t i = L; i < pitch; i += L) {
+    V x, y;
+    std::memcpy(&x, all + i, sizeof(V)), std::memcpy(&y, part + i, sizeof(V));
+    x = x * a + y * b;
+    std::memcpy(all + i, &x, sizeof(V));
+  }
+}
+
+template <typename T, typename W> void finish(const W* joined, int64_t d, T* out) {
+  constexpr int64_t L = 64 / sizeof(W);
+  for (int64_t i = 0; i < d; ++i) narrow(joined[L + i] / joined[1], out + i);
+}
+
+// Keys or values of a tree's row at positions begin..end, `begin` a block's first, copied to where they would lie without
+// branches: copy(slot, place). What lies below the length is not copied here.
+template <typename Copy>
+void gather(const AttentionShape& z, int64_t b, int64_t t, int64_t length, int64_t begin, int64_t end, Copy&& copy) {
+  for (int64_t at = std::max(begin, length); at < end; ++at)
+    copy(std::min(length + z.path(b, t)[at - length], z.S - 1), at - begin);
+}
+
+// The queries [rows * group, key_size] of a group of rows.
+template <typename T>
+void load_queries(const Attention<T>& a, const Group<T>& g, Scratch<T>& scratch) {
+  const int64_t d = a.z.d, G = a.z.H / a.z.K, pitch = Layout<T>{d}.key_size();
+  for (int64_t n = 0; n < g.rows * G; ++n) {
+    T* to = scratch.q.data() + n * pitch;
+    std::memcpy(to, a.q + g.b * a.q_row + (g.t + n / G) * a.q_token + (g.h * G + n % G) * d, d * sizeof(T));
+    std::fill(to + d, to + pitch, T{});
+  }
+}
+
+// Parts of all queries of a group from one chunk, tile after tile. Those of the tile which begins with query `first` are
+// made at to(first), `stride` elements apart; then comes done(first, how many).
+template <typename T, typename To, typename Done>
+void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scratch<T>& scratch, int64_t stride, To&& to,
+                  Done&& done) {
+  using W = typename Wide<T>::type;
+  constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
+  const AttentionShape& z = a.z;
+  const Layout<T> at{z.d};
+  const int64_t G = z.H / z.K, length = a.lengths[g.b], base = chunk * kChunk, num = g.rows * G;
+  const T* k_head = a.k_cache + (g.b * z.K + g.h) * z.S * at.key_size();
+  const T* v_head = a.v_cache + (g.b * z.K + g.h) * z.S * at.value_size();
+  int64_t begin[kRows], end[kRows], stop = 0;  // slots of the chunk that each row sees, and that any sees
+  for (int64_t r = 0; r < g.rows; ++r) {
+    seen(a, g.b, g.t + r).of_chunk(chunk, &begin[r], &end[r]);
+    stop = std::max(stop, end[r]);
+  }
+  const int64_t below = z.tree.path ? std::min(z.S, length / kBlock * kBlock) : z.S;  // up to here all rows see the same
+  const int64_t blocks = round_up(stop, kBlock);
+  const int64_t shared = std::min(blocks, std::max<int64_t>(0, below - base)), own = base + shared;
+  for (int64_t first = 0; first < num; first += kTile) {
+    const int64_t queries = std::min(kTile, num - first);
+    const T* q = scratch.q.data() + first * at.key_size();
+    W *scores = scratch.scores.data(), *parts = to(first);
+    T* weights = scratch.weights.data();
+    // Rows of a tree by themselves, from `own` on: f(first query of the tile, number, row, slots).
+    auto each_row = [&](auto&& f) {
+      for (int64_t n = first, r, until; z.tree.path && n < first + queries; n = until) {
+        r = n / G, until = std::min(first + queries, (r + 1) * G);
+        if (end[r] > shared) f(n - first, until - n, r, end[r] - shared);
+      }
+    };
+    std::memset(scores, 0, queries * kChunk * sizeof(W));
+    score(at, q, k_head + base * at.key_size(), shared, scores, queries);
+    each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
+      T* keys = scratch.keys.data();
+      const T* from = k_head + own * at.key_size();
+      if (own < length) std::memcpy(keys, from, round_up(length - own, L) * at.key_size() * sizeof(T));
+      gather(z, g.b, g.t + r, length, own, own + slots,
+             [&](int64_t slot, int64_t place) { at.copy_key(k_head, slot, keys, place); });
+      score(at, q + n * at.key_size(), keys, round_up(slots, kBlock), scores + n * kChunk + shared, count);
+    });
+    for (int64_t n = 0; n < queries; ++n) {
+      const int64_t r = (first + n) / G;
+      W* part = parts + n * stride;
+      std::memset(part, 0, at.part() * sizeof(W));
+      if (begin[r] < end[r])
+        part[1] = weigh(scores + n * kChunk, begin[r], end[r], blocks, a.scale, a.softcap, weights + n * kChunk, part);
+      else
+        std::memset(weights + n * kChunk, 0, blocks * sizeof(T));
+    }
+    const int64_t known = std::min(shared, stop), pairs = known / P * P;
+    blend(at, weights, v_head + base * at.value_size(), pairs, parts + L, stride, queries);
+    if (pairs < known) {  // the other of the last pair may be anything, and 0 times that may be no number
+      T* values = scratch.values.data();
+      std::memset(values, 0, P * at.value_size() * sizeof(T));
+      at.copy_value(v_head, base + pairs, values, 0);
+      blend(at, weights + pairs, values, P, parts + L, stride, queries);
+    }
+    each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
+      T* values = scratch.values.data();
+      if (slots % P) std::memset(values + slots / P * P * at.value_size(), 0, P * at.value_size() * sizeof(T));
+      if (own < length)
+        std::memcpy(values, v_head + own * at.value_size(), round_up(length - own, P) * at.value_size() * sizeof(T));
+      gather(z, g.b, g.t + r, length, own, own + slots,
+             [&](int64_t slot, int64_t place) { at.copy_value(v_head, slot, values, place); });
+      blend(at, weights + n * kChunk + shared, values, round_up(slots, P), parts + n * stride + L, stride, count);
+    });
+    done(first, queries);
+  }
+}
+
+// A group with all of its chunks.
+template <typename T>
+void attend_group(const Attention<T>& a, const Group<T>& g, Scratch<T>& scratch) {
+  using W = typename Wide<T>::type;
+  const int64_t d = a.z.d, G = a.z.H / a.z.K, pitch = Layout<T>{d}.part();
+  W *joined = scratch.joined.data(), *parts = scratch.parts.data();
+  load_queries(a, g, scratch);
+  for (int64_t n = 0; n < g.rows * G; ++n) joined[n * pitch + 1] = 0;
+  for (int64_t i = 0; i < g.chunks(); ++i)
+    attend_chunk(
+        a, g, g.chunk(i), scratch, pitch, [&](int64_t) { return parts; },
+        [&](int64_t first, int64_t num) {
+          for (int64_t n = 0; n < num; ++n) join(joined + (first + n) * pitch, parts + n * pitch, pitch);
+        });
+  for (int64_t n = 0; n < g.rows * G; ++n)
+    finish(joined + n * pitch, d, a.out + (((g.b * a.z.T + g.t + n / G) * a.z.H) + g.h * G + n % G) * d);
+}
+
+// Elements of the parts that threads make for each other, [B, K, T, H / K, chunks, pitch].
+template <typename T> int64_t num_parts(const AttentionShape& z, const Plan& plan) {
+  return plan.split ? z.B * z.T * z.H * plan.chunks * Layout<T>{z.d}.part() : 0;
+}
+
+// This thread's share of all new rows. wait() waits for all threads.
+template <typename T, typename Wait>
+void attend_share(const Attention<T>& a, const Plan& plan, int64_t me, int64_t all, typename Wide<T>::type* parts,
+                  Scratch<T>& scratch, Wait&& wait) {
+  using W = typename Wide<T>::type;
+  const AttentionShape& z = a.z;
+  if (!plan.split) {
+    for (int64_t index = share(plan.groups, me, all); index < share(plan.groups, me + 1, all); ++index)
+      attend_group(a, Group<T>(a, plan, index), scratch);
+    return;
+  }
+  const int64_t G = z.H / z.K, pitch = Layout<T>{z.d}.part(), stride = plan.chunks * pitch;
+  int64_t total = 0, before = 0;  // slots of all groups
+  for (int64_t index = 0; index < plan.groups; ++index) {
+    const Group<T> g(a, plan, index);
+    for (int64_t i = 0; i < g.chunks(); ++i) total += g.slots(i);
+  }
+  for (int64_t index = 0; index < plan.groups; ++index) {
+    const Group<T> g(a, plan, index);
+    bool loaded = false;
+    for (int64_t i = 0; i < g.chunks(); before += g.slots(i++)) {
+      if ((2 * before + g.slots(i)) * all / (2 * total) != me) continue;  // in whose share its middle lies
+      if (!loaded) load_queries(a, g, scratch);
+      loaded = true;
+      W* to = parts + ((g.b * z.K + g.h) * z.T + g.t) * G * stride + g.chunk(i) * pitch;
+      attend_chunk(
+          a, g, g.chunk(i), scratch, stride, [&](int64_t first) { return to + first * stride; }, [](int64_t, int64_t) {});
+    }
+  }
+  wait();
+  for (int64_t item = share(z.B * z.T * z.H, me, all); item < share(z.B * z.T * z.H, me + 1, all); ++item) {
+    const int64_t g = item % G, t = item / G % z.T, h = item / G / z.T % z.K, b = item / G / z.T / z.K;
+    const Seen row = seen(a, b, t);
+    W* joined = scratch.joined.data();
+    joined[1] = 0;
+    if (row.sinks) join(joined, parts + item * stride, pitch);
+    for (int64_t chunk = row.first / kChunk; chunk * kChunk < row.last; ++chunk)
+      join(joined, parts + item * stride + chunk * pitch, pitch);
+    finish(joined, z.d, a.out + ((b * z.T + t) * z.H + h * G + g) * z.d);
+  }
+}
+
+// ---- the cache
 
 // Write one new token of one head into the caches.
 template <typename T>
 void store_kv(const AttentionShape& z, int64_t b, int64_t h, int64_t slot, const T* k, const T* v, T* k_cache, T* v_cache) {
   if (slot < 0 || slot >= z.S) return;  // padding rows of a finished sequence
-  T* kc = k_cache + (b * z.K + h) * z.d * z.S + slot;
-  for (int64_t i = 0; i < z.d; ++i) kc[i * z.S] = k[i];
-  std::memcpy(v_cache + ((b * z.K + h) * z.S + slot) * z.d, v, z.d * sizeof(T));
-}
-
-// What a row of a tree sees from the last full block below the length on: `rest` slots of it, then `num` ones of its path.
-// They are copied to where they would lie without branches, unless they lie there.
-template <typename T> struct Tail {
-  const Slots<T>& cache;
-  int64_t begin, rest;
-  const int64_t* path;
-  int64_t num;
-  bool in_place() const { return path[num - 1] == num - 1; }
-  Slots<T> keys(int64_t d, int64_t pitch, T* k) const {
-    if (in_place()) return cache;
-    for (int64_t i = 0; i < d; ++i) {
-      const T* from = cache.k + i * cache.pitch + begin;
-      std::memcpy(k + i * pitch, from, rest * sizeof(T));
-      for (int64_t j = 0; j < num; ++j) k[i * pitch + rest + j] = from[rest + path[j]];
-    }
-    return {k, nullptr, pitch, begin};
-  }
-  Slots<T> values(int64_t d, T* v) const {
-    if (in_place()) return cache;
-    const T* from = cache.v + begin * d;
-    std::memcpy(v, from, rest * d * sizeof(T));
-    for (int64_t j = 0; j < num; ++j) std::memcpy(v + (rest + j) * d, from + (rest + path[j]) * d, d * sizeof(T));
-    return {nullptr, v, 0, begin};
-  }
-};
-
-// The queries of `rows` new rows from t on, `heads` of each from `head` on, which share key/value head h.
-template <typename T>
-void attend_tile(const AttentionShape& z, int64_t b, int64_t h, int64_t t, int64_t rows, int64_t head, int64_t heads,
-                 const T* q, int64_t q_token, const T* k_cache, const T* v_cache, int64_t length, T* out, double scale,
-                 int64_t window, double softcap, Scratch<T>& scratch) {
-  using W = typename Wide<T>::type;
-  constexpr int64_t block = 2 * 64 / sizeof(W);
-  const int64_t d = z.d, pitch = z.pitch(), num = rows * heads, first_row = b * z.T + t;
-  W *wide = scratch.q.data(), *scores = scratch.scores.data(), *acc = scratch.acc.data();
-  const Slots<T> cache{k_cache + (b * z.K + h) * d * z.S, v_cache + (b * z.K + h) * d * z.S, z.S, 0};
-  int64_t first[kMaxTile], last[kMaxTile], begin = z.S, end = 0;  // slots that each row may see, and all of them
-  for (int64_t r = 0; r < rows; ++r) {
-    last[r] = std::min(z.S, length + (z.tree.path ? z.tree.depth[first_row + r] : t + r) + 1);
-    first[r] = window > 0 ? std::max<int64_t>(0, last[r] - window) : 0;
-    begin = std::min(begin, first[r]), end = std::max(end, last[r]);
-  }
-  begin -= begin % block;  // blocks lie at fixed slots, whoever shares the tile
-  const int64_t shared = z.tree.path ? length / 32 * 32 : z.S;  // up to here all rows see the same
-  const int64_t behind = std::max(begin, shared), stop = (end + block - 1) / block * block;
-  auto tail = [&](int64_t r) {
-    const int64_t row = first_row + r;
-    return Tail<T>{cache, shared, length - shared, z.tree.path + row * z.tree.P, z.tree.depth[row] + 1};
-  };
-  for (int64_t n = 0; n < num; ++n) {
-    const T* from = q + (t + n / heads) * q_token + (head + n % heads) * d;
-    for (int64_t i = 0; i < d; ++i) wide[i * num + n] = widen(from[i]) * static_cast<W>(scale);
-  }
-  as_constant<kMaxTile>(num, [&](auto N) { score<T, N>(wide, num, cache, begin, std::min(shared, end), d, scores, pitch); });
-  for (int64_t r = 0; r < rows && z.tree.path; ++r) {
-    const Slots<T> own = tail(r).keys(d, z.tail_slots(), scratch.k.data());
-    as_constant<kMaxTile>(heads, [&](auto N) {
-      score<T, N>(wide + r * heads, num, own, behind, last[r], d, scores + r * heads * pitch, pitch);
-    });
-  }
-  W totals[kMaxTile];
-  for (int64_t n = 0; n < num; ++n) {
-    totals[n] = weigh(scores + n * pitch, begin, first[n / heads], last[n / heads], stop, softcap);
-    std::fill_n(acc + n * kMaxHead, d, W(0));
-  }
-  as_constant<kMaxTile>(num, [&](auto N) { blend<T, N>(scores, pitch, cache, begin, std::min(shared, end), d, acc); });
-  for (int64_t r = 0; r < rows && z.tree.path; ++r) {
-    const Slots<T> own = tail(r).values(d, scratch.v.data());
-    as_constant<kMaxTile>(heads, [&](auto N) {
-      blend<T, N>(scores + r * heads * pitch, pitch, own, behind, last[r], d, acc + r * heads * kMaxHead);
-    });
-  }
-  for (int64_t n = 0; n < num; ++n) {
-    T* to = out + ((first_row + n / heads) * z.H + head + n % heads) * d;
-    for (int64_t i = 0; i < d; ++i) narrow(acc[n * kMaxHead + i] / totals[n], to + i);
-  }
-}
-
-// This thread's share of all new rows, by row of the batch, key/value head and part of its group; as many at once as fit.
-template <typename T>
-void attend_share(const AttentionShape& z, int64_t me, int64_t all, const T* q, int64_t q_row, int64_t q_token,
-                  const T* k_cache, const T* v_cache, const int64_t* lengths, T* out, double scale, int64_t window,
-                  double softcap, Scratch<T>& scratch) {
-  const int64_t G = z.H / z.K, parts = (G + kMaxTile - 1) / kMaxTile, most = std::max<int64_t>(1, kMaxTile / G);
-  const int64_t total = z.B * z.K * parts * z.T, end = total * (me + 1) / all;
-  for (int64_t item = total * me / all, rows; item < end; item += rows) {
-    const int64_t t = item % z.T, part = item / z.T % parts, h = item / z.T / parts % z.K, b = item / z.T / parts / z.K;
-    rows = std::min({most, z.T - t, end - item});
-    attend_tile(z, b, h, t, rows, h * G + part * kMaxTile, std::min(kMaxTile, G - part * kMaxTile), q + b * q_row, q_token,
-                k_cache, v_cache, lengths[b], out, scale, window, softcap, scratch);
-  }
+  const Layout<T> at{z.d};
+  T* keys = k_cache + (b * z.K + h) * z.S * at.key_size() + at.key(slot);
+  T* values = v_cache + (b * z.K + h) * z.S * at.value_size() + at.value(slot);
+  for (int64_t i = 0; i < z.d; ++i) keys[at.key_step(i)] = k[i], values[at.value_step(i)] = v[i];
 }
 
 // Keeps the rows of a path: row path[j] of the new ones becomes row j, for all layers (kv: addresses of all k, then v).
@@ -252,14 +428,14 @@ void keep_rows(const int64_t* kv, int64_t layers, const int64_t* heads, const in
     for (int64_t b = 0; b < B; ++b) {
       int64_t from = 0;  // rows before are in place
       while (from < num[b] && path[b * P + from] == from) ++from;
-      if (from == num[b]) continue;
-      const int64_t K = heads[layer], d = sizes[layer];
-      for (int64_t h = 0; h < K; ++h) {
-        T* k = reinterpret_cast<T*>(kv[layer]) + (b * K + h) * d * S + lengths[b];
-        T* v = reinterpret_cast<T*>(kv[layers + layer]) + ((b * K + h) * S + lengths[b]) * d;
-        for (int64_t i = 0; i < d; ++i)
-          for (int64_t j = from; j < num[b]; ++j) k[i * S + j] = k[i * S + path[b * P + j]];  // paths ascend: path[j] >= j
-        for (int64_t j = from; j < num[b]; ++j) std::memmove(v + j * d, v + path[b * P + j] * d, d * sizeof(T));
+      const Layout<T> at{sizes[layer]};
+      for (int64_t h = 0; h < heads[layer]; ++h) {
+        T* keys = reinterpret_cast<T*>(kv[layer]) + (b * heads[layer] + h) * S * at.key_size();
+        T* values = reinterpret_cast<T*>(kv[layers + layer]) + (b * heads[layer] + h) * S * at.value_size();
+        for (int64_t j = from; j < num[b]; ++j) {  // paths ascend: path[j] >= j
+          at.copy_key(keys, lengths[b] + path[b * P + j], keys, lengths[b] + j);
+          at.copy_value(values, lengths[b] + path[b * P + j], values, lengths[b] + j);
+        }
       }
     }
 }
@@ -267,8 +443,12 @@ void keep_rows(const int64_t* kv, int64_t layers, const int64_t* heads, const in
 template <typename T>
 void attend(const T* q, const T* k_new, const T* v_new, T* k_cache, T* v_cache, const int64_t* lengths, T* out,
             const int64_t* depth, const int64_t* path, const int64_t* shape, const int64_t* strides, double scale,
-            int64_t window, double softcap) {
+            int64_t window, int64_t recent, double softcap) {
+  using W = typename Wide<T>::type;
   const AttentionShape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], {depth, path, shape[7]}};
+  const Attention<T> a{z, q, strides[0], strides[1], k_cache, v_cache, lengths, out, scale, window, recent, softcap};
+  const Plan plan(z, lengths, shape[6]);
+  Aligned<W> parts(num_parts<T>(z, plan));
 #pragma omp parallel num_threads(static_cast<int>(shape[6]))
   {
 #pragma omp for collapse(2) schedule(static)
@@ -277,9 +457,10 @@ void attend(const T* q, const T* k_new, const T* v_new, T* k_cache, T* v_cache, 
         for (int64_t t = 0; t < z.T; ++t)
           store_kv(z, b, h, lengths[b] + z.place(b, t), k_new + b * strides[2] + t * strides[3] + h * z.d,
                    v_new + b * strides[4] + t * strides[5] + h * z.d, k_cache, v_cache);
-    Scratch<T> scratch(z);
-    attend_share(z, omp_get_thread_num(), omp_get_num_threads(), q, strides[0], strides[1], k_cache, v_cache, lengths, out,
-                 scale, window, softcap, scratch);
+    Scratch<T> scratch(z, plan);
+    attend_share(a, plan, omp_get_thread_num(), omp_get_num_threads(), parts.data(), scratch, [] {
+#pragma omp barrier
+    });
   }
 }
 

@@ -16,7 +16,7 @@ template <typename T> struct Kernel {  // one step: acc += x[k] * w[k], all lane
   static constexpr int64_t P = 1;
   static inline V weights(const T* w) {
     V v;
-    for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(w[i]);
+    load(w, &v);
     return v;
   }
   static inline void step(V& acc, const T* x, const V& w) { acc += static_cast<float>(*x) * w; }
@@ -62,27 +62,32 @@ template <> struct Kernel<bf16> {
   }
 };
 
-// Rows m..m+M of x against vector blocks n..n+B of the weights.
+// acc += M rows of x, `x_pitch` apart, times B vector blocks of packed weights: `steps` steps of k, `step` elements apart in
+// a block, blocks `block` apart. Meanwhile fetches what lies `ahead` bytes behind.
 template <typename T, int M, int B>
-void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K) {
+inline void multiply(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead,
+                     typename Kernel<T>::V (&acc)[M][B]) {
   using Kn = Kernel<T>;
-  using V = typename Kn::V;
-  using W = typename Kn::W;
-  constexpr int64_t P = Kn::P, L = 64 / sizeof(W);
-  constexpr int64_t ahead = (M < 5 ? 16 : 32) * 64;  // bytes; processors foresee each stream to the end of a page only
-  const int64_t steps = K / P;
-  V acc[M][B] = {};
-  const T* blocks = w + n * K * L;
   for (int64_t k = 0; k < steps; ++k) {
     decltype(Kn::weights(w)) wv[B];
     for (int b = 0; b < B; ++b) {
-      const T* at = blocks + (b * steps + k) * L * P;
+      const T* at = w + b * block + k * step;
       wv[b] = Kn::weights(at);
       __builtin_prefetch(reinterpret_cast<const char*>(at) + ahead, 0, 2);
     }
     for (int i = 0; i < M; ++i)
-      for (int b = 0; b < B; ++b) Kn::step(acc[i][b], x + (m + i) * K + k * P, wv[b]);
+      for (int b = 0; b < B; ++b) Kn::step(acc[i][b], x + i * x_pitch + k * Kn::P, wv[b]);
   }
+}
+
+// Rows m..m+M of x against vector blocks n..n+B of the weights.
+template <typename T, int M, int B>
+void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K) {
+  using W = typename Kernel<T>::W;
+  constexpr int64_t P = Kernel<T>::P, L = 64 / sizeof(W);
+  constexpr int64_t ahead = (M < 5 ? 16 : 32) * 64;  // bytes; processors foresee each stream to the end of a page only
+  typename Kernel<T>::V acc[M][B] = {};
+  multiply<T, M, B>(x + m * K, K, w + n * K * L, K * L, L * P, K / P, ahead, acc);
   for (int i = 0; i < M; ++i)
     for (int b = 0; b < B; ++b)
       for (int64_t l = 0; l < std::min(L, N - (n + b) * L); ++l) {

@@ -6,7 +6,6 @@
 #pragma once
 #include "attention.h"
 #include "barrier.h"
-#include "linear.h"
 #include "lowbit.h"
 
 #include <memory>
@@ -38,11 +37,11 @@ struct Step {
   const int64_t* lengths;
   void* x;  // [B * T, D], replaced by the result
   Norm norm;  // of the result
-  int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads;
+  int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads, recent;
   Branches tree;
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 26 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 27 * 8, "stack.py writes these words");
 
 template <typename W> inline W activate(W x, int64_t kind) {
   if (kind == 0) {  // silu
@@ -102,6 +101,8 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
   using W = typename Wide<T>::type;
   const int64_t M = s.B * s.T, heads = s.H + 2 * s.K, row = heads * s.d;
   const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
+  const Plan plan(z, s.lengths, s.threads);
+  Aligned<W> parts(num_parts<T>(z, plan));
   std::vector<T> qkv(M * row), attended(M * s.H * s.d), out(M * s.D), gate_up(M * 2 * s.mlp), hidden(M * s.mlp);
   std::unique_ptr<Barrier> barrier;
 #pragma omp parallel num_threads(static_cast<int>(s.threads))
@@ -110,7 +111,7 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
 #pragma omp single
     barrier = std::make_unique<Barrier>(all);
     std::vector<T> x(static_cast<const T*>(s.x), static_cast<const T*>(s.x) + M * s.D), h(M * s.D);
-    Scratch<T> scratch(z);
+    Scratch<T> scratch(z, plan);
     RoundedRows rounded;
     auto add_out = [&](const Norm& how) {  // x += out, perhaps normalised
       for (int64_t m = 0; m < M; ++m) {
@@ -132,12 +133,8 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
       product(linears[0], h.data(), qkv.data(), M, me, all, rounded);
       barrier->wait();
-      // By groups of queries and their key, then rows: neighbouring slots of a key, which share a line of the cache, are
-      // written by one thread.
-      const int64_t group = s.H / s.K + 1;
       for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
-        const int64_t m = item % M, of = item / M / group, within = item / M % group;
-        const int64_t head = within + 1 < group ? of * (group - 1) + within : s.H + of;
+        const int64_t m = item % M, head = item / M;
         T* vector = qkv.data() + m * row + head * s.d;
         const Norm& how = head < s.H ? block.q_norm : block.k_norm;
         if (how.weight) norm(how, vector, vector, s.d, eps);
@@ -151,8 +148,9 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
           store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + z.place(m / s.T, m % s.T), vector, vector + s.K * s.d, k_cache, v_cache);
       }
       barrier->wait();
-      attend_share(z, me, all, qkv.data(), s.T * row, row, k_cache, v_cache, s.lengths, attended.data(), scale, block.window,
-                   softcap, scratch);
+      const Attention<T> a{z,       qkv.data(),      s.T * row, row,          k_cache,  v_cache,
+                           s.lengths, attended.data(), scale,     block.window, s.recent, softcap};
+      attend_share(a, plan, me, all, parts.data(), scratch, [&] { barrier->wait(); });
       barrier->wait();
       product(linears[1], attended.data(), out.data(), M, me, all, rounded);
       barrier->wait();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -42,7 +43,13 @@ inline void load(const bf16* p, vfloat* out) {
   std::memcpy(out, &y, 64);
 }
 inline void load(const f16* p, vfloat* out) {
+#if defined(__AVX512F__)
+  __m256i x;
+  std::memcpy(&x, p, 32);
+  *out = (vfloat)_mm512_cvtph_ps(x);
+#else
   for (int i = 0; i < 16; ++i) (*out)[i] = static_cast<float>(p[i]);
+#endif
 }
 inline void load(const float* p, vfloat* out) { std::memcpy(out, p, 64); }
 inline void load(const double* p, vdouble* out) { std::memcpy(out, p, 64); }
@@ -74,14 +81,75 @@ inline float exp_neg(float x) {
 }
 inline double exp_neg(double x) { return std::exp(x); }
 
-// Memory of n elements on a 64-byte border.
+// The same of a whole vector, and 0 where it is too small to matter, -infinity included. For weights that are rounded to 16
+// bits (T) a shorter polynomial is enough, with an error of 4e-5.
+template <typename T> inline vfloat exp_or_0(vfloat x) {
+  typedef int32_t vint __attribute__((vector_size(64)));
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: a number added to it is rounded to a whole one, in its lowest bits
+  const vfloat shifted = x * 1.44269504f + magic, n = shifted - magic, zero = {};
+  const vfloat r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  vfloat p = 0.5f + r * (0.166666657f + r * 0.0416665853f);
+  if constexpr (sizeof(T) > 2)
+    p = 0.5f + r * (0.166666657f + r * (0.0416665853f + r * (0.00833345205f + r * 0.00138888f)));
+  p = 1.0f + r * (1.0f + r * p);
+  vint exponent, bits;
+  std::memcpy(&exponent, &shifted, 64);
+  std::memcpy(&bits, &p, 64);
+  bits += exponent << 23;
+  std::memcpy(&p, &bits, 64);
+  return x < -87.0f ? zero : p;
+}
+template <typename T> inline vdouble exp_or_0(vdouble x) {
+  for (int i = 0; i < 8; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+// The largest and the sum of a vector's numbers, always in the same order.
+template <typename V> inline auto largest(const V& x) {
+  auto most = x[0];
+  for (size_t i = 1; i < sizeof(V) / sizeof(most); ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+template <typename V> inline auto sum_of(const V& x) {
+  auto sum = x[0];
+  for (size_t i = 1; i < sizeof(V) / sizeof(sum); ++i) sum += x[i];
+  return sum;
+}
+#if defined(__AVX512F__)
+template <> inline auto largest(const vfloat& x) { return _mm512_reduce_max_ps((__m512)x); }
+template <> inline auto sum_of(const vfloat& x) { return _mm512_reduce_add_ps((__m512)x); }
+#endif
+
+// Stores a vector as numbers of type T; `rounded` are their values.
+inline void store_rounded(vfloat x, bf16* to, vfloat* rounded) {
+  typedef uint16_t v16 __attribute__((vector_size(32)));
+  typedef uint32_t v32 __attribute__((vector_size(64)));
+#if defined(__AVX512BF16__)
+  const v16 bits = (v16)_mm512_cvtneps_pbh((__m512)x);
+#else
+  v32 u;
+  std::memcpy(&u, &x, 64);
+  const v16 bits = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, v16);  // NaN is left to chance
+#endif
+  std::memcpy(to, &bits, 32);
+  const v32 wide = __builtin_convertvector(bits, v32) << 16;
+  std::memcpy(rounded, &wide, 64);
+}
+inline void store_rounded(vfloat x, f16* to, vfloat* rounded) {
+  for (int i = 0; i < 16; ++i) to[i] = static_cast<f16>(x[i]);
+  load(to, rounded);
+}
+inline void store_rounded(vfloat x, float* to, vfloat* rounded) { std::memcpy(to, &x, 64), *rounded = x; }
+inline void store_rounded(vdouble x, double* to, vdouble* rounded) { std::memcpy(to, &x, 64), *rounded = x; }
+
+// Memory of n elements on a 64-byte border, whatever it held before.
 template <typename T> class Aligned {
  public:
-  explicit Aligned(int64_t n) : memory_(n + 64 / sizeof(T)) {}
-  T* data() { return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64); }
+  explicit Aligned(int64_t n) : memory_(new T[n + 64 / sizeof(T)]) {}
+  T* data() { return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64); }
 
  private:
-  std::vector<T> memory_;
+  std::unique_ptr<T[]> memory_;
 };
 
 }  // namespace sharesd

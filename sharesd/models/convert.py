@@ -1,7 +1,7 @@
 """.gguf files to checkpoint folders: done once, kept in the user's cache.
 
-Llama models with the SmolLM tokenizer (the embedded model) are converted here, in seconds; all others through
-transformers. Weights are stored in bfloat16, whatever the file holds.
+What the native decoder serves is converted by `sharesd.models.gguf`, in seconds; all else through transformers. Weights
+are stored in bfloat16, whatever the file holds.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import tempfile
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from compile.native import cache_root
-from sharesd.models.folder import read_json
+from sharesd.models.decoder_config import DecoderConfig, Unsupported
+from sharesd.models.folder import read_json, stamp
 from sharesd.models.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from sharesd.models.gguf.reader import GGUFFile
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the converted folders; a new number makes old ones unused."""
 MANIFEST = "converted.json"
 
@@ -41,9 +45,10 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
             fresh = Path(scratch) / "checkpoint"
             fresh.mkdir()
             _convert(gguf_file, fresh, progress)
-            source = {"mtime_ns": gguf_file.stat().st_mtime_ns, "sha256": _sha256(gguf_file)}
-            files = {file.name: _sha256(file) for file in fresh.iterdir()}
-            (fresh / MANIFEST).write_text(json.dumps({"format": FORMAT, "source": source, "sha256": files}))
+            for file in fresh.iterdir():
+                _flush(file)
+            files = {file.name: _seal(file) for file in fresh.iterdir()}
+            _write_manifest(fresh, {"format": FORMAT, "source": _seal(gguf_file), "files": files})
             if folder.exists() and not _holds(folder, gguf_file):
                 log.warning("%s is damaged or outdated; converted %s again", folder, gguf_file.name)
                 folder.rename(Path(scratch) / "damaged")
@@ -69,17 +74,42 @@ def _fingerprint(file: Path) -> str:
 
 
 def _holds(folder: Path, gguf_file: Path) -> bool:
-    """True if the folder holds what was written into it, and that was made from this file."""
+    """True if the folder holds what was written into it, and that was made from this file.
+
+    Files of the recorded size and time are taken for what they were; others are read.
+    """
     if not (folder / MANIFEST).exists():
         return False
     try:
         manifest = read_json(folder / MANIFEST)
-        files, source = dict(manifest["sha256"]), dict(manifest["source"])
-    except (ValueError, KeyError, TypeError):
+        seals = {gguf_file: manifest["source"], **{folder / name: seal for name, seal in manifest["files"].items()}}
+        moved = [file for file, seal in seals.items() if not file.is_file() or stamp(file) != seal["stamp"]]
+        if not all(file.is_file() and _sha256(file) == seals[file]["sha256"] for file in moved):
+            return False
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
-    if source.get("mtime_ns") != gguf_file.stat().st_mtime_ns and source.get("sha256") != _sha256(gguf_file):
-        return False
-    return all((folder / name).is_file() and _sha256(folder / name) == digest for name, digest in files.items())
+    if moved:  # copied or touched, and still the same
+        for file in moved:
+            seals[file]["stamp"] = stamp(file)
+        with suppress(OSError):  # not ours to write: read again next time
+            _write_manifest(folder, manifest)
+    return True
+
+
+def _seal(file: Path) -> dict[str, Any]:
+    return {"stamp": stamp(file), "sha256": _sha256(file)}
+
+
+def _flush(file: Path) -> None:
+    """To the disk: a power cut shall not leave zeros under the recorded size and time."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    partial = folder / f".{MANIFEST}.{os.getpid()}"
+    partial.write_text(json.dumps(manifest))
+    partial.replace(folder / MANIFEST)
 
 
 def _sha256(file: Path) -> str:
@@ -88,133 +118,38 @@ def _sha256(file: Path) -> str:
 
 
 def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
-    import gguf
+    from sharesd.models.gguf.reader import read_gguf
+    from sharesd.models.gguf.tokenizer import special_tokens
 
     progress(f"reading {gguf_file.name}", 0, 1)
+    file = read_gguf(gguf_file)
+    progress(f"reading {gguf_file.name}", 1, 1)
     try:
-        reader = gguf.GGUFReader(gguf_file)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{gguf_file} is not a readable GGUF file ({error}); download it again") from error
-    if _is_plain_smollm(reader):
-        _write_llama_weights(reader, folder, progress)
-        _write_llama_config(reader, folder)
-        _write_smollm_tokenizer(reader, folder)
-    else:
+        _convert_here(file, folder, progress)
+    except Unsupported as reason:
+        log.info("%s: %s; converting by transformers", gguf_file.name, reason)
         _convert_by_transformers(gguf_file, folder, progress)
-    config_file = folder / "tokenizer_config.json"  # the file's own words: transformers 5.17 mistakes bos for eos
-    config = (read_json(config_file) if config_file.exists() else {}) | _special_tokens(reader)
-    config_file.write_text(json.dumps(config, indent=1, ensure_ascii=False), encoding="utf-8")
+        config_file = folder / "tokenizer_config.json"  # the file's own words: transformers 5.17 mistakes bos for eos
+        config = (read_json(config_file) if config_file.exists() else {}) | special_tokens(file)
+        config_file.write_text(json.dumps(config, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _meta(reader: Any, key: str, default: Any = None) -> Any:
-    """A metadata field of the file."""
-    field = reader.fields.get(key)
-    return default if field is None else field.contents()
+def _convert_here(file: GGUFFile, folder: Path, progress: Progress) -> None:
+    """Unsupported, before anything is written, where the file holds something that is not known here."""
+    from sharesd.models.gguf.architecture import config_of
+    from sharesd.models.gguf.tokenizer import check_tokenizer, write_tokenizer
+    from sharesd.models.gguf.weights import names_of, write_weights
 
-
-def _is_plain_smollm(reader: Any) -> bool:
-    """True for what is converted here: Llama weights without extras and the SmolLM tokenizer."""
-    keys = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre", "llama.rope.scaling.type")
-    known = [_meta(reader, key) for key in keys] == ["llama", "gpt2", "smollm", None]
-    return known and all(_llama_name(tensor.name) for tensor in reader.tensors)
-
-
-def _special_tokens(reader: Any) -> dict[str, str]:
-    """Roles and tokens, as tokenizer_config.json names them."""
-    tokens = _meta(reader, "tokenizer.ggml.tokens")
-    roles = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
-    ids = {role: _meta(reader, f"tokenizer.ggml.{key}_token_id") for key, role in roles.items()}
-    return {role: tokens[i] for role, i in ids.items() if i is not None}
-
-
-def _write_llama_weights(reader: Any, folder: Path, progress: Progress) -> None:
-    import gguf
-    import numpy as np
-    from safetensors.torch import save_file
-
-    heads = _meta(reader, "llama.attention.head_count")
-    paired = {"attn_q.weight": heads, "attn_k.weight": _meta(reader, "llama.attention.head_count_kv", heads)}
-    tensors: dict[str, Tensor] = {}
-    for i, stored in enumerate(reader.tensors):
-        rows = np.array(gguf.dequantize(stored.data, stored.tensor_type))  # a copy: the file is read-only
-        tensor = torch.from_numpy(rows)
-        for suffix, num_heads in paired.items():
-            if stored.name.endswith(suffix):  # GGUF rotates neighbouring rows of a head, we rotate its halves
-                tensor = tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
-        tensors[_llama_name(stored.name)] = tensor.to(torch.bfloat16).contiguous()
-        progress("converting weights", i + 1, len(reader.tensors))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _write_llama_config(reader: Any, folder: Path) -> None:
-    hidden, heads = _meta(reader, "llama.embedding_length"), _meta(reader, "llama.attention.head_count")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": len(_meta(reader, "tokenizer.ggml.tokens")),
-        "hidden_size": hidden,
-        "intermediate_size": _meta(reader, "llama.feed_forward_length"),
-        "num_hidden_layers": _meta(reader, "llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _meta(reader, "llama.attention.head_count_kv", heads),
-        "head_dim": _meta(reader, "llama.rope.dimension_count", hidden // heads),
-        "hidden_act": "silu",
-        "max_position_embeddings": _meta(reader, "llama.context_length"),
-        "rms_norm_eps": _meta(reader, "llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": _meta(reader, "llama.rope.freq_base", 10_000.0),
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "bos_token_id": _meta(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _meta(reader, "tokenizer.ggml.eos_token_id"),
-    }
+    config = config_of(file)
+    DecoderConfig.from_hf(config)
+    check_tokenizer(file)
+    names_of(file)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def _write_smollm_tokenizer(reader: Any, folder: Path) -> None:
-    """Byte-level BPE after splitting off single digits, as SmolLM was trained (transformers forgets the digits)."""
-    from gguf import TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    tokens, types = _meta(reader, "tokenizer.ggml.tokens"), _meta(reader, "tokenizer.ggml.token_type")
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in _meta(reader, "tokenizer.ggml.merges"))]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    for token, kind in zip(tokens, types, strict=True):
-        if kind != TokenType.NORMAL:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if template := _meta(reader, "tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-
-
-def _llama_name(name: str) -> str:
-    """llama.cpp's name of a tensor in the checkpoint's naming; empty for what a plain Llama does not have."""
-    match name.split("."):
-        case ["blk", number, part, "weight"] if part in _INNER:
-            return f"model.layers.{number}.{_INNER[part]}.weight"
-    return _OUTER.get(name, "")
-
-
-_OUTER = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    write_weights(file, heads, folder / "model.safetensors", progress)
+    progress("writing the tokenizer", 0, 1)
+    write_tokenizer(file, folder)
+    progress("writing the tokenizer", 1, 1)
 
 
 def _convert_by_transformers(gguf_file: Path, folder: Path, progress: Progress) -> None:

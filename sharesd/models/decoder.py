@@ -15,7 +15,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from compile.attention import Branches, attend
 from sharesd.cache import StaticKVCache
@@ -27,6 +26,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+def _linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
+    """A linear without values. (torch's skip_init does the same, after importing sympy and Dynamo for a second.)"""
+    linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
+    for name, parameter in list(linear.named_parameters()):
+        setattr(linear, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+    return linear
 
 
 class RMSNorm(nn.Module):
@@ -57,8 +64,8 @@ class Attention(nn.Module):
         self.scale, self.softcap = c.attn_scale, c.attn_softcap
         self.window, self.use_rope = kind.window, kind.rope >= 0
         width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv = skip_init(nn.Linear, c.hidden_size, width, bias=c.qkv_bias, **place)
-        self.o = skip_init(nn.Linear, c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
+        self.qkv = _linear(c.hidden_size, width, bias=c.qkv_bias, **place)
+        self.o = _linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
 
@@ -71,6 +78,7 @@ class Attention(nn.Module):
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
         *branches: Tensor,
+        recent: int = 0,
     ) -> Tensor:
         heads = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
@@ -87,6 +95,7 @@ class Attention(nn.Module):
             lengths_B,
             scale=self.scale,
             window=self.window,
+            recent=recent,
             softcap=self.softcap,
             branches=Branches(*branches) if branches else None,
         )
@@ -98,8 +107,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, **place) -> None:
         super().__init__()
-        self.gate_up = skip_init(nn.Linear, config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
-        self.down = skip_init(nn.Linear, config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
+        self.gate_up = _linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
+        self.down = _linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
         self.act = _ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,17 +139,20 @@ class Block(nn.Module):
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
         *branches: Tensor,
+        recent: int = 0,
     ) -> Tensor:
-        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches."""
+        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches. `recent`: how
+        far it looks back, see `attend`.
+        """
         tensors = (cos_BTr, sin_BTr, k_cache_BKSd, v_cache_BKSd, lengths_B, *branches)
-        attended = self.attn(self.attn_norm(x_BTD), *tensors)
+        attended = self.attn(self.attn_norm(x_BTD), *tensors, recent=recent)
         x_BTD = x_BTD + self.attn_out_norm(attended)
         return x_BTD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BTD)))
 
 
-def call_block(block: nn.Module, *tensors: Tensor) -> Tensor:
+def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:
     """How blocks run unless `Decoder.run_block` is replaced."""
-    return block(*tensors)
+    return block(*tensors, recent=recent)
 
 
 class Decoder(nn.Module):
@@ -158,7 +170,8 @@ class Decoder(nn.Module):
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
         self.takes_trees = True
         self.step_widths: frozenset[int] = frozenset()
-        self.embed = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed = nn.Embedding.from_pretrained(table_VD)
         self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=device) for kind in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device="meta")
@@ -170,7 +183,8 @@ class Decoder(nn.Module):
             self.register_buffer(f"cos_{i}", cos, persistent=False)
             self.register_buffer(f"sin_{i}", sin, persistent=False)
         self.run_block: Callable[..., Tensor] = call_block
-        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches) -> x. Compilation and offloading put theirs."""
+        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x. Compilation and offloading put
+        theirs."""
         self.run_stack: Callable[..., Tensor] = self._run_stack
         """(x, cache, branches) -> x: all blocks and the last norm. Compilation puts its own here."""
 
@@ -211,5 +225,5 @@ class Decoder(nn.Module):
         for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
             cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
             tensors = (cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
-            x_BTD = self.run_block(block, x_BTD, *tensors)
+            x_BTD = self.run_block(block, x_BTD, *tensors, recent=cache.recent)
         return self.norm(x_BTD)

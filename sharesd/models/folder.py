@@ -69,6 +69,18 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has no weights; expected {' or '.join(WEIGHT_FILES)} (or their index of shards)")
 
 
+def stamp(file: Path) -> list[int]:
+    """Size and time of the last change (ns): another one, as far as anybody can tell, for other content."""
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def identity(folder: Path) -> str:
+    """Names this checkpoint's weights as they are now, without reading them."""
+    files = [file.resolve() for file in (folder / "config.json", *weight_files(folder))]
+    return repr([(str(file), *stamp(file)) for file in files])
+
+
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of one file, mapped rather than read, one after the other; ValueError if it is damaged."""
     try:

@@ -58,7 +58,9 @@ class HFModel(nn.Module):
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
         """An empty cache in the model's dtype and on its device."""
         model = self.model
-        return StaticKVCache(shapes=self._shapes, batch=batch, slots=slots, dtype=model.dtype, device=model.device)
+        return StaticKVCache(
+            shapes=self._shapes, batch=batch, slots=slots, dtype=model.dtype, device=model.device, plain=True
+        )
 
     def forward(
         self,
@@ -73,7 +75,7 @@ class HFModel(nn.Module):
         inputs: dict[str, Any] = {
             "input_ids": tokens_BT,
             "past_key_values": _RowCache(cache),
-            "attention_mask": torch.ones(B, cache.k[0].shape[2], dtype=torch.int64, device=tokens_BT.device),
+            "attention_mask": torch.ones(B, cache.slots, dtype=torch.int64, device=tokens_BT.device),
             "use_cache": True,
         }
         if "position_ids" in self._takes:

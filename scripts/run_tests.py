@@ -1,0 +1,67 @@
+"""The tests, in groups with a process each: a crash ends its group only, and is reported with the test that ran.
+
+python scripts/run_tests.py [flags of pytest, for every group]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+GROUPS: dict[str, dict[str, str]] = {
+    "compiled by Inductor": {"TEST_GROUP": "inductor"},
+    "kernels, a guard page behind each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "behind"},
+    "kernels, a guard page before each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "before"},
+    "all others": {"TEST_GROUP": "others"},
+}
+"""What tells them apart is in tests/conftest.py."""
+NO_TESTS = 5
+"""What pytest returns where flags select none."""
+
+
+def main(flags: list[str]) -> int:
+    started, counts = time.monotonic(), Counter[str]()
+    crashes: list[str] = []
+    for name, settings in GROUPS.items():
+        print(f"\n-- {name}", flush=True)
+        status, summary, running = run(settings, flags)
+        counts.update({word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summary)})
+        if status < 0:
+            crashes.append(f"{name}: {signal.Signals(-status).name} in {running}")
+            print(f"crashed: {crashes[-1]}", flush=True)
+        elif status > 1 and status != NO_TESTS:
+            return status  # interrupted, or flags that pytest does not know
+    print("\n== all groups")
+    for crash in crashes:
+        print(f"CRASHED {crash}")
+    counts["failed"] += len(crashes)
+    order = ("failed", "passed", "skipped", "deselected", "xfailed", "warnings", "errors", "error")
+    parts = [f"{counts[word]} {word}" for word in order if counts[word]]
+    print(f"{', '.join(parts) or 'no tests ran'} in {time.monotonic() - started:.2f}s")
+    return int(bool(counts["failed"] + counts["errors"] + counts["error"] or not counts["passed"]))
+
+
+def run(settings: dict[str, str], flags: list[str]) -> tuple[int, str, str]:
+    """Status (negative: a signal), the summary line, and the test that was begun last."""
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder) / "running"
+        environment = {**os.environ, **settings, "RUNNING_TEST": str(note)}
+        command = [sys.executable, "-X", "faulthandler", "-m", "pytest", *flags]
+        last = ""
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = line if " in " in line and re.search(r"\d+ [a-z]+", line) else last
+        return process.returncode, last.partition(" in ")[0], note.read_text() if note.exists() else "no test"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,8 @@
+# Sourced by the scripts that test: everything that can be made again goes to folders of its own, whatever the machine has,
+# and away at the end.
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir "$scratch/home" "$scratch/tmp"
+unset "${!SHARESD_@}" "${!TORCHINDUCTOR_@}" "${!OMP_@}" "${!HF_@}" "${!XDG_@}" LOGLEVEL
+export HOME="$scratch/home" TMPDIR="$scratch/tmp" SHARESD_CACHE_DIR="$scratch/cache" TORCHINDUCTOR_CACHE_DIR="$scratch/inductor"
+step() { printf '\n== %s\n' "$*"; }

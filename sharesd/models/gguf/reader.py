@@ -1,0 +1,138 @@
+"""A .gguf file: its metadata and where its tensors lie, read once.
+
+The layout is that of versions 2 and 3 (little-endian): counts, key-value pairs, a table of tensors, then their data.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+"""Types of values -> numpy's names of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """One tensor as the file holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Outputs first, as torch has it."""
+    kind: GGMLQuantizationType
+    data: np.ndarray
+    """uint8 [bytes], mapped from the file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GGUFFile:
+    """What a file says."""
+
+    metadata: dict[str, Any]
+    """Keys and values: numbers, strings, lists."""
+    tensors: dict[str, StoredTensor]
+    """By name, in the file's order."""
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return self.metadata.get("general.architecture", "")
+
+    def tokenizer(self, key: str, default: Any = None) -> Any:
+        """A field of the tokenizer."""
+        return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Map a file and read its header; ValueError where it is none, or incomplete."""
+    with path.open("rb") as stream:
+        try:
+            data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            return _Reader(data).file()
+        except (ValueError, KeyError, IndexError, struct.error, OverflowError) as error:
+            raise ValueError(f"{path} is not a readable GGUF file ({error}); download it again") from error
+
+
+class _Reader:
+    """A place in the header."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def file(self) -> GGUFFile:
+        if self.data[:4] != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        self.at = 4
+        version = self.number("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"its version is {version}, not {' or '.join(map(str, _VERSIONS))}")
+        num_tensors, num_fields = self.number("<Q"), self.number("<Q")
+        metadata = {}
+        for _ in range(num_fields):
+            key = self.string()
+            metadata[key] = self.value(self.number("<I"))
+        places = [self.place() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        begin = -(-self.at // alignment) * alignment
+        return GGUFFile(metadata, {place[0]: self.tensor(begin, *place) for place in places})
+
+    def number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return value
+
+    def string(self) -> str:
+        (text,) = self.strings(1)
+        return text
+
+    def strings(self, count: int) -> list[str]:
+        """Many at once: vocabularies hold hundreds of thousands."""
+        data, at, read, texts = self.data, self.at, struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + read(data, at)[0]
+            texts.append(data[begin:at].decode())
+        if at > len(data):
+            raise ValueError("it ends within a text")
+        self.at = at
+        return texts
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.scalars(kind, 1)[0]
+        kind, count = self.number("<I"), self.number("<Q")
+        if kind == _STRING:
+            return self.strings(count)
+        if kind == _ARRAY:
+            return [self.value(_ARRAY) for _ in range(count)]
+        return self.scalars(kind, count)
+
+    def scalars(self, kind: int, count: int) -> list[Any]:
+        values = np.frombuffer(self.data, _SCALARS[kind], count, self.at)
+        self.at += values.nbytes
+        return values.tolist()
+
+    def place(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, type and offset of a tensor."""
+        name, num_dims = self.string(), self.number("<I")
+        dims = tuple(self.number("<Q") for _ in range(num_dims))
+        return name, dims[::-1], self.number("<I"), self.number("<Q")
+
+    def tensor(self, begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
+        stored = GGMLQuantizationType(kind)
+        block, num_bytes = GGML_QUANT_SIZES[stored]
+        size = math.prod(shape) // block * num_bytes
+        if begin + offset + size > len(self.data):
+            raise ValueError(f"it ends before the end of tensor {name}")
+        return StoredTensor(name, shape, stored, np.frombuffer(self.data, np.uint8, size, begin + offset))

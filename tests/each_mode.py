@@ -1,0 +1,38 @@
+"""A generation in each mode, chains and trees, greedy and sampled, with a model of test size; all have one text."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tiny import make_checkpoint
+
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.load import Runtime
+
+MODES: tuple[Mode, ...] = ("naive", "share", "classic", "ngram", "suffix", "recycle", "hybrid")
+TREES: dict[str, dict[str, Any]] = {"chains": {"num_draft": 4}, "trees": {"num_draft": 6, "tree": (2, 3, 6)}}
+GREEDY = SamplingParams(max_new_tokens=48)
+SAMPLED = SamplingParams(max_new_tokens=48, temperature=1.0, top_p=0.9, seed=3)
+PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7], [5, 6, 7] * 20]
+
+
+def main() -> None:
+    """AssertionError where texts differ."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = str(make_checkpoint(Path(folder)))
+        for name, options in TREES.items():
+            config = EngineConfig(target=checkpoint, device="cpu", max_context=256, max_batch=2, **options)
+            runtime = Runtime(config, MODES)
+            for params in (GREEDY, SAMPLED):
+                texts = {}
+                for mode in MODES:
+                    engine = runtime.engine(mode, warm=params)
+                    texts[mode] = [done.token_ids for done in engine.complete(PROMPTS, params)]
+                    assert texts[mode] == texts["naive"], f"{mode}: {texts}"
+                    print(f"{name}, temperature {params.temperature}: {mode} ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()

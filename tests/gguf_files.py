@@ -1,0 +1,127 @@
+"""Tiny random .gguf files of the architectures and tokenizers that are converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tokenizers import pre_tokenizers
+
+WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def write_gguf(
+    file: Path, architecture: str = "llama", pre: str = "smollm", extra: Mapping[str, Any] | None = None
+) -> Path:
+    """A model of two blocks. `pre` names the byte-level pre-tokenizer; "spm" asks for sentencepiece.
+
+    `extra` holds more fields of the architecture, numbers or texts.
+    """
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    if architecture.startswith("gemma"):
+        writer.add_sliding_window(16)
+    if architecture.startswith("gemma") or architecture == "qwen3":
+        writer.add_key_length(head_dim(architecture))
+        writer.add_value_length(head_dim(architecture))
+    else:
+        writer.add_rope_dimension_count(16)
+    for key, value in (extra or {}).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
+    num_tokens = _add_sentencepiece(writer) if pre == "spm" else _add_byte_level(writer, pre)
+    writer.add_vocab_size(num_tokens)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(pre == "spm")
+    writer.add_chat_template(TEMPLATE)
+    _add_tensors(writer, architecture, num_tokens)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def head_dim(architecture: str) -> int:
+    """transformers overlooks that a Qwen3 file names another size than 128."""
+    return 128 if architecture == "qwen3" else 16
+
+
+def _add_byte_level(writer: gguf.GGUFWriter, pre: str) -> int:
+    merges = []
+    for word in WORDS:
+        merges += [f"{word[:i]} {word[i]}" for i in range(1, len(word))] + [f"Ġ {word}"]
+    merges = list(dict.fromkeys(merges))
+    made = [merge.replace(" ", "") for merge in merges]
+    tokens = list(dict.fromkeys([*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *made]))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
+    writer.add_token_merges(merges)
+    return len(tokens)
+
+
+def _add_sentencepiece(writer: gguf.GGUFWriter) -> int:
+    """Tokens of bytes, runs of lines and of spaces (written as Gemma's files do), words and their beginnings."""
+    kinds = {token: gguf.TokenType.CONTROL for token in CONTROL} | {"<unk>": gguf.TokenType.UNKNOWN}
+    kinds |= {token: gguf.TokenType.USER_DEFINED for token in ("\n\n", "  ", "    ", "<b>")}
+    kinds |= {f"<0x{byte:02X}>": gguf.TokenType.BYTE for byte in range(256)}
+    marked = [f"▁{word}" for word in WORDS]
+    pieces = [word[:i] for word in (*WORDS, *marked) for i in range(2, len(word) + 1)]
+    letters = sorted({letter for piece in pieces for letter in piece})
+    for token in (*dict.fromkeys(sorted(pieces, key=len)), *letters):
+        kinds.setdefault(token, gguf.TokenType.NORMAL)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(list(kinds))
+    writer.add_token_scores([-float(i // 2) for i in range(len(kinds))])  # some scores are equal
+    writer.add_token_types(list(kinds.values()))
+    writer.add_unk_token_id(3)
+    return len(kinds)
+
+
+def _add_tensors(writer: gguf.GGUFWriter, architecture: str, num_tokens: int) -> None:
+    random, head = np.random.default_rng(0), head_dim(architecture)
+    heads = {"attn_q": 4 * head, "attn_k": 2 * head, "attn_v": 2 * head}
+
+    def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType | None = None) -> None:
+        data = random.standard_normal(shape, dtype=np.float32) * 0.1 + (len(shape) == 1)
+        kind = kind or (gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else gguf.GGMLQuantizationType.F32)
+        writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+
+    add("token_embd.weight", num_tokens, 64)
+    add("output_norm.weight", 64)
+    if architecture in ("qwen3", "phi3"):
+        add("output.weight", num_tokens, 64, kind=gguf.GGMLQuantizationType.F16)
+    rows: dict[str, tuple[int, ...]] = {"attn_output": (64, 4 * head), "attn_norm": (64,), "ffn_norm": (64,)}
+    if architecture == "phi3":
+        rows |= {"attn_qkv": (128, 64), "ffn_up": (192, 64)}
+    else:
+        rows |= {name: (size, 64) for name, size in heads.items()} | {"ffn_gate": (96, 64), "ffn_up": (96, 64)}
+    if architecture.startswith("gemma"):
+        rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
+    if architecture in ("gemma3", "qwen3"):
+        rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
+    for i in range(2):
+        for name, shape in rows.items():
+            kind = gguf.GGMLQuantizationType.BF16 if name == "attn_output" else None
+            add(f"blk.{i}.{name}.weight", *shape, kind=kind)
+        add(f"blk.{i}.ffn_down.weight", 64, 96, kind=gguf.GGMLQuantizationType.Q4_0)
+        if architecture == "qwen2":
+            for name, size in heads.items():
+                add(f"blk.{i}.{name}.bias", size)

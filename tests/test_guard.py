@@ -1,0 +1,210 @@
+"""Guard pages catch one element: of every region that a kernel is handed, the first or the last one is taken away.
+
+In a child process each, which has to crash. Kernels run here by the functions that others call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from oracle import tiny_decoder
+from torch import Tensor
+
+from compile.attention import Branches, attend, new_kv, row_keeper
+from compile.find import finder
+from compile.linear import LowPackedLinear, PackedLinear, pack_linears
+from compile.noise import hashed_gumbel
+from compile.stack import NativeStack
+from compile.topk import arg_max, top_k
+from compile.walk import walk
+
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif("GUARD_PAGES" not in os.environ, reason="needs GUARD_PAGES=behind or before"),
+]
+Hand = Callable[[str, Tensor], Tensor]
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+CHAIN = Branches(torch.tensor([[0, 1, 2]]), torch.tensor([[[0, 0, 0], [0, 1, 0], [0, 1, 2]]]))
+T = 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def too_short(tensor: Tensor) -> Tensor:
+    """The tensor without memory for its last element, or for its first."""
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    size = tensor.element_size()
+    kept = torch.empty(tensor.nbytes - size, dtype=torch.uint8)
+    _alive.append(kept)
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    behind = os.environ["GUARD_PAGES"] == "behind"
+    kept.copy_(flat[:-size] if behind else flat[size:])
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(kept.data_ptr() - (0 if behind else size))
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+_alive: list[Tensor] = []
+
+
+def crashes(call: Callable[[Hand], object], taken: str) -> bool:
+    """Whether a child dies of it."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        call(lambda name, tensor: too_short(tensor) if name == taken else tensor)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGSEGV, signal.SIGBUS)
+
+
+def every_region_is_guarded(call: Callable[[Hand], object]) -> None:
+    names: list[str] = []
+
+    def whole(name: str, tensor: Tensor) -> Tensor:
+        names.append(name)
+        return tensor
+
+    call(whole)
+    assert names and [name for name in names if not crashes(call, name)] == []
+
+
+def random(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("branches", [None, CHAIN], ids=["chain", "tree"])
+def test_attention(dtype: torch.dtype, branches: Branches | None) -> None:
+    def call(hand: Hand) -> None:
+        caches = new_kv(1, 2, 64, 16, dtype, CPU)
+        tree = branches and Branches(hand("depth", branches.depth_BT.clone()), hand("path", branches.path_BTP.clone()))
+        attend(
+            *(hand(name, random(dtype, 1, T, heads, 16)) for name, heads in (("q", 4), ("k", 2), ("v", 2))),
+            *(hand(name, cache) for name, cache in zip(("k cache", "v cache"), caches, strict=True)),
+            hand("lengths", torch.tensor([64 - T])),
+            scale=0.25,
+            branches=tree,
+        )
+
+    every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keeping_rows(dtype: torch.dtype) -> None:
+    def call(hand: Hand) -> None:
+        k, v = (hand(name, cache) for name, cache in zip("kv", new_kv(1, 1, 32, 8, dtype, CPU), strict=True))
+        keep = row_keeper([k], [v])
+        for length, path in ((0, [1, 2, 3]), (32 - 4, [1, 2, 3])):
+            keep(
+                hand("lengths", torch.tensor([length])),
+                hand("path", torch.tensor([path])),
+                hand("num", torch.tensor([3])),
+            )
+
+    every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linears(dtype: torch.dtype) -> None:
+    def call(hand: Hand) -> None:
+        linear = PackedLinear(random(dtype, 40, 33), None)
+        linear.weight, linear.bias = hand("weight", linear.weight), hand("bias", random(dtype, 40))
+        linear(hand("x", random(dtype, 7, 33)))
+
+    def low(hand: Hand) -> None:
+        for bits in (4, 8):
+            codes = torch.full((40, 64), 3, dtype=torch.uint8)
+            linear = LowPackedLinear(codes, random(dtype, 40, 2), random(dtype, 40, 2), None, bits)
+            linear.weight, linear.bias = hand(f"weight {bits}", linear.weight), hand(f"bias {bits}", random(dtype, 40))
+            linear(hand(f"x {bits}", random(dtype, 7, 64)))
+
+    every_region_is_guarded(low)
+    if dtype == torch.bfloat16:
+        call(lambda name, tensor: tensor)  # an odd number of inputs is padded: x is copied
+    else:
+        every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_stack(dtype: torch.dtype) -> None:
+    def call(hand: Hand) -> None:
+        model = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
+        pack_linears(model.blocks)
+        cache = model.new_cache(1, 64)
+        for path, module in (*model.blocks.named_modules(), ("norm", model.norm)):
+            for of, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        handed = hand(f"{path}.{name}", tensor.detach())
+                        tensors[name] = torch.nn.Parameter(handed, False) if of == "parameter" else handed
+        tables = [(hand("cosines", cos), hand("sines", sin)) for cos, sin in model.rope_tables]
+        cache.k = [hand(f"k {i}", k) for i, k in enumerate(cache.k)]
+        cache.v = [hand(f"v {i}", v) for i, v in enumerate(cache.v)]
+        ropes = [kind.rope for kind in model.config.layers]
+        stack = NativeStack(model.blocks, tables=tables, ropes=ropes, activation="silu", norm=model.norm)
+        for name, value in list(vars(stack).items()):
+            if isinstance(value, Tensor):
+                setattr(stack, name, hand(name, value))
+        for length in (0, 64 - T):
+            cache.lengths = hand("lengths", torch.tensor([length]))
+            stack(random(dtype, 1, T, 32), cache)
+
+    with torch.inference_mode():
+        every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest(dtype: torch.dtype) -> None:
+    x = random(dtype, 3, 1003)
+
+    def call(hand: Hand) -> None:
+        for k in (1, 5):
+            best = top_k(hand("x", x.clone()), k)
+            assert torch.equal(x.gather(1, best), x.topk(k).values)
+        assert torch.equal(arg_max(x), x.argmax(-1))
+
+    every_region_is_guarded(call)
+    every_region_is_guarded(lambda hand: arg_max(hand("x", x.clone())))
+
+
+def test_noise() -> None:
+    every_region_is_guarded(lambda hand: hashed_gumbel(hand("keys", torch.arange(6).view(3, 2)), [3, 5], 100))
+
+
+def test_the_walk() -> None:
+    def call(hand: Hand) -> None:
+        path = CHAIN.path_BTP[:, :, : T - 1].clone()  # it reads no further, and nothing of the root's own
+        path = hand("path", path) if os.environ["GUARD_PAGES"] == "behind" else path
+        tree = Branches(hand("depth", CHAIN.depth_BT.clone()), path)
+        walk(hand("tokens", torch.tensor([[7, 8]])), tree, hand("target", torch.tensor([[7, 8, 9]])))
+
+    every_region_is_guarded(call)
+
+
+def test_looking_up() -> None:
+    text = [5, 1, 2, 5, 1, 3]
+    order = sorted(range(len(text)), key=lambda start: text[start:])
+
+    def call(hand: Hand) -> None:
+        arrays = (
+            hand(name, torch.tensor(values, dtype=torch.int32)) for name, values in (("text", text), ("order", order))
+        )
+        find = finder(*(array.numpy().byteswap(inplace=True).view(np.dtype(">i4")) for array in arrays), 4)
+        for wanted in ([0], [9], [1, 3], [5, 1, 2], [3]):
+            find(wanted)
+
+    every_region_is_guarded(call)
