@@ -11,14 +11,16 @@ import ctypes
 
 import torch
 
-SUSPICIOUS = 0.1
-"""Share of a round's time lost to waiting for a thread without a core, from which on fewer threads are tried."""
+SUSPICIOUS, WORSE = 0.15, 1.5
+"""Share of a round's time lost to waiting for a thread without a core, from which on fewer threads are tried; and at once
+again where it is so many times what it was when that failed."""
 RECENT = 8
 """Rounds over which means run."""
 TRIAL = 4
 """Rounds that a trial of another number takes at most."""
-SOON, LATE = 64, 256
-"""Rounds from a trial that failed to the next, and at most: they double from one failure to the next."""
+SOON, LATE_UP, LATE_DOWN = 64, 128, 1024
+"""Rounds from a trial that failed to the next, and at most, of more and of fewer threads: they double from one failure to
+the next. That a neighbour has gone shows in a trial only."""
 BETTER = 0.95
 """A trial must take this share of the time at most."""
 HOPELESS = 1.5
@@ -42,6 +44,7 @@ class Crew:
         self._lost_share, self._pace = 0.0, 0.0  # running means: of time lost, of seconds for the work of one
         self._since, self._patience = 0, RECENT  # rounds since the last trial, and until the next
         self._stride, self._backoff = 1, SOON  # how many fewer are tried; patience once all have failed
+        self._suspected, self._lived_with = 0.0, 0.0  # share lost when a trial began, and when the last one failed
         self._before: int | None = None  # during a trial: the number that it is compared with
         self._trial: list[float] = []
         torch.set_num_threads(most)
@@ -60,15 +63,17 @@ class Crew:
         self._since += 1
         self._lost_share += (min(1.0, lost / seconds) - self._lost_share) / RECENT
         self._pace += (pace - self._pace) / min(self._since, RECENT)
-        if self._since < self._patience:
+        suspicious = self.size > 1 and self._lost_share > SUSPICIOUS
+        worse = suspicious and self._lost_share > WORSE * self._lived_with
+        if self._since < (RECENT if worse else self._patience):
             return
-        if self.size > 1 and self._lost_share > SUSPICIOUS:
+        if suspicious:
             self._try(max(1, self.size - self._stride))
         elif self.size < self.most:
             self._try(self.size + 1)
 
     def _try(self, size: int) -> None:
-        self._before, self._trial = self.size, []
+        self._before, self._trial, self._suspected = self.size, [], self._lost_share
         self._set(size)
 
     def _judge(self, pace: float) -> None:
@@ -78,14 +83,14 @@ class Crew:
             return
         tried = self.size
         if sum(self._trial) / len(self._trial) < BETTER * self._pace:
-            self._patience, self._stride, self._backoff = RECENT, 1, SOON
+            self._patience, self._stride, self._backoff, self._lived_with = RECENT, 1, SOON, 0.0
         else:
             self._set(self._before)
             self._stride *= 2  # where two cores are busy, one thread less gains nothing
             self._patience = RECENT
             if tried == 1 or tried > self.size:
-                self._patience, self._stride = self._backoff, 1
-                self._backoff = min(LATE, 2 * self._backoff)
+                self._patience, self._stride, self._lived_with = self._backoff, 1, self._suspected
+                self._backoff = min(LATE_DOWN if tried < self.size else LATE_UP, 2 * self._backoff)
         self._before, self._since, self._lost_share = None, 0, 0.0
 
     def _set(self, size: int) -> None:

@@ -140,12 +140,14 @@ def test_linears(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_stack(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
     def call(hand: Hand) -> None:
         model = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
         pack_linears(model.blocks)
         cache = model.new_cache(1, 64)
-        for path, module in (*model.blocks.named_modules(), ("norm", model.norm)):
+        last = {"norm": model.norm} if normed else {}
+        for path, module in (*model.blocks.named_modules(), *last.items()):
             for of, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in tensors.items():
                     if tensor is not None:
@@ -155,7 +157,7 @@ def test_the_stack(dtype: torch.dtype) -> None:
         cache.k = [hand(f"k {i}", k) for i, k in enumerate(cache.k)]
         cache.v = [hand(f"v {i}", v) for i, v in enumerate(cache.v)]
         ropes = [kind.rope for kind in model.config.layers]
-        stack = NativeStack(model.blocks, tables=tables, ropes=ropes, activation="silu", norm=model.norm)
+        stack = NativeStack(model.blocks, tables=tables, ropes=ropes, activation="silu", **last)
         for name, value in list(vars(stack).items()):
             if isinstance(value, Tensor):
                 setattr(stack, name, hand(name, value))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compile.threads import LATE, RECENT, Crew
+from compile.threads import LATE_UP, RECENT, Crew
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_threads_make_room_for_neighbours_and_come_back(crew: Crew, neighbours: 
     took, sizes = live(crew, 2000, neighbours)
     assert sizes[8 * RECENT :].count(4 - neighbours) > 0.95 * (2000 - 8 * RECENT)
     assert took < 1.05 * 2000 * (0.5 + 2.0 / (4 - neighbours))
-    sizes = live(crew, 2 * LATE, 0)[1]
+    sizes = live(crew, 4 * LATE_UP, 0)[1]
     assert sizes[-1] == 4
 
 
@@ -53,6 +53,13 @@ def test_waiting_that_fewer_threads_do_not_mend_is_lived_with(crew: Crew) -> Non
         sizes.append(crew.size)
         crew.worked(1.0 + 0.4 * (4 - crew.size))
     assert sizes.count(4) > 0.97 * 2000
+
+
+def test_a_neighbour_is_noticed_though_lesser_troubles_were_lived_with(crew: Crew) -> None:
+    for _ in range(2000):
+        crew._lost_ns.value += int(0.2e9)
+        crew.worked(1.0 + 0.4 * (4 - crew.size))
+    assert live(crew, 4 * RECENT, 1)[1][-1] == 3
 
 
 def test_a_fixed_number_stays_and_one_set_by_others_is_taken(crew: Crew) -> None:
