@@ -12,15 +12,15 @@ import ctypes
 import torch
 
 SUSPICIOUS, WORSE = 0.15, 1.5
-"""Share of a round's time lost to waiting for a thread without a core, from which on fewer threads are tried; and at once
-again where it is so many times what it was when that failed."""
+"""Share of a round's time lost to waiting for a thread without a core, from which on fewer threads are tried; and at
+once again where it is so many times what it was when that failed."""
 RECENT = 8
 """Rounds over which means run."""
 TRIAL = 4
 """Rounds that a trial of another number takes at most."""
 SOON, LATE_UP, LATE_DOWN = 64, 128, 1024
-"""Rounds from a trial that failed to the next, and at most, of more and of fewer threads: they double from one failure to
-the next. That a neighbour has gone shows in a trial only."""
+"""Rounds from a trial that failed to the next, and at most, of more and of fewer threads: they double from one failure
+to the next. That a neighbour has gone shows in a trial only."""
 BETTER = 0.95
 """A trial must take this share of the time at most."""
 HOPELESS = 1.5
@@ -83,7 +83,8 @@ class Crew:
             return
         tried = self.size
         if sum(self._trial) / len(self._trial) < BETTER * self._pace:
-            self._patience, self._stride, self._backoff, self._lived_with = RECENT, 1, SOON, 0.0
+            self._patience, self._stride, self._backoff = RECENT, 1, SOON
+            self._lost_share, self._lived_with = 0.0, 0.0
         else:
             self._set(self._before)
             self._stride *= 2  # where two cores are busy, one thread less gains nothing
@@ -91,7 +92,7 @@ class Crew:
             if tried == 1 or tried > self.size:
                 self._patience, self._stride, self._lived_with = self._backoff, 1, self._suspected
                 self._backoff = min(LATE_DOWN if tried < self.size else LATE_UP, 2 * self._backoff)
-        self._before, self._since, self._lost_share = None, 0, 0.0
+        self._before, self._since = None, 0
 
     def _set(self, size: int) -> None:
         self.size = size
