@@ -21,6 +21,7 @@ from compile.attention import Branches, attend, new_kv, row_keeper
 from compile.find import finder
 from compile.linear import LowPackedLinear, PackedLinear, pack_linears
 from compile.noise import hashed_gumbel
+from compile.solve import solve_groups
 from compile.stack import NativeStack
 from compile.topk import arg_max, top_k
 from compile.walk import walk
@@ -106,8 +107,8 @@ def test_attention(dtype: torch.dtype, branches: Branches | None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keeping_rows(dtype: torch.dtype) -> None:
     def call(hand: Hand) -> None:
-        k, v = (hand(name, cache) for name, cache in zip("kv", new_kv(1, 1, 32, 8, dtype, CPU), strict=True))
-        keep = row_keeper([k], [v])
+        k, v = (hand(name, cache) for name, cache in zip("kv", new_kv(1, 1, 32, 16, dtype, CPU), strict=True))
+        keep = row_keeper([k], [v], [16])
         for length, path in ((0, [1, 2, 3]), (32 - 4, [1, 2, 3])):
             keep(
                 hand("lengths", torch.tensor([length])),
@@ -167,6 +168,11 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
 
     with torch.inference_mode():
         every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_solving(dtype: torch.dtype) -> None:
+    every_region_is_guarded(lambda hand: solve_groups(hand("weights", random(dtype, 3, 64)), 4, 32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
