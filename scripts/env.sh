@@ -14,7 +14,7 @@ make_environment() {
   fi
   cat >&2 <<'TEXT'
 Making .venv, which takes about a minute with a CPU build of torch (1.6 GB on disk). On Linux the plain package index gives
-the CUDA build, several GB more; for the CPU build: export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+the CUDA build, several GB more; for the CPU build name PyTorch's index of CPU wheels (pytorch.org) in PIP_EXTRA_INDEX_URL.
 TEXT
   python=$("$python" -c 'import sys; print(sys._base_executable)')  # not that of an old .venv, which goes now
   rm -rf .venv
