@@ -7,7 +7,7 @@ ratio. Where that is no draft at all it tries one now and then.
 
 What all this rests on are estimates, and so what drafting has really won or lost against plain steps is kept in an
 account: tries are paid from it, and when it is empty nothing is drafted until plain rounds have filled it again. So
-drafts cost a hundredth of the time at most, and a few steps, however wrong the estimates are.
+drafts cost a fiftieth of the time at most, and a few steps, however wrong the estimates are.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ looks that tell."""
 THIN, PROBE = 1.15, 32
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present."""
-ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.01, 3.0, 4.0, 8.0, 0.5
-"""Of the account, in plain steps: what a round adds; what it holds at first, at most when a text begins, and at most;
-what it must hold before there are drafts again."""
+ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.02, 4.0, (2.0, 6.0), 12.0, 0.5
+"""Of the account, in plain steps: what a round adds; what it holds at first, at least and at most when a text begins, and
+at most; what it must hold before there are drafts again."""
 
 
 class Account:
@@ -65,8 +65,9 @@ class Account:
         self.empty = False
 
     def begin(self) -> None:
-        """A new text: an old one's gains do not pay for losses in this one."""
-        self.balance = min(self.balance, NEW_CREDIT)
+        """A new text: what an old one won or lost says little about it."""
+        self.balance = min(max(self.balance, NEW_CREDIT[0]), NEW_CREDIT[1])
+        self.empty = False
 
     def book(self, gain: float) -> None:
         """A round: tokens emitted, less the plain steps that it took as long as."""

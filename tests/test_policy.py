@@ -173,7 +173,7 @@ def test_what_drafts_lose_is_bounded_however_wrong_the_costs_are() -> None:
         draft_s, step_s = 0.8 * shape.depth, 1.0 + 0.1 * shape.nodes
         policy.record(tree_of(shape), [range(1, 1)], draft_s, step_s)
         lost += draft_s + step_s - 1
-    assert 0 < lost < 60, lost  # of a thousand
+    assert 0 < lost < 80, lost  # of a thousand
 
 
 def test_what_could_not_pay_is_not_even_tried() -> None:
