@@ -53,8 +53,8 @@ THIN, PROBE = 1.15, 32
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present."""
 ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.02, 4.0, (2.0, 6.0), 12.0, 0.5
-"""Of the account, in plain steps: what a round adds; what it holds at first, at least and at most when a text begins, and
-at most; what it must hold before there are drafts again."""
+"""Of the account, in plain steps: what a round adds; what it holds at first, at least and at most when a text begins,
+and at most; what it must hold before there are drafts again."""
 
 
 class Account:
