@@ -84,7 +84,7 @@ inline double exp_neg(double x) { return std::exp(x); }
 // The same of a whole vector, and 0 where it is too small to matter, -infinity included. For weights that are rounded to 16
 // bits (T) a shorter polynomial is enough, with an error of 4e-5.
 template <typename T> inline vfloat exp_or_0(vfloat x) {
-  typedef int32_t vint __attribute__((vector_size(64)));
+  typedef uint32_t vword __attribute__((vector_size(64)));  // wraps around where the result is not used
   constexpr float magic = 12582912.0f;  // 1.5 * 2^23: a number added to it is rounded to a whole one, in its lowest bits
   const vfloat shifted = x * 1.44269504f + magic, n = shifted - magic, zero = {};
   const vfloat r = x - n * 0.693145752f - n * 1.42860677e-6f;
@@ -92,7 +92,7 @@ template <typename T> inline vfloat exp_or_0(vfloat x) {
   if constexpr (sizeof(T) > 2)
     p = 0.5f + r * (0.166666657f + r * (0.0416665853f + r * (0.00833345205f + r * 0.00138888f)));
   p = 1.0f + r * (1.0f + r * p);
-  vint exponent, bits;
+  vword exponent, bits;
   std::memcpy(&exponent, &shifted, 64);
   std::memcpy(&bits, &p, 64);
   bits += exponent << 23;
