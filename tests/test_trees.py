@@ -31,7 +31,7 @@ from sharesd.tables.base import Guess, best_chain, merge, weave
 from sharesd.tables.ngram import NgramTable
 from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import PLAIN, Shape, chain, chains, pack, shapes_of
+from sharesd.tree import PLAIN, Shape, chain, chains, looking_back, pack, shapes_of
 
 CPU = torch.device("cpu")
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -285,7 +285,8 @@ def test_tables_fill_up_a_models_draft(
 
     rounds, turns = count(), count()
     monkeypatch.setattr(Policy, "next_shape", every_third)
-    monkeypatch.setattr(LiveCosts, "learn", lambda *_: None)  # of this machine now
+    learnt: list[Shape] = []
+    monkeypatch.setattr(LiveCosts, "learn", lambda _, shape, *times: learnt.append(shape))
     monkeypatch.setattr(Policy, "looks", lambda _: next(turns) % 4 > 0)  # rounds without any draft between
     plain = tiny_decoder(3)
     model, switch = switched(plain, 0.1)
@@ -293,6 +294,8 @@ def test_tables_fill_up_a_models_draft(
     naive = new_engine(plain, batch=batch).complete(PROMPTS, params)
     futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
     shapes = (*(shapes_of(*tree)[-1:] if tree else [chain(2)]), chain(9))
+    recent = 4 if name == "share" else 0
+    shapes = looking_back(shapes, [recent])  # which are all: steps look back by whole chunks
     cache = model.new_cache(batch, 128)
     inner = (
         ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=2)
@@ -310,6 +313,7 @@ def test_tables_fill_up_a_models_draft(
             together += {name, "oracle"} <= set(chunk.drafters)
         assert [c.token_ids for c in done] == [c.token_ids for c in naive]
     assert together > 1, "rounds in which nodes of both were accepted"
+    assert {shape.recent for shape in learnt if shape.nodes} == {recent}, "what came of drafts is learnt of their shape"
 
 
 def test_weaving_keeps_the_models_nodes_and_adds_what_they_leave_open() -> None:

@@ -95,7 +95,7 @@ class HybridDrafter:
             return draft
         self._woven = True
         tree = pack(rows, shape.nodes + num_added, draft.tokens.device, draft.drafter)
-        return tree._replace(num_steps=draft.num_steps, added=num_added, adder=self._names)
+        return tree._replace(num_steps=draft.num_steps, recent=draft.recent, added=num_added, adder=self._names)
 
     def _read(self) -> None:
         """Let the tables know what they missed."""
