@@ -52,7 +52,7 @@ looks that tell."""
 THIN, PROBE = 1.15, 32
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present."""
-ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.02, 4.0, (2.0, 6.0), 12.0, 0.5
+ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.015, 4.0, (1.0, 6.0), 12.0, 0.5
 """Of the account, in plain steps: what a round adds; what it holds at first, at least and at most when a text begins,
 and at most; what it must hold before there are drafts again."""
 
@@ -157,6 +157,7 @@ class Policy:
         self._worth = [0.0]  # tokens that tables promised last, by the number of nodes
         self._tables, self._beside = Promises(), Promises()  # tables alone, beside a model's draft
         self._plain_rounds, self._patience = 0, FIRST_TRY
+        self._trying = 0  # rounds that are left of a try
         self._since_plain = 0  # rounds since the last plain one
         self._look_gain, self._look_s = 1.0, 0.0  # running means: share of a plain step gained, seconds taken
         self._rest, self._until_look = PAUSE[0], 0  # rounds from look to look; until the next
@@ -176,7 +177,7 @@ class Policy:
         """A new text: what was learnt from the last one counts less."""
         self._fade(NEW_TEXT)
         self.account.begin()
-        self._look_gain, self._rest = max(self._look_gain, 2 * self._look_cost()), PAUSE[0]
+        self._look_gain, self._rest = max(self._look_gain, 1.5 * self._look_cost()), PAUSE[0]
 
     def next_shape(self, may_try: bool = True, beside: float | None = None) -> Shape:
         """What a model shall draft in the coming round. Without `may_try` only what is known to pay is drafted.
@@ -188,18 +189,19 @@ class Policy:
             return pinned if beside is None or self.rate_of_shape(pinned) > beside else PLAIN
         if not self.live.known or self.account.empty:
             return PLAIN
-        if beside is None and self._plain_rounds < self._patience and self._plain_rounds % RECHECK:
+        if beside is None and self._plain_rounds % RECHECK and not self._trying:
             self._plain_rounds += 1  # to look anew takes 1 % of a step
             return PLAIN
         best = self.best_shape()
         rate, plain = self.rate_of_shape(best), self.rate_of_shape(PLAIN)
         if rate > max(MARGIN * plain, LEAD * (beside or 0.0)):
-            self._plain_rounds, self._patience = 0, FIRST_TRY
+            self._plain_rounds, self._patience, self._trying = 0, FIRST_TRY, 0
             return PLAIN if self.must_probe(rate / plain) else best
         self._plain_rounds += 1
         if self._plain_rounds <= self._patience or not may_try or not self.affords(best):
             return PLAIN
-        if self._plain_rounds >= self._patience + TRY_ROUNDS:
+        self._trying = (self._trying or TRY_ROUNDS) - 1
+        if not self._trying:
             self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
         return best
 

@@ -64,7 +64,7 @@ class HybridDrafter:
             num_nodes, rate = policy.worth([guess.scores for guess in guesses])
         if self.model_drafter is not None:
             policy.known_place = num_nodes > 0
-            model = policy.next_shape(beside=rate)
+            model = policy.next_shape(beside=rate if num_nodes else None)
             if model.nodes:
                 self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
                 self._idle, self._woven = 0, False
