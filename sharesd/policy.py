@@ -49,6 +49,9 @@ RECHECK = 4
 PAUSE, LOOKS = (8, 32), 16
 """Rounds from one look into the tables to the next, at first and at most, where looking takes longer than it gains;
 looks that tell."""
+FRESH = 0.02
+"""What looking is thought to gain on top of its cost when a text begins: some third of a plain step is spent on finding
+out, in few looks where one takes long and in many where it does not."""
 THIN, PROBE = 1.15, 32
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present."""
@@ -157,7 +160,7 @@ class Policy:
         self._worth = [0.0]  # tokens that tables promised last, by the number of nodes
         self._tables, self._beside = Promises(), Promises()  # tables alone, beside a model's draft
         self._plain_rounds, self._patience = 0, FIRST_TRY
-        self._trying = 0  # rounds that are left of a try
+        self._trying, self._until_check = 0, 0  # rounds that are left of a try, and until it is looked what pays
         self._since_plain = 0  # rounds since the last plain one
         self._look_gain, self._look_s = 1.0, 0.0  # running means: share of a plain step gained, seconds taken
         self._rest, self._until_look = PAUSE[0], 0  # rounds from look to look; until the next
@@ -177,7 +180,8 @@ class Policy:
         """A new text: what was learnt from the last one counts less."""
         self._fade(NEW_TEXT)
         self.account.begin()
-        self._look_gain, self._rest = max(self._look_gain, 1.5 * self._look_cost()), PAUSE[0]
+        self._until_check = 0
+        self._look_gain, self._rest = max(self._look_gain, self._look_cost() + FRESH), PAUSE[0]
 
     def next_shape(self, may_try: bool = True, beside: float | None = None) -> Shape:
         """What a model shall draft in the coming round. Without `may_try` only what is known to pay is drafted.
@@ -189,16 +193,20 @@ class Policy:
             return pinned if beside is None or self.rate_of_shape(pinned) > beside else PLAIN
         if not self.live.known or self.account.empty:
             return PLAIN
-        if beside is None and self._plain_rounds % RECHECK and not self._trying:
-            self._plain_rounds += 1  # to look anew takes 1 % of a step
+        if beside is None and self._until_check > 0:
+            self._until_check -= 1  # to look anew takes 1 % of a step
+            self._plain_rounds += 1
             return PLAIN
         best = self.best_shape()
         rate, plain = self.rate_of_shape(best), self.rate_of_shape(PLAIN)
         if rate > max(MARGIN * plain, LEAD * (beside or 0.0)):
             self._plain_rounds, self._patience, self._trying = 0, FIRST_TRY, 0
             return PLAIN if self.must_probe(rate / plain) else best
+        if rate > MARGIN * plain:  # it would pay, and tables promise more
+            return PLAIN
         self._plain_rounds += 1
         if self._plain_rounds <= self._patience or not may_try or not self.affords(best):
+            self._until_check = RECHECK - 1
             return PLAIN
         self._trying = (self._trying or TRY_ROUNDS) - 1
         if not self._trying:
