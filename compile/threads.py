@@ -34,12 +34,19 @@ class Crew:
         self._lost_ns = ctypes.c_int64(0)
         self.lost_address = ctypes.addressof(self._lost_ns)
         """Of an int64: where the kernel adds the nanoseconds that threads waited for one without a core."""
-        self.reset(torch.get_num_threads())
+        self.available = torch.get_num_threads()
+        """Threads that the process may have."""
+        self.reset()
 
-    def reset(self, most: int, *, fixed: bool = False) -> None:
-        """Begin anew with `most` threads, which stay where the number is `fixed`."""
-        self.most, self.fixed = most, fixed
-        self.size = most
+    def fix(self, size: int | None) -> None:
+        """So many threads from now on, whatever happens; None = as many as are worth it."""
+        if size is not None or self.fixed:
+            self.reset(size, fixed=size is not None)
+
+    def reset(self, most: int | None = None, *, fixed: bool = False) -> None:
+        """Begin anew with `most` threads (default: all available), which stay where the number is `fixed`."""
+        self.most, self.fixed = most or self.available, fixed
+        self.size = self.most
         """Threads of the coming step."""
         self._lost_share, self._pace = 0.0, 0.0  # running means: of time lost, of seconds for the work of one
         self._since, self._patience = 0, RECENT  # rounds since the last trial, and until the next
@@ -47,7 +54,7 @@ class Crew:
         self._suspected, self._lived_with = 0.0, 0.0  # share lost when a trial began, and when the last one failed
         self._before: int | None = None  # during a trial: the number that it is compared with
         self._trial: list[float] = []
-        torch.set_num_threads(most)
+        torch.set_num_threads(self.most)
 
     def worked(self, seconds: float, work: float = 1.0) -> None:
         """A round took so long; `work` is what it was expected to take, in any unit that is the same for all rounds."""

@@ -21,7 +21,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "kernels, a guard page before each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "before"},
     "all others": {"TEST_GROUP": "others"},
 }
-"""What tells them apart is in tests/conftest.py."""
+"""What tells them apart is in tests/grouping.py."""
 NO_TESTS = 5
 """What pytest returns where flags select none."""
 

@@ -80,8 +80,7 @@ class Runtime:
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
-        if config.threads is not None:
-            CREW.reset(config.threads, fixed=True)
+        CREW.fix(config.threads)
         self.compile = config.compile
         if config.compile == "auto":
             self.compile = "native" if self.device.type == "cpu" else "regional"

@@ -1,13 +1,13 @@
-"""What all tests share, and how scripts/run_tests.py groups them."""
+"""What all tests share."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import guard
 import pytest
+from grouping import *  # noqa: F403
 
 from compile import native
 
@@ -20,22 +20,3 @@ def kernels() -> None:
     """Load the CPU kernels before any test takes a cache folder of its own, where they would be built anew."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(native.library, ("bfloat16", "float16", "float32", "float64", "choice")))
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of TEST_GROUP: those marked `inductor`, those marked `kernels` (again), or all but the former."""
-    group = os.environ.get("TEST_GROUP")
-    if group is None:
-        return
-    belongs = [
-        (item.get_closest_marker(group if group == "kernels" else "inductor") is None) == (group == "others")
-        for item in items
-    ]
-    config.hook.pytest_deselected(items=[item for item, keep in zip(items, belongs, strict=True) if not keep])
-    items[:] = [item for item, keep in zip(items, belongs, strict=True) if keep]
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Note which test runs, for whoever sees this process crash."""
-    if "RUNNING_TEST" in os.environ:
-        Path(os.environ["RUNNING_TEST"]).write_text(nodeid)

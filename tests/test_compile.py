@@ -420,10 +420,10 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("how", ["eager", "native"])
+@pytest.mark.parametrize("how", ["eager", "native", "regional"])
 def test_steps_that_look_back_see_the_first_slots_and_recent_chunks(how: str) -> None:
     model = tiny_decoder(3, num_hidden_layers=1, max_position_embeddings=512)
-    model = compiled(model, how) if how == "native" else model
+    model = model if how == "eager" else compiled(model, how)
     text = torch.randint(0, 40, (1, 3 * CHUNK), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(1, 4 * CHUNK)
     model.forward(text, cache)

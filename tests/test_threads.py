@@ -63,9 +63,13 @@ def test_a_neighbour_is_noticed_though_lesser_troubles_were_lived_with(crew: Cre
 
 
 def test_a_fixed_number_stays_and_one_set_by_others_is_taken(crew: Crew) -> None:
-    crew.reset(3, fixed=True)
+    crew.fix(3)
     assert set(live(crew, 200, 2)[1]) == {3}
+    crew.fix(None)
+    assert not crew.fixed and crew.size == crew.available, "a number fixed once binds nobody later"
     crew.reset(4)
+    crew.fix(None)
+    assert crew.size == 4
     torch.set_num_threads(2)
     crew.worked(1.0)
     assert crew.size == crew.most == 2
