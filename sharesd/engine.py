@@ -160,6 +160,7 @@ class Engine:
                     self.state.active_B.copy_(torch.tensor(rows.live + [False] * len(padding)))
                 context = (sum(map(len, rows.tokens)) + len(padding)) / self.cache.batch
                 way.policy.live.at(context, CREW.size)
+                way.policy.awaited = awaited = rows.awaited
                 shape = way.shape(num_idle)
                 with torch.inference_mode():
                     marks = [self._clock.mark()]
@@ -174,7 +175,7 @@ class Engine:
                     logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
                 num_idle = 0 if shape.nodes else num_idle + 1
                 paths = [_path(row, tree) if live else () for row, live in zip(counted, rows.live, strict=False)]
-                accepted = [path for path, live in zip(paths, rows.live, strict=True) if live]
+                accepted = [paths[row] for row in awaited]
                 chunks = rows.take_round(counted, paths, logprobs, tree)
                 stale = any(chunk.finish_reason for chunk in chunks)
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))

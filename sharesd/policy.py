@@ -153,6 +153,8 @@ class Policy:
         self.account = Account()
         self._most = max((shape.nodes for shape in shapes), default=0)
         self._windows_only = all(shape.recent for shape in shapes)
+        self.awaited: Sequence[int] = (0,)
+        """Rows of the coming round whose tokens count, see `rows.Rows`."""
         self.known_place = False
         """Whether tables know what comes next: a model is right more often there."""
         self._survivals: dict[object, Survival] = {}  # by place, and by kind of draft
@@ -169,7 +171,9 @@ class Policy:
 
     def use(self, costs: Costs) -> None:
         """Take these costs, and forget what was learnt while they were measured."""
+        awaited = self.awaited
         self.__init__(self.shapes, pinned=self.pinned, costs=costs)  # type: ignore[misc]
+        self.awaited = awaited
 
     @property
     def costs(self) -> Costs:
@@ -316,7 +320,8 @@ class Policy:
     def worth(self, scores: Sequence[Sequence[float]], beside: Shape = PLAIN) -> tuple[int, float]:
         """How many of the best guesses of tables are worth verifying, and the tokens per second which that promises.
 
-        `scores` are each row's probabilities, in descending order. The guesses may come on top of a model's draft.
+        `scores` are the probabilities of each awaited row, in descending order. The guesses may come on top of a
+        model's draft.
         """
         longest = min(max(map(len, scores), default=0), self.most() - beside.nodes)
         honesty = (self._beside if beside.nodes else self._tables).honesty
@@ -348,7 +353,9 @@ class Policy:
         return self._most if self.pinned is None else self.pinned.nodes
 
     def record(self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float) -> None:
-        """A round is over: its draft, the verify rows (from 1) accepted in each row, the times of draft and step."""
+        """A round is over: its draft, the verify rows (from 1) accepted in each awaited row, and the times of draft and
+        step.
+        """
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
         shape, num_nodes = model_shape(tree), tree.tokens.shape[1]
         self._drafted |= shape.nodes > 0

@@ -10,6 +10,9 @@ from sharesd.stats import Stats
 from sharesd.tokenizer import Tokenizer
 from sharesd.tree import DraftTree
 
+AHEAD = 2
+"""Tokens by which a row may lead the last one and still be waited for."""
+
 
 class Rows:
     """Turns what the device reports into chunks. Tokens after a row's end are dropped and counted nowhere."""
@@ -29,11 +32,22 @@ class Rows:
         self.tokens = [list(row) for row in prompts]
         """Prompt and emitted tokens of each row."""
         self.live = [True] * len(prompts)
+        self._prompt_lengths = [len(row) for row in prompts]
         self._first_index, self._stats = first_index, stats
         self._checkers = [
             StopChecker(tokenizer, params, eos_ids=eos_ids, room=max_context - len(row)) for row in prompts
         ]
         stats.prompt_tokens += sum(map(len, prompts))
+
+    @property
+    def awaited(self) -> list[int]:
+        """Live rows that have emitted fewest tokens, or little more: the group ends when they do, and what others gain
+        makes nothing quicker.
+        """
+        emitted = [len(row) - first for row, first in zip(self.tokens, self._prompt_lengths, strict=True)]
+        live = [row for row, is_live in enumerate(self.live) if is_live]
+        most = min(emitted[row] for row in live) + AHEAD
+        return [row for row in live if emitted[row] <= most]
 
     def take_first(self, tokens: list[int], logprobs: list[list[float]] | None) -> list[TokenChunk]:
         """The tokens that the prefill gave."""

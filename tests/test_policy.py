@@ -17,6 +17,9 @@ from sharesd.config import EngineConfig, SamplingParams
 from sharesd.costs import Costs, LiveCosts
 from sharesd.load import Runtime
 from sharesd.policy import FIRST_TRY, Policy
+from sharesd.rows import AHEAD, Rows
+from sharesd.stats import Stats
+from sharesd.tokenizer import load_tokenizer
 from sharesd.tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
 
 
@@ -224,6 +227,31 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     free = Policy(chains(8), pinned=chain(3))
     free.looked(0.0, 1.0)
     assert all(free.looks() for _ in range(50))
+
+
+def test_rows_that_lead_by_far_or_have_ended_are_not_awaited(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_checkpoint(tmp_path))
+    rows = Rows(
+        [[5] * 9, [5], [5, 6]],
+        0,
+        SamplingParams(max_new_tokens=40),
+        tokenizer=tokenizer,
+        eos_ids=(),
+        max_context=512,
+        stats=Stats(accept_lengths=[[], [], []], accepted_at=[0] * 99),
+    )
+    rows.take_first([7, 7, 7], None)
+    assert rows.awaited == [0, 1, 2]
+
+    def take(*nums: int) -> None:
+        most = max(nums)
+        tree = DraftTree(torch.zeros(3, most - 1, dtype=torch.int64), depth=most - 1)
+        rows.take_round([[num] + [7] * most for num in nums], [range(1, num) for num in nums], None, tree)
+
+    take(1, AHEAD + 1, AHEAD + 2)
+    assert rows.awaited == [0, 1], "the third leads by more"
+    take(40, 1, 1)
+    assert not rows.live[0] and rows.awaited == [1, 2]
 
 
 def test_without_costs_plain_steps_come_first() -> None:

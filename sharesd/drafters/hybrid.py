@@ -61,7 +61,7 @@ class HybridDrafter:
         if looks:
             self._read()
             guesses = [self._guess(row, shape.nodes) for row in range(len(self._known))]
-            num_nodes, rate = policy.worth([guess.scores for guess in guesses])
+            num_nodes, rate = policy.worth([guesses[row].scores for row in policy.awaited])
         if self.model_drafter is not None:
             policy.known_place = num_nodes > 0
             model = policy.next_shape(beside=rate if num_nodes else None)
@@ -89,7 +89,9 @@ class HybridDrafter:
             chain = spine(model)
             after = self._ask(row, room, [tokens[node] for node in chain])
             rows.append(weave(model, [(-1, guesses[row]), (chain[-1], after)]))
-        num_added, rate = self._policy.worth([row.scores[shape.nodes :] for row in rows], beside=shape)
+        num_added, rate = self._policy.worth(
+            [rows[row].scores[shape.nodes :] for row in self._policy.awaited], beside=shape
+        )
         self._policy.looked(rate, self._policy.rate_of_shape(shape))
         if num_added == 0:
             return draft
