@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ def _replace_linears(
 ) -> QuantReport:
     started = time.perf_counter()
     jobs = _plan(model, config, head_name, layer_of)
-    check = check_bnb if config.method == "bnb" else check_low
+    check = check_bnb if config.method == "bnb" else partial(check_low, gemlite=build is None)
     for path, bits in jobs:
         weight = _weight_NK(model.get_submodule(path))
         N, K = weight.shape

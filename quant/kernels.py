@@ -22,6 +22,9 @@ from quant.solver import QuantizedWeight, dequantize
 
 LowBuilder = Callable[[QuantizedWeight, Tensor | None, torch.dtype], LowLinear]
 
+GEMLITE_ROWS = 16
+"""Rows that gemlite's kernels are called with at most."""
+_GROUP_MODE, _ADDS_ZERO = 10, 4  # of gemlite's metadata: w = q * scale + zero, not (q - zero) * scale
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -90,10 +93,14 @@ class ReferenceLinear(LowLinear):
 
 
 class GemliteLinear(LowLinear):
-    """gemlite's Triton kernels for GPUs: one launch per product, whatever the number of rows."""
+    """gemlite's Triton kernels for GPUs: one launch per product of few rows.
+
+    For more (prompts) they would be tuned anew for each number of rows, a minute each: weights are dequantized instead.
+    """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(bias)
+        self.bits = weight.bits
         helper = lazy_import("gemlite").helper
         device = weight.q.device
         if weight.bits == 8:
@@ -113,13 +120,37 @@ class GemliteLinear(LowLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         tensors = [getattr(self, name) for name in self._names]
+        if x.numel() > GEMLITE_ROWS * x.shape[-1]:
+            return nn.functional.linear(x, self._dequantized(*tensors[:3]).to(x.dtype), self.bias)
         return torch.ops.gemlite.forward_functional(x, self.bias, tensors, self._meta)
+
+    def _dequantized(self, words: Tensor, scale_GN: Tensor, zero_GN: Tensor | None) -> Tensor:
+        """[N, K] from gemlite's words [K / codes per word, N]: neighbouring inputs share one, lowest bits first."""
+        if self.bits == 8:
+            return words.t() * scale_GN.t()
+        assert zero_GN is not None
+        shifts = torch.arange(0, 8 * words.itemsize, self.bits, device=words.device)
+        q_NK = ((words.t()[..., None] >> shifts) & (2**self.bits - 1)).flatten(1)
+        if self._meta[_GROUP_MODE] == _ADDS_ZERO:
+            scale_NG1, zero_NG1 = scale_GN.t()[..., None], zero_GN.t()[..., None]
+            return (q_NK.unflatten(1, (len(scale_GN), -1)) * scale_NG1 + zero_NG1).flatten(1)
+        return dequantize(q_NK, scale_GN.t(), zero_GN.t())
 
 
 def check_low(
-    name: str, shape: tuple[int, int], *, bits: int, group_size: int, dtype: torch.dtype, device: torch.device
+    name: str,
+    shape: tuple[int, int],
+    *,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    gemlite: bool = True,
 ) -> LowBuilder:
-    """The class which serves a linear of shape (N, K), or ValueError naming the layer, the reason and the remedy."""
+    """The class which serves a linear of shape (N, K), or ValueError naming the layer, the reason and the remedy.
+
+    Without `gemlite` the caller has a kernel of its own for GPUs, one that takes 3 bits too.
+    """
     N, K = shape
     proj = name.rpartition(".")[2]
     skip = f"leave {proj} full"
@@ -141,11 +172,12 @@ def check_low(
             raise ValueError(f"{what}, and the int4 kernel takes multiples of 16 outputs; use {proj}=8 or {skip}")
         return Int8Linear if bits == 8 else Int4Linear
     if device.type == "cuda":
-        if bits == 3:
+        if bits == 3 and gemlite:
             raise ValueError(f"{name} has 3 bits, for which there is no GPU kernel; use 8, 4 or 2 bits")
         if K % 32:
-            raise ValueError(f"{what}, and gemlite takes multiples of 32 inputs; {skip}")
-        lazy_import("gemlite")
+            raise ValueError(f"{what}, and kernels for GPUs take multiples of 32 inputs; {skip}")
+        if gemlite:
+            lazy_import("gemlite")
         return GemliteLinear
     raise ValueError(f"{name} is on {device.type}, where hqq has no kernel; use cpu or cuda")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,8 +34,13 @@ class SwitchLinear(nn.Module):
         super().__init__()
         self.full, self.low, self.switch = full, low, switch
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.low(x) if self.switch.low else self.full(x)
+    @property
+    def fuses(self) -> bool:
+        """Whether the linear in use takes what stands before and behind it (see `forward`'s `around`)."""
+        return getattr(self.low if self.switch.low else self.full, "fuses", False)
+
+    def forward(self, x: Tensor, **around: Any) -> Tensor:
+        return self.low(x, **around) if self.switch.low else self.full(x, **around)
 
 
 class LowLinear(nn.Module):

@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
+from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.pages import weights_on_huge_pages
 from compile.regions import CompiledBlocks, CompiledModel, compile_step
 from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
-from quant.attach import QuantReport, Solving, make_low, quantize_linears
+from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
@@ -33,6 +34,7 @@ from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.engine import Engine
+from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
@@ -205,15 +207,36 @@ class Runtime:
             layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
             solving=solving,
-            build=_low_packed if self.compile == "native" else None,
+            build=self._build_low(),
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
         return report
 
+    def _build_low(self) -> Build | None:
+        """What makes quantized linears, where it is not the choice of `quant`."""
+        if self.compile == "native":
+            return packed_for_cpu
+        return builder_for_cuda(self.device, self.dtype, self._most_rows) if self._own_cuda_kernels else None
+
+    @property
+    def _own_cuda_kernels(self) -> bool:
+        return self.device.type == "cuda" and find_spec("triton") is not None
+
+    @property
+    def _most_rows(self) -> int:
+        """Rows of the largest step that is no prompt."""
+        return self.config.max_batch * max(EXACT_WIDTH, 1 + self.config.most_draft)
+
     def _pack(self, model: CausalModel) -> None:
-        if isinstance(model, Decoder) and self.device.type == "cpu":
+        if not isinstance(model, Decoder):
+            return
+        if self.device.type == "cpu":
             pack_linears(model)
             weights_on_huge_pages(model)
+        elif self._own_cuda_kernels:
+            from compile.cuda.linear import use_row_linears  # on GPUs only
+
+            use_row_linears(model, self._most_rows)
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps compiled as the config says."""
@@ -360,16 +383,6 @@ def _solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
     """HQQ by the CPU kernel."""
     q, scale, zero = solve_groups(weight_NK, bits, group_size)
     return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
-
-
-def _low_packed(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:
-    """Solved weights in the layout of the CPU kernel: codes around the middle of 4 or 8 bits (3 and 2 live in 4)."""
-    N, K = weight.q.shape
-    if K % LOW_INPUTS:
-        raise ValueError(f"a linear has {K} inputs, not a multiple of {LOW_INPUTS}; use --compile regional")
-    container, middle = (8 if weight.bits == 8 else 4), 2 ** (weight.bits - 1)
-    codes_NK = weight.q + (2 ** (container - 1) - middle)
-    return LowPackedLinear(codes_NK, weight.scale, (middle - weight.zero) * weight.scale, bias, container)
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

@@ -10,22 +10,15 @@ size, r rotated half, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.attention import Branches, attend
+from compile.fused import project
 from sharesd.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 def _linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
@@ -79,8 +72,11 @@ class Attention(nn.Module):
         lengths_B: Tensor,
         *branches: Tensor,
         recent: int = 0,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        heads = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        """residual + attention over norm(x)."""
+        heads = project(self.qkv, x_BTD, norm=norm).unflatten(-1, (-1, self.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHd, k_BTKd = self.q_norm(q_BTHd), self.k_norm(k_BTKd)
@@ -99,7 +95,7 @@ class Attention(nn.Module):
             softcap=self.softcap,
             branches=Branches(*branches) if branches else None,
         )
-        return self.o(out_BTHd.flatten(2))
+        return project(self.o, out_BTHd.flatten(2), residual=residual)
 
 
 class MLP(nn.Module):
@@ -109,11 +105,11 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up = _linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
         self.down = _linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
-        self.act = _ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
+        """residual + this MLP of norm(x)."""
+        return project(self.down, project(self.gate_up, x, norm=norm, gated=self.activation), residual=residual)
 
 
 class Block(nn.Module):
@@ -127,8 +123,9 @@ class Block(nn.Module):
 
         self.attn_norm, self.attn = norm(), Attention(config, kind, **place)
         self.mlp_norm, self.mlp = norm(), MLP(config, **place)
-        self.attn_out_norm = norm() if config.sandwich_norms else nn.Identity()
-        self.mlp_out_norm = norm() if config.sandwich_norms else nn.Identity()
+        self.sandwiched = config.sandwich_norms
+        self.attn_out_norm = norm() if self.sandwiched else nn.Identity()
+        self.mlp_out_norm = norm() if self.sandwiched else nn.Identity()
 
     def forward(
         self,
@@ -145,9 +142,11 @@ class Block(nn.Module):
         far it looks back, see `attend`.
         """
         tensors = (cos_BTr, sin_BTr, k_cache_BKSd, v_cache_BKSd, lengths_B, *branches)
-        attended = self.attn(self.attn_norm(x_BTD), *tensors, recent=recent)
-        x_BTD = x_BTD + self.attn_out_norm(attended)
-        return x_BTD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BTD)))
+        if self.sandwiched:
+            x_BTD = x_BTD + self.attn_out_norm(self.attn(x_BTD, *tensors, recent=recent, norm=self.attn_norm))
+            return x_BTD + self.mlp_out_norm(self.mlp(x_BTD, self.mlp_norm))
+        x_BTD = self.attn(x_BTD, *tensors, recent=recent, norm=self.attn_norm, residual=x_BTD)
+        return self.mlp(x_BTD, self.mlp_norm, x_BTD)
 
 
 def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:

@@ -1,0 +1,132 @@
+"""Linears for few rows on CUDA: a row has the same bits in a step of any width.
+
+What follows a norm, gates its outputs or adds a residual does so in the same launch. The norm is not applied to the
+inputs: the product takes x * weight, and its sums are divided by the root mean square, one rounding fewer than either
+kind of RMSNorm has. In float16, where x * weight may be out of range, norms stay outside.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compile.cuda.settings import ROWS, tile_of
+from compile.fused import compose
+from compile.ops import LIBRARY
+
+MOST_ROWS = 64
+"""Rows of steps which the kernel takes, unless told otherwise; prompts go to cuBLAS."""
+INPUT_MULTIPLE = 16
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BITS = {torch.int16: 4, torch.int8: 8, torch.float32: 32}
+
+
+class FewRows(nn.Module):
+    """What linears of this kind share: x [..., K] -> [..., N], by one kernel for up to `most_rows` rows.
+
+    Subclasses have `weight` as `gemm.row_gemm` reads it, and know what the full matrix is.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    counters: Tensor  # int32: who has arrived, where K is split; zero between calls
+    fuses = True
+
+    def __init__(self, outputs: int, inputs: int, device: torch.device, most_rows: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.most_rows, self.group_size = outputs, inputs, most_rows, 0
+        tiles = -(-most_rows // ROWS) * -(-outputs // ROWS)  # at most: no tile has fewer outputs
+        self.register_buffer("counters", torch.zeros(tiles, dtype=torch.int32, device=device), persistent=False)
+
+    def full_weight(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K] in this dtype."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *, norm: Any = None, gated: str = "", residual: Tensor | None = None) -> Tensor:
+        """See `compile.fused.project`; `norm` has `weight` and `eps`."""
+        if x.numel() > self.most_rows * self.in_features:
+            linear = partial(F.linear, weight=self.full_weight(x.dtype), bias=self.bias)
+            return compose(linear, x, norm=norm, gated=gated, residual=residual)
+        if norm is not None and x.dtype == torch.float16:
+            x, norm = norm(x), None
+        return torch.ops.sharesd.row_linear(
+            x,
+            self.weight,
+            self.bias,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+            residual,
+            gated,
+            self.scale,
+            self.group_size,
+            self.counters,
+        )
+
+
+class RowLinear(FewRows):
+    """nn.Linear whose rows do not depend on each other's number; shares its weights."""
+
+    def __init__(self, linear: nn.Linear, most_rows: int = MOST_ROWS) -> None:
+        super().__init__(linear.out_features, linear.in_features, linear.weight.device, most_rows)
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, None
+
+    def full_weight(self, dtype: torch.dtype) -> Tensor:
+        return self.weight
+
+
+def use_row_linears(model: nn.Module, most_rows: int = MOST_ROWS) -> int:
+    """Replace every nn.Linear that the kernel takes, in place; returns how many. Weights stay where they are."""
+    count = 0
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear and takes(child.in_features, child.weight.dtype):
+                setattr(parent, name, RowLinear(child, most_rows))
+                count += 1
+    return count
+
+
+def takes(inputs: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies weights with so many inputs."""
+    return inputs % INPUT_MULTIPLE == 0 and dtype in DTYPES
+
+
+def _row_linear(x, weight, bias, norm, eps, residual, gated, scale, group, counters):
+    from compile.cuda.gemm import multiply  # Triton is wanted where the kernel runs, and nowhere else
+
+    K = x.shape[-1]
+    bits = _BITS.get(weight.dtype, 16)
+    tile = tile_of(x.device.index if x.is_cuda else None, weight.shape[0], K, bits, group)
+    with torch.cuda.device_of(x):
+        y_MN = multiply(
+            x.reshape(-1, K).contiguous(),
+            weight,
+            tile,
+            bias=bias,
+            norm=norm,
+            eps=eps,
+            residual=None if residual is None else residual.contiguous(),
+            gated=gated,
+            scale=scale,
+            group=group,
+            counters=counters,
+        )
+    return y_MN.view(*x.shape[:-1], -1)
+
+
+def _row_linear_meta(x, weight, bias, norm, eps, residual, gated, scale, group, counters):
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if gated else 1)))
+
+
+# `counters` are as before when the kernel has ended: nothing that anybody sees is mutated.
+LIBRARY.define(
+    "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, Tensor? residual, str gated, "
+    "Tensor? scale, int group, Tensor counters) -> Tensor"
+)
+LIBRARY.impl("row_linear", _row_linear, "CUDA")
+LIBRARY.impl("row_linear", _row_linear, "CPU")  # by Triton's interpreter, for tests
+LIBRARY.impl("row_linear", _row_linear_meta, "Meta")

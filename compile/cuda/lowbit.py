@@ -1,0 +1,86 @@
+"""Linears with weights of 4 or 8 bits for drafts on CUDA, multiplied by the kernel of full-precision ones.
+
+No atomics add values up, so drafts are the same in every run, whatever their width. Codes become numbers in registers.
+
+Legend: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile.cuda.linear import MOST_ROWS, FewRows
+
+GROUP_SIZES = (32, 64, 128, 256)
+"""Inputs that share a scale and an offset, with 4 bits."""
+
+
+class LowRowLinear(FewRows):
+    """w = (code - 8) * scale + offset with 4 bits, in groups of inputs; (code - 128) * scale with 8 bits, row by row.
+
+    Scales and offsets of 4 bits are rounded to the dtype of the inputs; float32 inputs get them as bfloat16.
+    """
+
+    def __init__(
+        self,
+        codes_NK: Tensor,
+        scale_NG: Tensor,
+        offset_NG: Tensor,
+        bias_N: Tensor | None,
+        bits: int,
+        dtype: torch.dtype,
+        most_rows: int = MOST_ROWS,
+    ) -> None:
+        """`codes_NK` is uint8, below 16 with 4 bits. ValueError for other groups."""
+        N, K = codes_NK.shape
+        super().__init__(N, K, codes_NK.device, most_rows)
+        self.factor_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+        if bits == 8:
+            weight, scale = (codes_NK.to(torch.int16) - 128).to(torch.int8), scale_NG.float().flatten()
+        else:
+            self.group_size = K // scale_NG.shape[1]
+            if self.group_size not in GROUP_SIZES:
+                raise ValueError(
+                    f"groups have {self.group_size} inputs; take one of {', '.join(map(str, GROUP_SIZES))}"
+                )
+            weight, scale = pack4(codes_NK, self.group_size), pack_factors(scale_NG, offset_NG, self.factor_dtype)
+        self.register_buffer("weight", weight.contiguous())
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias_N)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        assert self.scale is not None
+        return self.weight.nbytes + self.scale.nbytes
+
+    def full_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weights that the codes stand for, [N, K]."""
+        assert self.scale is not None
+        if self.group_size == 0:
+            return (self.weight.float() * self.scale[:, None]).to(dtype)
+        factors_NG = self.scale.view(self.factor_dtype).view(*self.scale.shape, 2).transpose(0, 1).float()
+        codes_NGg = unpack4(self.weight, self.group_size)[:, : self.in_features].unflatten(1, (-1, self.group_size))
+        return ((codes_NGg - 8) * factors_NG[..., :1] + factors_NG[..., 1:]).to(dtype).flatten(1)
+
+
+def pack4(codes_NK: Tensor, group: int) -> Tensor:
+    """int16 [N, K / 4]: four groups side by side, the first in the lowest bits of `group` columns. Zeros fill up."""
+    codes_NB4g = F.pad(codes_NK, (0, -codes_NK.shape[1] % (4 * group))).to(torch.int32).unflatten(1, (-1, 4, group))
+    shifts = torch.tensor([1, 1 << 4, 1 << 8, 1 << 12], dtype=torch.int32, device=codes_NK.device)
+    words_NBg = (codes_NB4g * shifts[:, None]).sum(2, dtype=torch.int32)
+    return words_NBg.to(torch.int16).flatten(1)
+
+
+def unpack4(words: Tensor, group: int) -> Tensor:
+    """The codes, int32 [N, K], of `pack4`, with what filled them up."""
+    words_NB1g = words.to(torch.int32).unflatten(1, (-1, 1, group))
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)
+    return ((words_NB1g >> shifts[:, None]) & 15).flatten(1)
+
+
+def pack_factors(scale_NG: Tensor, offset_NG: Tensor, half: torch.dtype) -> Tensor:
+    """int32 [G, N]: scale in the lower half, offset in the upper one."""
+    return torch.stack([scale_NG.t(), offset_NG.t()], 2).to(half).contiguous().view(torch.int32)[..., 0]

@@ -1,0 +1,73 @@
+"""How solved weights become the linear that a device's kernel multiplies with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compile.cuda.settings import device_file
+from compile.linear import LOW_INPUTS, LowPackedLinear
+from compile.native import cache_root
+from quant.attach import Build
+from quant.kernels import GemliteLinear
+from quant.solver import QuantizedWeight
+
+
+def packed_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:
+    """In the layout of the CPU kernel. ValueError where that takes no linear of this shape."""
+    N, K = weight.q.shape
+    if K % LOW_INPUTS:
+        raise ValueError(f"a linear has {K} inputs, not a multiple of {LOW_INPUTS}; use --compile regional")
+    codes_NK, offset_NG, bits = centred(weight)
+    return LowPackedLinear(codes_NK, weight.scale, offset_NG, bias, bits)
+
+
+def builder_for_cuda(device: torch.device, dtype: torch.dtype, most_rows: int) -> Build | None:
+    """In the layout of our kernel; None where gemlite was measured to be faster on this device, or for other dtypes."""
+    from compile.cuda.linear import DTYPES  # on GPUs only
+
+    file = _choice_file(device)
+    own = dtype in DTYPES and (not file.exists() or file.read_text() != "gemlite")
+    return partial(rows_for_cuda, dtype=dtype, most_rows=most_rows) if own else None
+
+
+def rows_for_cuda(weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype, most_rows: int) -> nn.Module:
+    """A `LowRowLinear` of these weights."""
+    from compile.cuda.lowbit import LowRowLinear
+
+    codes_NK, offset_NG, bits = centred(weight)
+    return LowRowLinear(codes_NK, weight.scale, offset_NG, bias, bits, dtype, most_rows)
+
+
+def choose_for_cuda(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Seconds per product of one row, by our kernel and by gemlite's. The faster one is taken by later programs."""
+    from compile.cuda.tune import seconds_per_call
+
+    builders: dict[str, Callable[..., nn.Module]] = {
+        "own": partial(rows_for_cuda, most_rows=1),
+        "gemlite": GemliteLinear,
+    }
+    x_MK = torch.randn(1, weight.q.shape[1], dtype=dtype, device=device)
+    seconds = {}
+    for name, build in builders.items():
+        linears = [build(weight, None, dtype=dtype) for _ in range(max(1, 2**29 // weight.q.numel()))]
+        seconds[name] = seconds_per_call([partial(linear, x_MK) for linear in linears])
+    file = _choice_file(device)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(min(seconds, key=seconds.__getitem__))
+    return seconds
+
+
+def _choice_file(device: torch.device) -> Path:
+    name = device_file(torch.cuda.get_device_name(device)).removesuffix(".json")
+    return cache_root() / "tiles" / f"low-bits-{name}.txt"
+
+
+def centred(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
+    """Codes around the middle of 4 or 8 bits (3 and 2 live in 4); what is added to (code - middle) * scale; bits."""
+    container, middle = (8 if weight.bits == 8 else 4), 2 ** (weight.bits - 1)
+    return weight.q + (2 ** (container - 1) - middle), (middle - weight.zero) * weight.scale, container
