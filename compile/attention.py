@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from compile.linear import LAYOUT
 from compile.native import kernel
-from compile.ops import LIBRARY
+from compile.ops import LIBRARY, runs_triton
 from compile.rotary import rotate
 from compile.sight import CHUNK, SINKS
 
@@ -37,7 +36,6 @@ MAX_HEAD_CUDA = 256
 MAX_STEP = 64
 """Most rows of a chain that the CUDA kernels read; more are a prompt, for which large matrix products are quicker."""
 
-HAS_TRITON = find_spec("triton") is not None
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _DENSE = torch.contiguous_format
@@ -97,7 +95,7 @@ def reads_live_slots(device: torch.device, dtype: torch.dtype, head_size: int) -
     its place in a tree."""
     if device.type == "cpu":
         return True
-    return device.type == "cuda" and HAS_TRITON and dtype in _CUDA_DTYPES and head_size <= MAX_HEAD_CUDA
+    return runs_triton(device) and dtype in _CUDA_DTYPES and head_size <= MAX_HEAD_CUDA
 
 
 def attend(

@@ -18,7 +18,7 @@ from compile.attention import reads_live_slots
 from compile.linear import LOW_INPUTS, LowPackedLinear, pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.pages import weights_on_huge_pages
-from compile.regions import CompiledBlocks, CompiledModel, compile_step
+from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
@@ -177,7 +177,7 @@ class Runtime:
     def _noise(self) -> Callable[..., Tensor]:
         if self.device.type == "cpu":
             return sampling.native_gumbel
-        return sampling.gumbel if self.compile == "off" else compile_step(sampling.gumbel)
+        return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
     def _load(self, folder: Path) -> CausalModel:
         return load_model(

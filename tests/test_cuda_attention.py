@@ -151,8 +151,7 @@ def test_what_is_not_seen_is_not_read(options: dict[str, int]) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("r", [8, 5, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("r, dtype", [(8, torch.float16), (5, torch.float16), (0, torch.float32)])
 def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
     step = random_step(7, 4, 2, 16, SPLIT, [5, 90], dtype)
     heads = torch.cat(step[:3], 2)  # as a merged linear gives them
