@@ -5,6 +5,9 @@ Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S s
 On a CPU keys and values lie as packed weights do (see `linear.pack`), since the kernel multiplies with them: keys
 [B, K, S / L, d / P, L, P] as those of a linear whose outputs are slots, values [B, K, S / P, d, P] as those of one
 whose inputs are slots, with d padded to whole P and L. Everywhere else they are [B, K, S, d].
+
+On a GPU, steps run kernels in Triton (`compile/cuda/attention.py`); prompts, and what those kernels do not take, run
+plain tensor operations.
 """
 
 from __future__ import annotations
@@ -20,16 +23,20 @@ from torch import Tensor
 
 from compile.linear import LAYOUT
 from compile.native import kernel
-from compile.ops import LIBRARY
+from compile.ops import LIBRARY, runs_triton
+from compile.rotary import rotate
+from compile.sight import CHUNK, SINKS
 
 SLOT_MULTIPLE = 32
 """The CPU kernel reads slots in blocks of this size."""
-CHUNK = 128
-"""Slots that the CPU kernel sums up by themselves."""
-SINKS = 32
-"""First slots of a text, which drafts see even where they see only recent ones else: much weight rests on them."""
 MAX_HEAD = 512
 """Largest head size of the CPU kernel."""
+MAX_HEAD_CUDA = 256
+"""Largest head size of the CUDA kernels."""
+MAX_STEP = 64
+"""Most rows of a chain that the CUDA kernels read; more are a prompt, for which large matrix products are quicker."""
+
+_CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _DENSE = torch.contiguous_format
 _SHAPE, _STRIDES = c_int64 * 8, c_int64 * 6
@@ -83,6 +90,14 @@ def unpack_kv(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return keys[..., :size].clone(memory_format=_DENSE), values[..., :size].clone(memory_format=_DENSE)
 
 
+def reads_live_slots(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether steps read nothing but the slots that they see, and give a query's row the same bits whatever T, S, B and
+    its place in a tree."""
+    if device.type == "cpu":
+        return True
+    return runs_triton(device) and dtype in _CUDA_DTYPES and head_size <= MAX_HEAD_CUDA
+
+
 def attend(
     q_BTHd: Tensor,
     k_BTKd: Tensor,
@@ -96,6 +111,7 @@ def attend(
     recent: int = 0,
     softcap: float = 0.0,
     branches: Branches | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
 
@@ -103,13 +119,18 @@ def attend(
     drafts) it sees the first SINKS of these and the last `recent` ones, more of them to the next multiple of CHUNK
     (Xiao et al. 2023, arXiv 2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before
     masking (Gemma 2). With `branches` a row is written to the last slot of its path, and sees slots < lengths and its
-    path. On a CPU the result of a query is the same bits whatever T, S, B, the number of threads, and its place in a
-    tree.
+    path. With `rotary`, cosines and sines [B, T, r], queries and keys are rotated first. Where `reads_live_slots` the
+    result of a query is the same bits whatever T, S, B, the number of threads, and its place in a tree.
     """
-    tensors = (q_BTHd, k_BTKd, v_BTKd, k_cache, v_cache, lengths_B)
-    if q_BTHd.device.type == "cpu":
-        return torch.ops.sharesd.attend_(*tensors, *(branches or (None, None)), scale, window, recent, softcap)
-    return attend_reference(*tensors, scale=scale, window=window, recent=recent, softcap=softcap, branches=branches)
+    (T, _, d), device = q_BTHd.shape[1:], q_BTHd.device
+    is_step = T <= MAX_STEP or branches is not None
+    has_kernel = device.type == "cpu" or (is_step and reads_live_slots(device, q_BTHd.dtype, d))
+    if rotary is not None and not (has_kernel and device.type == "cuda"):  # the CUDA kernels rotate by themselves
+        q_BTHd, k_BTKd, rotary = rotate(q_BTHd, *rotary), rotate(k_BTKd, *rotary), None
+    new, old, sight = (q_BTHd, k_BTKd, v_BTKd), (k_cache, v_cache, lengths_B), (scale, window, recent, softcap)
+    if has_kernel:
+        return torch.ops.sharesd.attend_(*new, *(rotary or (None, None)), *old, *(branches or (None, None)), *sight)
+    return attend_reference(*new, *old, scale=scale, window=window, recent=recent, softcap=softcap, branches=branches)
 
 
 def attend_reference(
@@ -126,7 +147,8 @@ def attend_reference(
     softcap: float = 0.0,
     branches: Branches | None = None,
 ) -> Tensor:
-    """`attend` in plain tensor operations: what runs on CUDA (Inductor fuses it), and the oracle of the CPU kernel."""
+    """`attend` in plain tensor operations, and the oracle of the kernels. Prompts run it on CUDA: there it reads every
+    slot of the cache, so that a chunk's bits depend on its size, its place, and what is before it alone."""
     B, T, H, d = q_BTHd.shape
     K, S = k_cache_BKSd.shape[1:3]
     place_BT = torch.arange(T, device=q_BTHd.device).expand(B, T)
@@ -169,7 +191,8 @@ def attend_reference(
     return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
 
 
-def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap):
+def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap):
+    assert cos is None and sin is None, "rotate before"
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
     K, S = k_cache.shape[1], k_cache.shape[2] * k_cache.shape[4]
@@ -198,11 +221,18 @@ def _attend_cpu(q, k, v, k_cache, v_cache, lengths, depth, path, scale, window, 
     return out
 
 
+def _attend_cuda(*arguments) -> Tensor:
+    from compile.cuda.attention import attend_live  # imports Triton, which not every machine has
+
+    return attend_live(*arguments)
+
+
 LIBRARY.define(
-    "attend_(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
-    "Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap) -> Tensor"
+    "attend_(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor lengths, Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap) -> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
+LIBRARY.impl("attend_", _attend_cuda, "CUDA")
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
 
 

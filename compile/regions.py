@@ -70,6 +70,22 @@ class CompiledModel:
         return form(self._model, tokens_BT, cache, keep_BR, branches)
 
 
+class CompiledForms:
+    """Calls a function through a compiled form for each shape of its tensors and each value of what is no tensor."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+        self._forms: dict[tuple, Step] = {}
+
+    def __call__(self, *arguments, **constants) -> Tensor:
+        values = (*arguments, *(value for _, value in sorted(constants.items())))
+        key = (*sorted(constants), *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in values))
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = compile_step(self._function)
+        return form(*arguments, **constants)
+
+
 def compile_step(function: Callable) -> Step:
     """A compiled form of a function that will always be called with tensors of the same shapes, dtypes and layouts."""
     code = function.__code__.replace()  # Dynamo keeps compiled code by code object: ours must be nobody else's

@@ -17,6 +17,7 @@ from pathlib import Path
 
 GROUPS: dict[str, dict[str, str]] = {
     "compiled by Inductor": {"TEST_GROUP": "inductor"},
+    "Triton's kernels, interpreted": {"TEST_GROUP": "interpreted", "TRITON_INTERPRET": "1"},
     "kernels, a guard page behind each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "behind"},
     "kernels, a guard page before each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "before"},
     "all others": {"TEST_GROUP": "others"},

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.attention import Branches
-from compile.walk import walk
+from compile.walk import walk, walks
 from sharesd.tree import DraftTree, Verdict
 
 
@@ -31,7 +31,7 @@ def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> Verdict:
     Children of a node differ, so at most one is kept, and a path's rows ascend since parents come before children.
     """
     assert tree.branches is not None
-    if target_tokens_BT.device.type == "cpu":
+    if walks(target_tokens_BT.device):
         num_new_B, tokens_BT, path_BT = walk(tree.tokens, tree.branches, target_tokens_BT)
         return Verdict(tokens_BT, num_new_B, path_BT)
     return accept_tree_reference(tree, tree.branches, target_tokens_BT)

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compile.attention import reads_live_slots
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.pages import weights_on_huge_pages
-from compile.regions import CompiledBlocks, CompiledModel, compile_step
+from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
@@ -177,7 +178,7 @@ class Runtime:
     def _noise(self) -> Callable[..., Tensor]:
         if self.device.type == "cpu":
             return sampling.native_gumbel
-        return sampling.gumbel if self.compile == "off" else compile_step(sampling.gumbel)
+        return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
     def _load(self, folder: Path) -> CausalModel:
         return load_model(
@@ -296,15 +297,15 @@ class Runtime:
 
     def _draft_windows(self) -> tuple[int, ...]:
         """How many tokens draft steps may look back; 0 = all."""
-        given, native = self.config.draft_window, isinstance(self.target, Decoder)
+        given, target = self.config.draft_window, self.target
+        native = isinstance(target, Decoder)
         if isinstance(given, int):
             if not native:
-                raise ValueError(
-                    f"draft_window is {given} and {self.target.name} looks at all tokens; take off or auto"
-                )
+                raise ValueError(f"draft_window is {given} and {target.name} looks at all tokens; take off or auto")
             return (given,)
-        # Attention on a GPU masks what it does not need, and reads it all the same.
-        return (0, DRAFT_WINDOW) if given == "auto" and native and self.device.type == "cpu" else (0,)
+        # Where attention masks what it does not need, and reads it all the same, a window gains nothing.
+        gains = isinstance(target, Decoder) and reads_live_slots(self.device, self.dtype, target.config.head_dim)
+        return (0, DRAFT_WINDOW) if given == "auto" and gains else (0,)
 
     def _table(self, name: str) -> Table:
         config = self.config

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile.logits import process_logits
 from compile.noise import hashed_gumbel
+from compile.ops import runs_triton
 from compile.topk import arg_max
 from sharesd.config import SamplingParams
 
@@ -207,11 +209,31 @@ def process(
     """
     if params.greedy and bias_V is None and not params.uses_penalties:
         return logits_BTV
+    if not params.uses_penalties:
+        counts = None
+    else:
+        assert counts is not None, "penalties need TokenCounts"
+    if runs_triton(logits_BTV.device) and logits_BTV.dtype != torch.float64:
+        return process_logits(
+            logits_BTV,
+            bias_V=bias_V,
+            prompt_mask_BV=counts.prompt_mask if counts is not None else None,
+            counts_BV=counts.output_counts if counts is not None else None,
+            draft_BN=draft_BN,
+            seen_BTN=seen_BTN,
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            temperature=params.temperature,
+            cold=0 < params.temperature < COLD,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
     x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     if bias_V is not None:
         x_BTV = x_BTV + bias_V
-    if params.uses_penalties:
-        assert counts is not None, "penalties need TokenCounts"
+    if counts is not None:
         x_BTV = _penalize(x_BTV, params, counts, draft_BN, seen_BTN)
     if params.greedy:
         return x_BTV

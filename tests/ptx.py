@@ -41,14 +41,14 @@ class Binary:
 def compile_for(
     arch: int, kernel: Any, arguments: dict[str, Any], folder: Path, *, warps: int, stages: int, dependent: bool = False
 ) -> Binary:
-    """Compile a kernel. An argument is a dtype (a pointer to such), "i32" or "fp32" (a scalar), or a constant."""
+    """Compile a kernel. An argument is a dtype (a pointer), "i32", "fp32" or "fp64" (scalars), or a constant."""
     signature, constants, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = arguments[name]
         if isinstance(value, torch.dtype):
             signature[name] = _TYPES[value]
             attributes[(place,)] = [["tt.divisibility", 16]]
-        elif value in ("i32", "fp32"):
+        elif value in ("i32", "fp32", "fp64"):
             signature[name] = value
         else:
             signature[name], constants[name] = "constexpr", value

@@ -80,8 +80,6 @@ class Attention(nn.Module):
         q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHd, k_BTKd = self.q_norm(q_BTHd), self.k_norm(k_BTKd)
-        if self.use_rope:
-            q_BTHd, k_BTKd = rope.rotate(q_BTHd, cos_BTr, sin_BTr), rope.rotate(k_BTKd, cos_BTr, sin_BTr)
         out_BTHd = attend(
             q_BTHd,
             k_BTKd,
@@ -94,6 +92,7 @@ class Attention(nn.Module):
             recent=recent,
             softcap=self.softcap,
             branches=Branches(*branches) if branches else None,
+            rotary=(cos_BTr, sin_BTr) if self.use_rope else None,
         )
         return project(self.o, out_BTHd.flatten(2), residual=residual)
 

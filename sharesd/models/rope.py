@@ -1,6 +1,6 @@
 """Rotary position embeddings: frequencies of every scaling rule, and the tables that a step gathers from.
 
-Legend: P positions, B rows, T tokens, N heads, d head size, r rotated half (at most d / 2).
+Legend: P positions, r rotated half of a head (at most half its size).
 """
 
 from __future__ import annotations
@@ -58,15 +58,6 @@ def tables(
     """Cosine and sine [P, r] of every position: computed in float32, then cast, as transformers does."""
     angles_Pr = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq_r
     return (angles_Pr.cos() * factor).to(device, dtype), (angles_Pr.sin() * factor).to(device, dtype)
-
-
-def rotate(x_BTNd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
-    """Rotate the first 2r entries of every head, in halves (GPT-NeoX order); the rest passes through."""
-    r = cos_BTr.shape[-1]
-    cos, sin = cos_BTr[:, :, None], sin_BTr[:, :, None]
-    a, b, rest = x_BTNd[..., :r], x_BTNd[..., r : 2 * r], x_BTNd[..., 2 * r :]
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return torch.cat(turned if rest.shape[-1] == 0 else (*turned, rest), dim=-1)
 
 
 def _llama3(inv_freq_r: Tensor, rope: Mapping[str, Any]) -> Tensor:

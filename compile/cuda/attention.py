@@ -1,0 +1,344 @@
+"""Attention over live slots in Triton: a query's bits depend on its own prefix only, in chains and in trees.
+
+Three launches: turn and write (rotary embedding of new queries and keys; new keys and values into the cache), parts
+(each SPLIT slots by themselves), join (parts in order). Parts lie at absolute multiples of SPLIT, blocks within them at
+multiples of BLOCK, and a tile of queries has a constant number of rows: so T, S, B and the length change which programs
+have work, and never the sums that a query's row is made of. Where the slots of a part hold new rows of a tree, each row
+has a program of its own, which gathers its path into the order of plain decoding.
+
+Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, G = H / K, S slots, P slots that a path may
+name, d head size, D the power of two above it, R rotated half, X parts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compile.sight import CHUNK, SINKS
+
+SPLIT = 128
+"""Slots of a part."""
+GROUP = 32
+"""Parts that the join sums up together."""
+FAR = 1 << 30
+"""A window that sees everything."""
+_INTS = ["T", "S", "P", "X", "window", "recent", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
+
+
+@triton.jit(do_not_specialize=_INTS)
+def turn_and_write(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    length_ptr,
+    depth_ptr,
+    path_ptr,
+    out_ptr,
+    T,
+    S,
+    P,
+    q_b,
+    q_t,
+    k_b,
+    k_t,
+    v_b,
+    v_t,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of one new token. Grid (B * T, H + 2K). R = 0: nothing is turned. Rounds as the plain composition."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, head = tl.program_id(0), tl.program_id(1)
+    b, t = (token // T).to(tl.int64), token % T
+    place = t
+    if P > 0:
+        depth = tl.load(depth_ptr + token)
+        place = tl.load(path_ptr + token.to(tl.int64) * P + depth).to(tl.int32)
+    slot = tl.load(length_ptr + b) + place
+    writes = slot < S  # rows of padding may lie behind the cache
+    if head < H:
+        source, target = q_ptr + b * q_b + t * q_t + head * d, out_ptr + (token.to(tl.int64) * H + head) * d
+        writes = slot >= 0
+    elif head < H + K:
+        source = k_ptr + b * k_b + t * k_t + (head - H) * d
+        target = k_cache_ptr + ((b * K + head - H) * S + slot) * d
+    else:
+        source = v_ptr + b * v_b + t * v_t + (head - H - K) * d
+        target = v_cache_ptr + ((b * K + head - H - K) * S + slot) * d
+    i = tl.arange(0, D)
+    x = tl.load(source + i, mask=i < d, other=0.0)
+    if R > 0:  # noqa: SIM102 (known when compiled)
+        if head < H + K:
+            turned = i < 2 * R
+            other = tl.load(source + tl.where(i < R, i + R, i - R), mask=turned, other=0.0)
+            angle = token.to(tl.int64) * R + tl.where(i < R, i, i - R)
+            cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
+            straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
+            across = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
+            y = tl.where(i < R, straight - across, straight + across)
+            x = tl.where(turned, y.to(x.dtype), x)
+    tl.store(target + i, x, mask=(i < d) & writes)
+
+
+@triton.jit
+def _recent_from(own, recent, CHUNK: tl.constexpr):
+    """The first of the recent positions that a query at position `own` sees."""
+    return tl.maximum(own + 1 - recent, 0) // CHUNK * CHUNK
+
+
+@triton.jit(do_not_specialize=_INTS)
+def parts(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    length_ptr,
+    depth_ptr,
+    path_ptr,
+    top_ptr,
+    total_ptr,
+    part_ptr,
+    T,
+    S,
+    P,
+    X,
+    scale,
+    softcap,
+    window,
+    recent,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Softmax over one part for ROWS queries of a key/value head: the largest score, the total, the weighted values.
+
+    Grid (tiles, X, B * K). A tile's queries are those of (t, g) in order; in parts with new rows of a tree, those
+    of one token. Scores are logarithms of base 2; `scale` and `softcap` make them so.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile, part = tl.program_id(0), tl.program_id(1)
+    b, kv = (tl.program_id(2) // K).to(tl.int64), tl.program_id(2) % K
+    n = tl.load(length_ptr + b).to(tl.int32)
+    begin = part * SPLIT
+    row = tl.arange(0, ROWS)
+    t, g = (tile * ROWS + row) // G, (tile * ROWS + row) % G
+    live = t < T
+    first, end = n, n + T  # position of the tile's first query; behind those of all
+    behind = begin + SPLIT
+    alone = (P > 0) & (behind > n)
+    token = 0
+    if alone:
+        TILES: tl.constexpr = (G + ROWS - 1) // ROWS
+        token = tile // TILES
+        t, g = token + row * 0, tile % TILES * ROWS + row
+        live = g < G
+        first += tl.load(depth_ptr + b * T + token).to(tl.int32)
+        end = first + 1
+    if (begin >= end) | (behind <= first + 1 - window) | ((tile * ROWS >= T * G) & (not alone)):
+        return
+    if (begin >= SINKS) & (behind <= _recent_from(first, recent, CHUNK)):
+        return
+    own = n + tl.where(P > 0, tl.load(depth_ptr + b * T + t, mask=live & (P > 0), other=0).to(tl.int32), t)
+    recent_from = _recent_from(own, recent, CHUNK)
+    i = tl.arange(0, D)
+    query = (b * T + t) * (K * G) + kv * G + g
+    q = tl.load(q_ptr + query[:, None] * d + i[None, :], mask=live[:, None] & (i < d)[None, :], other=0.0)
+    k_cache_ptr += (b * K + kv) * S * d
+    v_cache_ptr += (b * K + kv) * S * d
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, D), tl.float32)
+    for start in range(begin, tl.minimum(behind, end), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        gathered = (at >= n) & (at < end) & alone
+        step = tl.load(path_ptr + (b * T + token) * P + (at - n), mask=gathered, other=0).to(tl.int32)
+        slot = tl.where(gathered, n + step, at)
+        there = ((at < end) & (slot < S))[:, None] & (i < d)[None, :]
+        where = slot[:, None] * d + i[None, :]
+        k = tl.load(k_cache_ptr + where, mask=there, other=0.0)
+        v = tl.load(v_cache_ptr + where, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAP:
+            scores = softcap - 2 * softcap / (tl.exp(scores) + 1)  # softcap * tanh(score / softcap)
+        seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
+        seen = seen & ((at[None, :] >= recent_from[:, None]) | (at < SINKS)[None, :])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        values = values * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    out = query * X + part
+    tl.store(top_ptr + out, top, mask=live)
+    tl.store(total_ptr + out, total, mask=live)
+    tl.store(part_ptr + out[:, None] * d + i[None, :], values, mask=live[:, None] & (i < d)[None, :])
+
+
+@triton.jit(do_not_specialize=_INTS)
+def join(
+    length_ptr,
+    depth_ptr,
+    top_ptr,
+    total_ptr,
+    part_ptr,
+    out_ptr,
+    T,
+    P,
+    X,
+    window,
+    recent,
+    H: tl.constexpr,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The parts of one query that it sees, in order, GROUP by GROUP. Grid (B * T, H)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    query = token * H + tl.program_id(1)
+    own = tl.load(length_ptr + token // T).to(tl.int32)
+    if P > 0:
+        own += tl.load(depth_ptr + token).to(tl.int32)
+    else:
+        own += (token % T).to(tl.int32)
+    recent_from = _recent_from(own, recent, CHUNK)
+    i = tl.arange(0, D)
+    top = float("-inf")
+    total = 0.0
+    values = tl.zeros((D,), tl.float32)
+    first = tl.maximum(own + 1 - window, 0) // (SPLIT * GROUP) * GROUP
+    for group in range(first, tl.minimum(own // SPLIT + 1, X), GROUP):
+        part = group + tl.arange(0, GROUP)
+        begin = part * SPLIT
+        behind = begin + SPLIT
+        seen = (part < X) & (begin <= own) & (behind > own + 1 - window) & ((behind > recent_from) | (begin < SINKS))
+        at = query * X + part
+        tops = tl.load(top_ptr + at, mask=seen, other=float("-inf"))
+        totals = tl.load(total_ptr + at, mask=seen, other=0.0)
+        some = tl.load(part_ptr + at[:, None] * d + i[None, :], mask=seen[:, None] & (i < d)[None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(tops - base)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(totals * weights, 0)
+        values = values * shrink + tl.sum(some * weights[:, None], 0)
+        top = new_top
+    tl.store(out_ptr + query * d + i, (values / total).to(out_ptr.dtype.element_ty), mask=i < d)
+
+
+def attend_live(
+    q_BTHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    cos_BTr: Tensor | None,
+    sin_BTr: Tensor | None,
+    k_cache_BKSd: Tensor,
+    v_cache_BKSd: Tensor,
+    lengths_B: Tensor,
+    depth_BT: Tensor | None,
+    path_BTP: Tensor | None,
+    scale: float,
+    window: int,
+    recent: int,
+    softcap: float,
+) -> Tensor:
+    """`compile.attention.attend`, with the rotary embedding where cosines and sines are given: [B, T, H, d].
+
+    Tensors of bfloat16, float16 or float32 on a GPU, or on a CPU under Triton's interpreter.
+    """
+    B, T, H, d = q_BTHd.shape
+    q, k, v = (x if x.stride()[2:] == (d, 1) else x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd))
+    K, S = k_cache_BKSd.shape[1:3]
+    assert k_cache_BKSd.is_contiguous() and v_cache_BKSd.is_contiguous(), "make caches with new_kv"
+    D, X = max(16, triton.next_power_of_2(d)), triton.cdiv(S, SPLIT)
+    depth, path, P = lengths_B, lengths_B, 0  # chains: neither is read
+    if depth_BT is not None and path_BTP is not None:
+        depth, path, P = depth_BT.contiguous(), path_BTP.contiguous(), path_BTP.shape[2]
+    turned = q.new_empty((B, T, H, d))
+    cos, sin, R = turned, turned, 0
+    if cos_BTr is not None and sin_BTr is not None:
+        cos, sin, R = cos_BTr.contiguous(), sin_BTr.contiguous(), cos_BTr.shape[2]
+    launch = {"PDL": False} if q.device.type == "cpu" else dependent_launch(q.device)
+    turn_and_write[(B * T, H + 2 * K)](
+        *(q, k, v, cos, sin, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, turned),
+        *(T, S, P, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        **{"H": H, "K": K, "d": d, "D": D, "R": R},
+        **launch,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    G = H // K
+    ROWS, BLOCK = tile_of(G, D)
+    tiles = T * triton.cdiv(G, ROWS) if P else triton.cdiv(T * G, ROWS)
+    top, total = (q.new_empty((B * T * H, X), dtype=torch.float32) for _ in range(2))
+    part = q.new_empty((B * T * H, X, d), dtype=torch.float32)
+    log2e = math.log2(math.e)
+    units = (2 * scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
+    sight = {"SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS}
+    back = (window or FAR, recent or FAR)
+    parts[(tiles, X, B * K)](
+        *(turned, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, top, total, part),
+        *(T, S, P, X, *units, *back),
+        **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0},
+        **sight,
+        **launch,
+        num_warps=4,
+        num_stages=3,
+        enable_fp_fusion=False,
+    )
+    out = torch.empty_like(turned)
+    join[(B * T, H)](
+        *(lengths_B, depth, top, total, part, out),
+        *(T, P, X, *back),
+        **{"H": H, "d": d, "D": D, "GROUP": GROUP},
+        **sight,
+        **launch,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def tile_of(G: int, D: int) -> tuple[int, int]:
+    """Queries of a tile and slots of a block: functions of the model alone, since bits depend on them."""
+    return (16 if G == 1 else 32), (64 if D <= 64 else 32)
+
+
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that begins while the one before it ends, where the GPU can do that."""
+    able = torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
