@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from compile.attention import reads_live_slots
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
+from compile.ops import runs_triton
 from compile.pages import weights_on_huge_pages
 from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.solve import solve_groups
@@ -217,11 +217,7 @@ class Runtime:
         """What makes quantized linears, where it is not the choice of `quant`."""
         if self.compile == "native":
             return packed_for_cpu
-        return builder_for_cuda(self.device, self.dtype, self._most_rows) if self._own_cuda_kernels else None
-
-    @property
-    def _own_cuda_kernels(self) -> bool:
-        return self.device.type == "cuda" and find_spec("triton") is not None
+        return builder_for_cuda(self.device, self.dtype, self._most_rows) if runs_triton(self.device) else None
 
     @property
     def _most_rows(self) -> int:
@@ -234,7 +230,7 @@ class Runtime:
         if self.device.type == "cpu":
             pack_linears(model)
             weights_on_huge_pages(model)
-        elif self._own_cuda_kernels:
+        elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
 
             use_row_linears(model, self._most_rows)
