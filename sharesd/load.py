@@ -37,7 +37,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
 from sharesd.models.progress import Progress, silent
-from sharesd.models.weights import load_model, resolve
+from sharesd.models.weights import Tensors, load_model, resolve
 from sharesd.selfcheck import RunFirst, first_block, rows_agree
 from sharesd.settings import cpu_name
 from sharesd.tables.base import Table
@@ -73,9 +73,17 @@ class Runtime:
     """A loaded target with the drafters of several modes; engines of all modes share target, tokenizer and KV cache."""
 
     def __init__(
-        self, config: EngineConfig, modes: Sequence[Mode] | None = None, *, progress: Progress = silent
+        self,
+        config: EngineConfig,
+        modes: Sequence[Mode] | None = None,
+        *,
+        progress: Progress = silent,
+        tensors: Tensors | None = None,
     ) -> None:
-        """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured."""
+        """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
+
+        `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
+        """
         started = time.perf_counter()
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
@@ -94,8 +102,8 @@ class Runtime:
         self._check_draft_vocabulary(progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
-        self._progress = progress
-        self.target = self._load(folder)
+        self._progress, self._tensors = progress, tensors
+        self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
         if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
@@ -178,13 +186,14 @@ class Runtime:
             return sampling.native_gumbel
         return sampling.gumbel if self.compile == "off" else compile_step(sampling.gumbel)
 
-    def _load(self, folder: Path) -> CausalModel:
+    def _load(self, folder: Path, tensors: Tensors | None = None) -> CausalModel:
         return load_model(
             folder,
             dtype=self.dtype,
             device=self.device,
             trust_remote_code=self.config.trust_remote_code,
             progress=self._progress,
+            tensors=tensors,
         )
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
@@ -195,9 +204,6 @@ class Runtime:
 
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
         assert isinstance(model, nn.Module)
-        solving = Solving(cache_dir=cache_root() / "quant", identity=identity(self._folder))
-        if self.device.type == "cpu":
-            solving = replace(solving, solve=_solve)
         report = how(
             model,
             self.config.quant,
@@ -205,7 +211,7 @@ class Runtime:
             head_name=_head_name(model),
             layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
-            solving=solving,
+            solving=_solving(self.device, None if self._tensors else self._folder),
             build=_low_packed if self.compile == "native" else None,
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
@@ -313,7 +319,7 @@ class Runtime:
                     "give a draft model of the target's family"
                 )
         else:
-            model = self._load(resolve(self.config.target))
+            model = self._load(self._folder, self._tensors)
             self._reports["classic"] = self._quantize(make_low, model)
         self._pack(model)
         if model.max_context < self.max_context:
@@ -355,6 +361,18 @@ def _num_bytes(model: CausalModel) -> int:
     assert isinstance(model, nn.Module)
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
+
+
+def _solving(device: torch.device, folder: Path | None) -> Solving:
+    """How the linears of the checkpoint in a folder (None: of tensors in memory) are solved.
+
+    On a GPU anew at each start: that takes seconds, and less than to read codes, compare their checksum and copy them.
+    """
+    if device.type != "cpu":
+        return Solving()
+    if folder is None:
+        return Solving(solve=_solve)
+    return Solving(solve=_solve, cache_dir=cache_root() / "quant", identity=identity(folder))
 
 
 def _solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
