@@ -22,12 +22,13 @@ from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
 from quant.attach import QuantReport, Solving, make_low, quantize_linears
+from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
 from sharesd.calibrate import warm_up
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
-from sharesd.device import device_of
+from sharesd.device import device_of, prepare_cuda
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
@@ -38,6 +39,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
 from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import Tensors, load_model, resolve
+from sharesd.prefill import PIECES, prefill, slots_for
 from sharesd.selfcheck import RunFirst, first_block, rows_agree
 from sharesd.settings import cpu_name
 from sharesd.tables.base import Table
@@ -88,6 +90,8 @@ class Runtime:
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
+        if self.device.type == "cuda":
+            prepare_cuda(steady=config.steady_cublas)
         if config.threads is not None:
             CREW.reset(config.threads, fixed=True)
         self.compile = config.compile
@@ -114,11 +118,15 @@ class Runtime:
         self._widths = self._choose_widths(most)
         top, depth, _ = config.tree or (0, 0, 0)
         self._slots = self.max_context + max(2 * max(self._widths or (most,)), 2 + top * depth)
+        if self.device.type == "cuda":
+            self._slots = max(self._slots, slots_for(self.max_context))
         self.cache = self.target.new_cache(config.max_batch, self._slots)
         self._draft_widths = {1, *([top] if config.tree else [])}
         self._step = self._compile(self.target, {*self._draft_widths, *(self._widths or ())})
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
+        if self.device.type == "cuda":
+            self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
@@ -131,8 +139,24 @@ class Runtime:
         started = time.perf_counter()
         params = warm or SamplingParams()
         warm_up(engine, params, self._costs_file(mode, params))
+        if self.device.type == "cuda":
+            save_configs(cache_root() / "quant")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
+
+    @torch.inference_mode()
+    def _warm_prompts(self) -> None:
+        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'."""
+        models = {id(self.cache): (self._step, self.cache)}
+        for drafter in self._drafters.values():
+            model_drafter = drafter.model_drafter if isinstance(drafter, HybridDrafter) else drafter
+            if isinstance(model_drafter, ClassicDrafter):
+                models[id(model_drafter.cache)] = model_drafter.model, model_drafter.cache
+        for model, cache in models.values():
+            for size in PIECES:
+                tokens = [0] * min(size, self.max_context)
+                prefill(model, cache, [tokens] + [[] for _ in range(cache.batch - 1)], [0] * cache.batch)
+            cache.lengths.zero_()
 
     def _costs_file(self, mode: str, params: SamplingParams) -> Path:
         """Where the costs of rounds are kept: a name for everything that they depend on."""
@@ -204,6 +228,8 @@ class Runtime:
 
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
         assert isinstance(model, nn.Module)
+        if self.device.type == "cuda" and self.config.quant.method == "hqq":
+            load_configs(cache_root() / "quant")
         report = how(
             model,
             self.config.quant,
@@ -346,6 +372,7 @@ class Runtime:
             auto_length=self.config.num_draft is None,
             widths=self._widths,
             capture=native and self.device.type == "cuda" and self.compile != "off",
+            reread=self.config.exact and self.device.type == "cuda",
             gumbel=self._gumbel,
         )
 
