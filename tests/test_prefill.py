@@ -13,12 +13,15 @@ import pytest
 import torch
 from tiny import make_checkpoint
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sharesd import engine as engine_module
 from sharesd.cache import StaticKVCache
 from sharesd.config import SamplingParams
 from sharesd.engine import Engine
-from sharesd.prefill import CHUNK, PIECES, prefill_in_pieces, slots_for
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
 from sharesd.tokenizer import load_tokenizer
 
 VOCAB, CONTEXT = 97, 1300
@@ -101,6 +104,25 @@ def test_a_row_is_read_alone(toy_engine: Callable[..., Engine]) -> None:
         alone = toy.new_cache(1, slots_for(CONTEXT))
         assert torch.equal(prefill_in_pieces(toy, alone, [prompt], [0]), logits_BV[b : b + 1])  # type: ignore[arg-type]
         assert torch.equal(alone.k[0][0, 0, : len(prompt)], together.k[0][b, 0, : len(prompt)])
+
+
+def test_prompts_on_a_gpu_are_read_in_pieces() -> None:
+    """By tensors without values: all on the GPU, nothing read from it."""
+    config = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": CONTEXT,
+    }
+    with FakeTensorMode(), torch.inference_mode():
+        model = Decoder(DecoderConfig.from_hf(config | heads), dtype=torch.bfloat16, device="cuda")
+        cache, rows = model.new_cache(2, slots_for(CONTEXT)), []
+        run_stack = model.run_stack
+        model.run_stack = lambda x, *rest: (rows.append(x.shape[:2]), run_stack(x, *rest))[1]  # type: ignore[func-returns-value]
+        logits_BV = prefill(model, cache, [tokens(600), tokens(100)], [0, 0])
+    assert (logits_BV.device.type, logits_BV.shape) == ("cuda", (2, VOCAB))
+    assert rows == [(1, 512), (1, 128), (1, 128)]
 
 
 def conversation(engine: Engine, first: Sequence[int], *, reuse: bool) -> list[list[int]]:

@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     from benchmark.environment import environment
     from sharesd.device import device_of
 
-    device_of(args.device)  # ValueError without a GPU, before anything else
+    device_of(args.device)  # ValueError without a GPU, before anything else; only the steps' processes use it
     folder = arguments.out_folder(args.out_dir, "gpu")
     outcomes: dict[str, Any] = {}
-    values = {"command": arguments.command(), "environment": environment(args.device), "steps": outcomes}
+    values = {"command": arguments.command(), "environment": environment("cpu"), "steps": outcomes}
     started = time.perf_counter()
     for step in steps:
         left = args.budget - (time.perf_counter() - started)

@@ -16,7 +16,8 @@ def measure(job: Job) -> None:
     config = EngineConfig(target=job.target, device=job.device, **tables)  # type: ignore[arg-type]
     _measure(job, replace(config, compile="off"), ("naive", "share", "classic"), ["T=0"], 48, "off")
     _measure(job, config, ("naive", "share", "suffix", "hybrid"), list(WAYS) if job.on_gpu else ["T=1"], 96, "chains")
-    _measure(job, replace(config, tree=(2, 4, 8)), ("naive", "share"), ["T=0", "T=1"], 96, "trees")
+    if job.has_time(60):
+        _measure(job, replace(config, tree=(2, 4, 8)), ("naive", "share"), ["T=0", "T=1"], 96, "trees")
     identical = [row["identical"].split(" of ") for row in job.table("modes")]
     job.put(all_texts_identical=all(same == asked for same, asked in identical))
 

@@ -92,6 +92,8 @@ def compare_modes(
     copied = copy_bandwidth(job.device)
     answers: dict[tuple[str, str], Answers] = {}
     for way in ways:
+        if answers and not job.has_time(45):
+            break
         params = _params(way, tokens if job.on_gpu else 8)
         warmed = {}
         for mode in modes:

@@ -12,11 +12,11 @@ from benchmark.gpu.agenda import STEPS
 def markdown(values: Mapping[str, Any]) -> str:
     """The report of gpu.json."""
     machine, steps = values["environment"], values["steps"]
+    device = next((name for outcome in steps.values() if (name := outcome.get("found", {}).get("device"))), None)
     about = {step.name: step.about for step in STEPS}
     parts = [
-        f"# ShareSD on {machine.get('gpu') or machine['cpu']}",
-        f"{machine['date']}, torch {machine['torch']}, CUDA {machine['cuda']}, triton {machine['triton']}, "
-        f"gemlite {machine['gemlite']}",
+        f"# ShareSD on {device or machine['cpu']}",
+        f"{machine['date']}, torch {machine['torch']}, triton {machine['triton']}, gemlite {machine['gemlite']}",
         f"    {values['command']}",
         arguments.markdown_table(
             ("step", "what became of it", "seconds"),

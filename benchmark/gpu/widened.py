@@ -25,8 +25,9 @@ LONG, SHORT = 8192, 2048
 def measure(job: Job, size: str) -> None:
     """Plain steps, share and costs, with a profile; then plain steps of any width, and in a long cache."""
     _measure_exact(job, size)
-    _measure_naive(job, size, "not exact", exact=False)
-    if size == "7b":
+    if job.has_time(60):
+        _measure_naive(job, size, "not exact", exact=False)
+    if size == "7b" and job.has_time(60):
         slots = LONG if job.on_gpu else SHORT
         _measure_naive(job, size, f"{slots} slots", max_context=slots)
 

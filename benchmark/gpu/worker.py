@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmark.environment import seconds_since_start
 from benchmark.gpu import agenda
 from benchmark.records import write_json
 
@@ -20,8 +23,9 @@ class NotHere(Exception):
 class Job:
     """What a step is given: where to measure, and where to put what it finds."""
 
-    def __init__(self, device: str, findings: Path, target: str | None = None) -> None:
+    def __init__(self, device: str, findings: Path, target: str | None = None, limit_s: float = math.inf) -> None:
         self.device, self.target = device, target
+        self._ends = time.perf_counter() + limit_s
         self.on_gpu = device.startswith("cuda")
         """False: the step is tried out on a CPU, in tiny sizes."""
         self._file, self._found = findings, dict[str, Any]()
@@ -39,6 +43,13 @@ class Job:
         """The rows noted so far."""
         return self._found.get(name, [])
 
+    def has_time(self, seconds: float) -> bool:
+        """Whether something that may take so long still fits into the time of this process; what does not is noted."""
+        fits = time.perf_counter() + seconds < self._ends
+        if not fits:
+            self.put(left_out="what did not fit into the time of this step")
+        return fits
+
     def require_gpu(self, what: str) -> None:
         """NotHere on a CPU."""
         if not self.on_gpu:
@@ -55,11 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     [step] = agenda.named([args.name])
     module, _, function = step.measure.partition(":")
-    job = Job(args.device, args.findings, args.target)
+    job = Job(args.device, args.findings, args.target, step.limit_s - seconds_since_start())
     try:
         getattr(importlib.import_module(f"benchmark.gpu.{module}"), function)(job, **step.settings)
     except NotHere as reason:
         job.put(**{"not here": str(reason)})
+        return 0
+    if job.on_gpu:  # not before: some steps have something to say to libraries that begin
+        import torch
+
+        job.put(device=torch.cuda.get_device_name(args.device))
     return 0
 
 
