@@ -7,16 +7,20 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny import make_checkpoint
+from torch import Tensor, nn
 
 from benchmark.__main__ import main
-from benchmark.gpu import agenda, command, report
+from benchmark.gpu import agenda, command, own_kernels, report
 from benchmark.gpu.agenda import STEPS, Step, run_step
+from benchmark.gpu.worker import Job, NotHere
 
 STEP = Step("trial", 60, "", "what is tried")
 
@@ -111,6 +115,72 @@ def test_one_that_fails_is_noted_and_the_next_goes_on(tmp_path: Path, capsys: An
     assert steps["machine"]["state"] == "done" and steps["1b"]["state"] == "failed"
     assert "no/such/folder/here does not exist" in (tmp_path / "gpu.md").read_text()
     assert "1b failed: exit status 1" in capsys.readouterr().err
+
+
+class Library(nn.Module):
+    """A linear of the library, in place of one of ours; `low` as if its codes had been put in place."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.nbytes = linear.weight, linear.weight.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+    @classmethod
+    def low(cls, q: Tensor, scale: Tensor, offset: Tensor, bias: None, bits: int, dtype: torch.dtype) -> Library:
+        linear = nn.Linear(1, 1, device="meta")
+        weight = q.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None] + offset[..., None]
+        linear.weight = nn.Parameter(weight.flatten(-2).to(dtype), requires_grad=False)
+        return cls(linear)
+
+
+@dataclass(frozen=True)
+class Tile:
+    outputs: int
+    inputs: int
+    stages: int
+    split: int
+
+
+def test_what_is_asked_of_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With others in their place, one of which is wrong in the rows of wide steps, and one which fails with a tile."""
+
+    def multiply(x: Tensor, weight: Tensor, tile: Tile, counters: Tensor) -> Tensor:
+        if tile.stages == 5:
+            raise RuntimeError("too much shared memory")
+        return nn.functional.linear(x, weight)
+
+    def attend(q: Tensor, *rest: Any) -> Tensor:
+        return q * (1 + (q.shape[1] > 8))
+
+    kernels = SimpleNamespace(
+        linear=Library,
+        low=Library.low,
+        multiply=multiply,
+        tile_of=lambda *_: Tile(32, 64, 4, 1),
+        attend=attend,
+    )
+    monkeypatch.setattr(own_kernels, "_kernels", lambda job: kernels)
+    job = Job("cpu", tmp_path / "found")
+    own_kernels.measure(job)
+    assert all(row["rows that differ"] == "1 2 3 4 5 8" for row in job.table("attention"))
+    assert [row["linear"] for row in job.table("linears")] == ["o"] and len(job.table("low-bit linears")) == 2
+    assert all(row["error"] < 0.01 for row in job.table("linears") + job.table("low-bit linears"))
+    assert len(job.table("dependent launch")) == 1
+    assert {row["error"] for row in job.table("tiles that fail")} == {"too much shared memory"}
+    assert "by rule" in [row["tile"] for row in job.table("tiles")]
+
+
+def test_kernels_that_cannot_be_imported_are_said_not_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(own_kernels.importlib, "import_module", refuse)
+    with pytest.raises(NotHere, match="no compile.cuda.linear"):
+        own_kernels._kernels(Job("cuda", tmp_path / "found"))
 
 
 @pytest.mark.slow

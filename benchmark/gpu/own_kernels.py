@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,9 +20,9 @@ from torch.nn import functional as F
 
 from benchmark.gpu.timing import (
     ROWS,
+    UNCACHED_BYTES,
     copies_of,
     copy_bandwidth,
-    linears,
     rows_that_differ,
     seconds_per_call,
     sizes,
@@ -31,12 +30,10 @@ from benchmark.gpu.timing import (
 from benchmark.gpu.worker import Job, NotHere
 from quant.solver import QuantizedWeight, solve
 
-CHAIN = 4
-"""Products that follow each other, for what dependent launch gains."""
 
-
-def _kernels() -> SimpleNamespace:
+def _kernels(job: Job) -> SimpleNamespace:
     """The kernels by what they do; NotHere where they cannot be imported."""
+    job.require_gpu("own kernels")
     try:
         linear, lowbit, gemm, settings = (
             importlib.import_module(f"compile.cuda.{name}") for name in ("linear", "lowbit", "gemm", "settings")
@@ -55,20 +52,21 @@ def _kernels() -> SimpleNamespace:
 
 def measure(job: Job) -> None:
     """Full and low-bit linears at their own tiles, attention, dependent launch; then other tiles, if time is left."""
-    job.require_gpu("own kernels")
-    kernels, copied = _kernels(), copy_bandwidth(job.device)
-    for size, named in sizes(job.on_gpu).items():
+    kernels, copied, models = _kernels(job), copy_bandwidth(job.device), sizes(job.on_gpu)
+    for size, named in models.items():
         for name, (N, K) in named.items():
             _measure_linear(job, kernels, copied, size, name, N, K)
+    largest = list(models.values())[-1]
     for bits in (4, 8):
-        for name, (N, K) in linears("7b").items():
+        for name, (N, K) in largest.items():
             _measure_low(job, kernels, copied, bits, name, N, K)
-    for slots in (2048, 8192):
+    for slots in (2048, 8192) if job.on_gpu else (256,):
         _measure_attention(job, kernels, copied, slots)
-    _measure_dependent_launch(job, kernels)
+    for width in (576, 2304, 4096) if job.on_gpu else (64,):
+        _measure_dependent_launch(job, kernels, width)
     for name in ("gate_up", "down", "qkv", "o", "head"):
-        if job.has_time(40):
-            _measure_tiles(job, kernels, copied, name, *linears("7b")[name])
+        if name in largest and job.has_time(40):
+            _measure_tiles(job, kernels, copied, name, *largest[name])
 
 
 def _random(job: Job, *shape: int, seed: int = 0) -> Tensor:
@@ -90,7 +88,8 @@ def _checked(module: Callable[[Tensor], Tensor], exact_NK: Tensor, x_MK: Tensor)
     """Seconds of the first call, error against float64, and which rows differ."""
     started = time.perf_counter()
     y_MN = module(x_MK)
-    torch.cuda.synchronize()
+    if y_MN.is_cuda:
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     differ = " ".join(map(str, rows_that_differ(module, x_MK))) or "none"
     return {"first, s": seconds, "error": _error(y_MN, x_MK.double() @ exact_NK.double().T), "rows that differ": differ}
@@ -113,7 +112,7 @@ def _measure_low(job: Job, kernels: SimpleNamespace, copied: float, bits: int, n
     solved, x_MK = solve(_random(job, N, K) * K**-0.5, bits, 64), _random(job, max(ROWS), K, seed=1)
     low = _low(kernels, solved)
     row: dict[str, object] = {"bits": bits, "linear": name, **_checked(low, solved.dequantize(), x_MK)}
-    modules = [low, *(_low(kernels, solved) for _ in range(2**28 // low.nbytes))]
+    modules = [low, *(_low(kernels, solved) for _ in range(UNCACHED_BYTES // low.nbytes if job.on_gpu else 0))]
     for rows in (1, 2):
         seconds = seconds_per_call([partial(module, x_MK[:rows]) for module in modules])
         row |= {f"us, {rows} rows": 1e6 * seconds, f"of copy, {rows}": low.nbytes / seconds / copied}
@@ -151,35 +150,23 @@ def _measure_attention(job: Job, kernels: SimpleNamespace, copied: float, slots:
         job.add("attention", row)
 
 
-def _measure_dependent_launch(job: Job, kernels: SimpleNamespace) -> None:
+def _measure_dependent_launch(job: Job, kernels: SimpleNamespace, width: int) -> None:
     """Square products in a row, as a graph, with and without."""
-    for size in (576, 2304, 4096):
-        weights = [_random(job, size, size, seed=i) * size**-0.5 for i in range(CHAIN * max(1, 2**26 // size**2))]
-        modules = [kernels.linear(_linear(weight)) for weight in weights]
-        x_1K = _random(job, 1, size)
-        row: dict[str, object] = {"size": size}
-        for name, setting in (("with", _as_it_is), ("without", _no_dependent_launch)):
-            with setting():
-                row[f"us, {name}"] = 1e6 * seconds_per_call([partial(_in_a_row, modules, x_1K)]) / len(modules)
-        job.add("dependent launch", row)
+    weights = copies_of(_random(job, width, width) * width**-0.5, job.on_gpu)
+    modules = [kernels.linear(_linear(weight)) for weight in weights]
+    call = partial(_in_a_row, modules, _random(job, 1, width))
+    row: dict[str, object] = {"width": width, "products": len(modules)}
+    row["us, with"] = 1e6 * seconds_per_call([call]) / len(modules)
+    # The kernels ask which GPU this is: now it is one that has no such launch.
+    with mock.patch("torch.cuda.get_device_capability", lambda *_: (8, 0)):
+        row["us, without"] = 1e6 * seconds_per_call([call]) / len(modules)
+    job.add("dependent launch", row)
 
 
 def _in_a_row(modules: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
     for module in modules:
         x = module(x)
     return x
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _no_dependent_launch() -> Iterator[None]:
-    """The kernels ask which GPU this is; it is one that has no such launch."""
-    with mock.patch("torch.cuda.get_device_capability", lambda *_: (8, 0)):
-        yield
 
 
 def _measure_tiles(job: Job, kernels: SimpleNamespace, copied: float, name: str, N: int, K: int) -> None:

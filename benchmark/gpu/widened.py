@@ -40,6 +40,7 @@ def _measure_exact(job: Job, size: str) -> None:
         prompt = prompts_of(runtime, 1)[0]
         engine.complete([prompt], steps)
         profile(job, lambda: engine.complete([prompt], steps))
+        job.put(profiled="a prompt and 16 plain steps")
 
 
 def _measure_naive(job: Job, size: str, label: str, *, exact: bool = True, max_context: int = SHORT) -> None:
