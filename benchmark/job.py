@@ -93,6 +93,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "corpus": config.corpus_file.name if config.corpus_file else "empty",
         "recycle_table": config.table_file.name if config.table_file else "empty",
         "exact": config.exact,
+        "steady_cublas": config.steady_cublas,
         "max_context": config.max_context,
         "sampling": {**asdict(params), "stop": list(params.stop), "stop_token_ids": [], "logit_bias": {}},
     }

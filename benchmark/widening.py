@@ -93,13 +93,13 @@ def widen(
     source = _Source(folder)
     parts = list(_parts(config, shape))
     dtype = source.read(parts[0]).dtype
+    norm_scale = _norm_scale(config, shape)
     num_parameters = shape.num_parameters(vocab_size=config.vocab_size, head_dim=config.head_dim, tied=config.tied)
     _require_free(out, num_parameters * dtype.itemsize + _MARGIN_BYTES)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-partial-") as scratch:
         fresh = Path(scratch) / "checkpoint"
         fresh.mkdir()
-        norm_scale = (config.hidden_size / shape.hidden_size) ** 0.5
         shards = _shards(parts, dtype, shard_bytes)
         index: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -114,12 +114,37 @@ def widen(
             fresh / "model.safetensors.index.json",
             {"metadata": {"total_size": num_parameters * dtype.itemsize}, "weight_map": index},
         )
-        for file in [file for pattern in _COPIED for file in folder.glob(pattern)]:
-            if file.name not in _NOT_COPIED:
-                shutil.copyfile(file, fresh / file.name)
-        _write_json(fresh / "config.json", files.read_config(folder) | _changed_config(config, shape, name))
+        describe(folder, fresh, shape, name=name)
         fresh.rename(out)
     return num_parameters
+
+
+def describe(folder: Path, out: Path, shape: Shape, *, name: str) -> None:
+    """Write into the folder `out` all of the widened checkpoint but its weights. ValueError as `widen`."""
+    config = decoder_config(folder)
+    _require_fit(config, shape)
+    for file in [file for pattern in _COPIED for file in folder.glob(pattern)]:
+        if file.name not in _NOT_COPIED:
+            shutil.copyfile(file, out / file.name)
+    _write_json(out / "config.json", files.read_config(folder) | _changed_config(config, shape, name))
+
+
+def wide_tensors(
+    folder: Path, shape: Shape, *, device: torch.device | str, seed: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the checkpoint in `folder` widened to `shape`, made on `device` one after the other.
+
+    On the CPU they are those that `widen` writes; elsewhere the noise is another. ValueError as `widen`.
+    """
+    config = decoder_config(folder)
+    _require_fit(config, shape)
+    source = _Source(folder)
+    for part in _parts(config, shape):
+        yield part.name, _tensor(part, source.read(part).to(device), _norm_scale(config, shape), seed)
+
+
+def _norm_scale(config: DecoderConfig, shape: Shape) -> float:
+    return (config.hidden_size / shape.hidden_size) ** 0.5
 
 
 def _require_fit(config: DecoderConfig, shape: Shape) -> None:
@@ -238,24 +263,24 @@ def _tensor(part: _Part, real: Tensor, norm_scale: float, seed: int) -> Tensor:
     """The wide tensor of a part."""
     if part.kind not in _MATRICES:
         scaled = real.double() * norm_scale
-        wide = torch.full(part.shape, float(scaled.mean()), dtype=real.dtype)
+        wide = torch.full(part.shape, float(scaled.mean()), dtype=real.dtype, device=real.device)
         wide[: len(real)] = scaled.to(real.dtype)
         return wide
     noisy = _MATRICES[part.kind][2]
-    wide = _noise(part, real, seed) if noisy else torch.zeros(part.shape, dtype=real.dtype)
+    wide = _noise(part, real, seed) if noisy else torch.zeros(part.shape, dtype=real.dtype, device=real.device)
     if not part.added:
         wide[: real.shape[0], : real.shape[1]] = real
     return wide
 
 
 def _noise(part: _Part, real: Tensor, seed: int) -> Tensor:
-    """Normal noise with the standard deviation of the real matrix, a function of seed and name alone."""
+    """Normal noise with the standard deviation of the real matrix, a function of seed, name and device alone."""
     number = int.from_bytes(hashlib.sha256(f"{seed} {part.name}".encode()).digest()[:8], "little")
-    dice = torch.Generator().manual_seed(number)
+    dice = torch.Generator(real.device).manual_seed(number)
     scale = float(real.float().std())
-    wide = torch.empty(part.shape, dtype=real.dtype)
+    wide = torch.empty(part.shape, dtype=real.dtype, device=real.device)
     for rows in wide.split(1024):  # float32 noise of one block at a time
-        rows.copy_(torch.randn(rows.shape, generator=dice) * scale)
+        rows.copy_(torch.randn(rows.shape, generator=dice, device=real.device) * scale)
     return wide
 
 

@@ -101,9 +101,10 @@ class GemliteLinear(LowLinear):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(bias)
         self.bits = weight.bits
-        helper = lazy_import("gemlite").helper
-        device = weight.q.device
+        gemlite = lazy_import("gemlite")
+        helper, device = gemlite.helper, weight.q.device
         if weight.bits == 8:
+            gemlite.set_native_atomic_bfp16(False)  # parts of a sum, rounded each, lose what 8 bits gain
             packed = helper.A16W8_INT8(device=device, dtype=dtype).from_weights(
                 _int8_codes(weight), bias=None, scales=weight.scale
             )

@@ -74,7 +74,10 @@ def solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
         return q.reshape(block_RK.shape), scale_RG, zero_RG
 
     block_weights = _BLOCK_WEIGHTS.get(weight_NK.device.type, _BLOCK_WEIGHTS_ELSEWHERE)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    threads = (
+        torch.get_num_threads() if weight_NK.device.type == "cpu" else 1
+    )  # elsewhere a block keeps the device busy
+    with ThreadPoolExecutor(threads) as pool:
         blocks = list(pool.map(solve_block, weight_NK.split(max(1, block_weights // K))))
     # HQQ works in inference mode: clone() makes ordinary tensors of its results.
     q_NK, scale_NG, zero_NG = (torch.cat(parts).clone() for parts in zip(*blocks, strict=True))

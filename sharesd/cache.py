@@ -6,6 +6,7 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -52,13 +53,23 @@ class StaticKVCache:
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
         self.held_by: object | None = None
         """The drafter that saw them too."""
+        self.settled: list[int] = []
+        """How many of these tokens, from the first one, a prompt's chunks of full size wrote, rather than steps."""
         self.turn: object | None = None
         """Mark of the call that used the cache last."""
         self.forget()
 
     def forget(self) -> None:
         """Drop what a later call could reuse."""
-        self.held, self.held_by = [[] for _ in range(self.batch)], None
+        self.held, self.held_by, self.settled = [[] for _ in range(self.batch)], None, [0] * self.batch
+
+    def row(self, b: int, slots: int) -> StaticKVCache:
+        """Row b by itself, up to `slots` slots: a view, not of the layout for CPUs."""
+        view = copy.copy(self)
+        view.slots = min(slots, self.slots)
+        view.k, view.v = ([t[b : b + 1, :, : view.slots] for t in tensors] for tensors in (self.k, self.v))
+        view.lengths = self.lengths[b : b + 1]
+        return view
 
     @contextmanager
     def looking_back(self, recent: int) -> Iterator[None]:

@@ -148,6 +148,9 @@ class EngineConfig:
     else regional. On CUDA rounds are also captured in graphs, unless it is off."""
     exact: bool = True
     """Give a row the same bits in every mode: by kernels that do so in steps of any width, or by one fixed width."""
+    steady_cublas: bool = False
+    """On a GPU, keep cuBLAS from splitting sums: rows may then have the same bits in steps of any width, which is found
+    out at start. Products of prompts may take longer."""
     threads: int | None = None
     """Threads that share a step on a CPU; None = as many as torch would use, and fewer while others keep cores busy.
     Texts do not depend on it."""

@@ -1,8 +1,16 @@
-"""Which device a name means."""
+"""Which device a name means, and how torch uses it."""
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
+
+log = logging.getLogger(__name__)
+
+STEADY_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Too little room for the parts of a sum: eight buffers of 16 KiB, and 1 KiB."""
 
 
 def device_of(name: str) -> torch.device:
@@ -20,3 +28,24 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; count from 0")
     return device
+
+
+def prepare_cuda(*, steady: bool) -> None:
+    """Settings of torch's own CUDA kernels, before the first of them runs. `steady`: see `steady_cublas`."""
+    if steady and not steady_cublas():
+        log.warning("cuBLAS was in use before the model was loaded, and may split its sums all the same")
+    # cuDNN's attention makes a plan for each length of a prompt, which takes longer than to read the prompt.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def steady_cublas() -> bool:
+    """Keep cuBLAS from splitting sums, which makes the bits of a row depend on the number of rows. True if in force.
+
+    What the environment says already is kept. False where cuBLAS may have read it before.
+    """
+    in_time = STEADY_CUBLAS.keys() <= os.environ.keys() or not torch.cuda.is_initialized()
+    for name, value in STEADY_CUBLAS.items():
+        os.environ.setdefault(name, value)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    return in_time

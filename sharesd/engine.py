@@ -26,7 +26,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.models.base import CausalModel
 from sharesd.output import Completion, TokenChunk
 from sharesd.policy import Policy
-from sharesd.prefill import prefill
+from sharesd.prefill import prefill, whole_chunks
 from sharesd.round import Round, RowState
 from sharesd.rows import Rows
 from sharesd.sampler import Sampler
@@ -51,6 +51,7 @@ class Engine:
         auto_length: bool = False,
         widths: Sequence[int] | None = None,
         capture: bool = False,
+        reread: bool = False,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
     ) -> None:
         """`cache` has a row per prompt decoded together; its slots must hold `max_context` and one verify step.
@@ -58,10 +59,11 @@ class Engine:
         `auto_length` leaves the shape of each draft to a policy; else it is the drafter's largest.
         `widths` are the numbers of rows that a step may have (it is padded to the next), or None = any. It is a single
         one, the same in all modes, where the target does not give a row the same bits at any width. `capture` replays
-        rounds as CUDA graphs. `gumbel` may be a compiled form.
+        rounds as CUDA graphs. `reread` reads again what steps wrote, rather than reuse it, where a prompt would write
+        other bits. `gumbel` may be a compiled form.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
-        self.max_context, self.capture = max_context, capture
+        self.max_context, self.capture, self._reread = max_context, capture, reread
         self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
         self.stats = Stats()
         """Of the last call of `generate`."""
@@ -203,9 +205,13 @@ class Engine:
         sampler = way.sampler
         sampler.begin(params.seed, padded_BL, lengths_B, first_index)
         kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self.cache.held, strict=True)]
+        if self._reread:
+            known = zip(kept, self.cache.settled, prompts, strict=True)
+            kept = [whole_chunks(min(num, settled, len(row) - 1)) for num, settled, row in known]
         seen = self.drafter is not None and self.cache.held_by is self.drafter
         self.forget()
         logits_BV = prefill(self.target, self.cache, prompts, kept)
+        self.cache.settled = [whole_chunks(len(row)) for row in prompts]
         root_B = sampler.first(logits_BV, self.cache.lengths)
         sampler.commit(root_B[:, None], torch.ones_like(root_B))
         self.state.root_B.copy_(root_B)

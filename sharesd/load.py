@@ -24,12 +24,13 @@ from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
 from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
+from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
 from sharesd.calibrate import warm_up
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
-from sharesd.device import device_of
+from sharesd.device import device_of, prepare_cuda
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
@@ -40,7 +41,8 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
 from sharesd.models.progress import Progress, silent
-from sharesd.models.weights import load_model, resolve
+from sharesd.models.weights import Tensors, load_model, resolve
+from sharesd.prefill import PIECES, prefill, slots_for
 from sharesd.selfcheck import RunFirst, first_block, rows_agree
 from sharesd.settings import cpu_name
 from sharesd.tables.base import Table
@@ -76,14 +78,24 @@ class Runtime:
     """A loaded target with the drafters of several modes; engines of all modes share target, tokenizer and KV cache."""
 
     def __init__(
-        self, config: EngineConfig, modes: Sequence[Mode] | None = None, *, progress: Progress = silent
+        self,
+        config: EngineConfig,
+        modes: Sequence[Mode] | None = None,
+        *,
+        progress: Progress = silent,
+        tensors: Tensors | None = None,
     ) -> None:
-        """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured."""
+        """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
+
+        `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
+        """
         started = time.perf_counter()
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
         CREW.fix(config.threads)
+        if self.device.type == "cuda":
+            prepare_cuda(steady=config.steady_cublas)
         self.compile = config.compile
         if config.compile == "auto":
             self.compile = "native" if self.device.type == "cpu" else "regional"
@@ -96,8 +108,8 @@ class Runtime:
         self._check_draft_vocabulary(progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
-        self._progress = progress
-        self.target = self._load(folder)
+        self._progress, self._tensors = progress, tensors
+        self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
         if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
@@ -108,11 +120,15 @@ class Runtime:
         self._widths = self._choose_widths(most)
         top, depth, _ = config.tree or (0, 0, 0)
         self._slots = self.max_context + max(2 * max(self._widths or (most,)), 2 + top * depth)
+        if self.device.type == "cuda":
+            self._slots = max(self._slots, slots_for(self.max_context))
         self.cache = self.target.new_cache(config.max_batch, self._slots)
         self._draft_widths = {1, *([top] if config.tree else [])}
         self._step = self._compile(self.target, {*self._draft_widths, *(self._widths or ())})
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
+        if self.device.type == "cuda":
+            self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
@@ -125,8 +141,24 @@ class Runtime:
         started = time.perf_counter()
         params = warm or SamplingParams()
         warm_up(engine, params, self._costs_file(mode, params))
+        if self.device.type == "cuda":
+            save_configs(cache_root() / "quant")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
+
+    @torch.inference_mode()
+    def _warm_prompts(self) -> None:
+        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'."""
+        models = {id(self.cache): (self._step, self.cache)}
+        for drafter in self._drafters.values():
+            model_drafter = drafter.model_drafter if isinstance(drafter, HybridDrafter) else drafter
+            if isinstance(model_drafter, ClassicDrafter):
+                models[id(model_drafter.cache)] = model_drafter.model, model_drafter.cache
+        for model, cache in models.values():
+            for size in PIECES:
+                tokens = [0] * min(size, self.max_context)
+                prefill(model, cache, [tokens] + [[] for _ in range(cache.batch - 1)], [0] * cache.batch)
+            cache.lengths.zero_()
 
     def _costs_file(self, mode: str, params: SamplingParams) -> Path:
         """Where the costs of rounds are kept: a name for everything that they depend on."""
@@ -180,13 +212,14 @@ class Runtime:
             return sampling.native_gumbel
         return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
-    def _load(self, folder: Path) -> CausalModel:
+    def _load(self, folder: Path, tensors: Tensors | None = None) -> CausalModel:
         return load_model(
             folder,
             dtype=self.dtype,
             device=self.device,
             trust_remote_code=self.config.trust_remote_code,
             progress=self._progress,
+            tensors=tensors,
         )
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
@@ -197,9 +230,8 @@ class Runtime:
 
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
         assert isinstance(model, nn.Module)
-        solving = Solving(cache_dir=cache_root() / "quant", identity=identity(self._folder))
-        if self.device.type == "cpu":
-            solving = replace(solving, solve=_solve)
+        if self.device.type == "cuda" and self.config.quant.method == "hqq":
+            load_configs(cache_root() / "quant")
         report = how(
             model,
             self.config.quant,
@@ -207,7 +239,7 @@ class Runtime:
             head_name=_head_name(model),
             layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
-            solving=solving,
+            solving=_solving(self.device, None if self._tensors else self._folder),
             build=self._build_low(),
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
@@ -332,7 +364,7 @@ class Runtime:
                     "give a draft model of the target's family"
                 )
         else:
-            model = self._load(resolve(self.config.target))
+            model = self._load(self._folder, self._tensors)
             self._reports["classic"] = self._quantize(make_low, model)
         self._pack(model)
         if model.max_context < self.max_context:
@@ -359,6 +391,7 @@ class Runtime:
             auto_length=self.config.num_draft is None,
             widths=self._widths,
             capture=native and self.device.type == "cuda" and self.compile != "off",
+            reread=self.config.exact and self.device.type == "cuda",
             gumbel=self._gumbel,
         )
 
@@ -374,6 +407,18 @@ def _num_bytes(model: CausalModel) -> int:
     assert isinstance(model, nn.Module)
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
+
+
+def _solving(device: torch.device, folder: Path | None) -> Solving:
+    """How the linears of the checkpoint in a folder (None: of tensors in memory) are solved.
+
+    On a GPU anew at each start: that takes seconds, and less than to read codes, compare their checksum and copy them.
+    """
+    if device.type != "cpu":
+        return Solving()
+    if folder is None:
+        return Solving(solve=_solve)
+    return Solving(solve=_solve, cache_dir=cache_root() / "quant", identity=identity(folder))
 
 
 def _solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:

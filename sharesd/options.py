@@ -185,6 +185,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="give a row the same bits in all modes; --no-exact takes the fastest steps, and texts may differ",
     )
     group.add_argument(
+        "--steady-cublas",
+        action="store_true",
+        help="on a GPU, keep cuBLAS from splitting sums, so that steps may have any width more often",
+    )
+    group.add_argument(
         "--threads",
         type=_length,
         default="auto",
@@ -307,6 +312,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
         compile=args.compile,
         exact=args.exact,
+        steady_cublas=args.steady_cublas,
         threads=None if args.threads == "auto" else args.threads,
         max_context=args.max_context,
         trust_remote_code=args.trust_remote_code,

@@ -5,21 +5,26 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant.attach import QuantReport, Solving, make_low, quantize_linears, quantized_copy
 from quant.bnb import build_bnb
 from quant.config import QuantConfig, parse_quant
-from quant.kernels import GemliteLinear, Int4Linear, build_low, check_low
+from quant.kernels import GemliteLinear, Int4Linear, ReferenceLinear, build_low, check_low
 from quant.linear import LowLinear, Switch, SwitchLinear
 from quant.solver import QuantizedWeight, dequantize, solve
 from quant.store import content_key
+from sharesd.load import _solving
 
 # Largest relative error of a product against float64: about the rounding of the output itself.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-14}
@@ -629,3 +634,49 @@ def test_int4_container_serves_fewer_bits() -> None:
     }
     assert len(set(sizes.values())) == 1
     assert isinstance(build_low("o", solve(weight_of(), 2, 64), None, dtype=torch.bfloat16), Int4Linear)
+
+
+class HostCopies(TorchDispatchMode):
+    """Counts the elements that are copied from another device to the host."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (args[0].device.type, out.device.type) == ("cuda", "cpu"):
+            self.elements += out.numel()
+        return out
+
+
+def quantized_on_fake_gpu(solving: Solving) -> int:
+    """Elements that quantizing a model on a GPU copies to the host; its tensors have no values."""
+
+    def solve_fake(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+        scale_NG = weight_NK.new_empty(len(weight_NK), weight_NK.shape[1] // group_size, dtype=torch.float32)
+        q_NK = torch.empty_like(weight_NK, dtype=torch.uint8)
+        return QuantizedWeight(q=q_NK, scale=scale_NG, zero=scale_NG, bits=bits, group_size=group_size)
+
+    def build_fake(weight: QuantizedWeight, bias: Tensor | None) -> nn.Module:
+        return ReferenceLinear(weight, bias, torch.float64)
+
+    with HostCopies() as copies, FakeTensorMode():
+        linear = nn.Linear(128, 64, bias=False, device="meta")
+        linear.weight = nn.Parameter(torch.empty(64, 128, dtype=torch.float64, device="cuda"), requires_grad=False)
+        model = nn.ModuleDict({"layers": nn.ModuleList([linear])})
+        quantize_linears(
+            model,
+            QuantConfig(),
+            Switch(),
+            head_name="head",
+            layer_of=lambda path: 0,
+            solving=replace(solving, solve=solve_fake),
+            build=build_fake,
+        )
+    return copies.elements
+
+
+def test_weights_on_a_gpu_are_solved_without_a_copy_on_the_host(tmp_path: Path) -> None:
+    """Neither hashed, nor kept on disk; a folder to keep them in would need them on the host."""
+    assert quantized_on_fake_gpu(_solving(torch.device("cuda"), tmp_path)) == 0
+    with pytest.raises(RuntimeError, match="numpy"):
+        quantized_on_fake_gpu(Solving(cache_dir=tmp_path))

@@ -20,7 +20,7 @@ from benchmark import widening
 from benchmark.__main__ import main
 from benchmark.job import EMBEDDED, model_name
 from benchmark.wide_shapes import SHAPES, Shape
-from benchmark.widening import GROUP, widen
+from benchmark.widening import GROUP, describe, wide_tensors, widen
 from quant.solver import solve
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
@@ -121,6 +121,23 @@ def test_what_must_be_zero_is_and_the_rest_is_noise(real: Path, tmp_path: Path) 
             matrix = small[f"model.layers.{layer % 2}.{kind}.weight"]
             noise = large[f"model.layers.{layer}.{kind}.weight"][len(matrix) :]
             assert float(noise.float().std() / matrix.float().std()) == pytest.approx(1, abs=0.1)
+
+
+def test_what_is_widened_in_memory_is_what_would_be_written(real: Path, tmp_path: Path) -> None:
+    """A runtime takes it from there, and the folder has no weights: `classic` asks for them a second time."""
+    widen(real, tmp_path / "wide", WIDE, name="wide")
+    written, made = stored(tmp_path / "wide"), dict(wide_tensors(real, WIDE, device="cpu"))
+    assert written.keys() == made.keys() and all(torch.equal(written[name], made[name]) for name in made)
+    (tmp_path / "bare").mkdir()
+    describe(real, tmp_path / "bare", WIDE, name="wide")
+    assert not list((tmp_path / "bare").glob("*.safetensors*"))
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    texts = []
+    for folder, tensors in (("wide", None), ("bare", lambda: wide_tensors(real, WIDE, device="cpu"))):
+        config = EngineConfig(target=str(tmp_path / folder), num_draft=3, max_context=128)
+        runtime = Runtime(config, ("naive", "classic"), tensors=tensors)
+        texts += [runtime.engine(mode).complete([TOKENS], params)[0].token_ids for mode in ("naive", "classic")]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_a_seed_gives_the_same_bytes(real: Path, tmp_path: Path) -> None:

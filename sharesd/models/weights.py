@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,6 +21,9 @@ __all__ = ["decoder_config", "load_decoder", "load_model", "resolve"]
 
 log = logging.getLogger(__name__)
 
+Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Makes a checkpoint's tensors anew, one after the other: names and values."""
+
 
 def load_model(
     folder: Path,
@@ -28,20 +32,24 @@ def load_model(
     device: torch.device | str,
     trust_remote_code: bool = False,
     progress: Progress = silent,
+    tensors: Tensors | None = None,
 ) -> CausalModel:
     """The native decoder where it serves the checkpoint exactly, else transformers' own model.
 
+    `tensors` stand in for the folder's weight files, which it need not have then; only the native decoder takes them.
     Raises ValueError, naming the architecture, where neither does, and for damaged or incomplete checkpoints.
     """
     try:
         config = decoder_config(folder)
     except Unsupported as reason:
+        if tensors is not None:
+            raise
         from sharesd.models.hf import load_hf
 
         log.info("%s; using the transformers fallback", reason)
         return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     log.info("%s: native decoder", config.architecture)
-    return load_decoder(folder, dtype=dtype, device=device, progress=progress)
+    return load_decoder(folder, dtype=dtype, device=device, progress=progress, tensors=tensors)
 
 
 def decoder_config(folder: Path) -> DecoderConfig:
@@ -54,34 +62,39 @@ def decoder_config(folder: Path) -> DecoderConfig:
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: Progress = silent
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress = silent,
+    tensors: Tensors | None = None,
 ) -> Decoder:
-    """Read a checkpoint straight into the merged layout on `device`, one tensor at a time.
+    """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, one tensor at
+    a time.
 
     Raises ValueError naming missing, unexpected or wrongly shaped tensors.
     """
     config = decoder_config(folder)
-    paths = files.weight_files(folder)
+    stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
     decoder = Decoder(config, dtype=dtype, device=device).eval().requires_grad_(False)
     decoder.eos_ids = files.eos_ids(folder)
     slots = dict(_slots(decoder))
     num_slots, unexpected = len(slots), []
-    for path in paths:
-        for stored_name, tensor in files.read_tensors(path):
-            name = _plain_name(stored_name)
-            if name is None or (config.tied and name == "lm_head.weight"):
-                continue
-            slot = slots.pop(name, None)
-            if slot is None:
-                unexpected.append(stored_name)
-                continue
-            if slot.shape != tensor.shape:
-                found, wanted = list(tensor.shape), list(slot.shape)
-                raise ValueError(f"{path}: {stored_name} has shape {found} where config.json asks for {wanted}")
-            slot.copy_(tensor)
-            if config.gemma_norm and name.endswith("norm.weight"):
-                slot.add_(1.0)  # stored minus one
-            progress("loading weights", num_slots - len(slots), num_slots)
+    for stored_name, tensor in stored:
+        name = _plain_name(stored_name)
+        if name is None or (config.tied and name == "lm_head.weight"):
+            continue
+        slot = slots.pop(name, None)
+        if slot is None:
+            unexpected.append(stored_name)
+            continue
+        if slot.shape != tensor.shape:
+            found, wanted = list(tensor.shape), list(slot.shape)
+            raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
+        slot.copy_(tensor)
+        if config.gemma_norm and name.endswith("norm.weight"):
+            slot.add_(1.0)  # stored minus one
+        progress("loading weights", num_slots - len(slots), num_slots)
     if slots or unexpected:
         problems = [
             f"{kind} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"

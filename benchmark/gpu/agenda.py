@@ -1,0 +1,126 @@
+"""The steps, and how one of them is run: as a process with a time limit, whose death is a finding too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from benchmark.records import read_json
+
+ROOT = Path(__file__).parents[2]
+LAST_WORDS_S = 5.0
+"""A process that has used up its time is asked where it stands, and may take so long to say it."""
+TAIL_LINES = 40
+"""Of what a failed process wrote at last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something to be measured by a process of its own."""
+
+    name: str
+    limit_s: float
+    """The process is ended after this time."""
+    measure: str
+    """`module:function` below benchmark.gpu; the function takes a `worker.Job`."""
+    about: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+STEPS = (
+    Step("machine", 60, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
+    Step("cublas", 90, "cublas:measure", "do rows of library products agree for 1 to 16 rows, and how quick are they"),
+    Step("cublas-steady", 60, "cublas:measure", "the same, kept from splitting sums", {"steady": "yes"}),
+    Step("sdpa", 60, "sdpa:measure", "library attention: which backends run, their plans, speed and rows"),
+    Step("kernels", 120, "own_kernels:measure", "our Triton kernels: errors, bits of rows, speed, dependent launch"),
+    Step("gemlite", 120, "low_bits:measure", "low-bit products with 8, 4 and 2 bits: errors and speed"),
+    Step("tests", 120, "gpu_tests:measure", "the tests that need a GPU"),
+    Step("135m", 330, "embedded:measure", "the embedded model: texts, speed, captures and memory in all modes"),
+    Step("7b", 360, "widened:measure", "widened to 7B: naive, share, costs, long contexts, profile", {"size": "7b"}),
+    Step("1b", 120, "widened:measure", "widened to 1B: naive, share, costs", {"size": "1b"}),
+    Step("hybrid", 120, "widened:compare", "hybrid against naive, prompt by prompt, at 7B", {"modes": "naive,hybrid"}),
+    Step("starts", 60, "starts:measure", "seconds of whole processes to the first tokens, caches cold and warm"),
+    Step("classic", 60, "widened:compare", "classic against naive, at 1B", {"modes": "naive,classic", "size": "1b"}),
+)
+"""Most valuable first; together they take 28 minutes at most."""
+
+
+def named(names: Sequence[str]) -> tuple[Step, ...]:
+    """The steps of these names, in the agenda's order; ValueError for a name that there is not."""
+    known = {step.name for step in STEPS}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no step {name!r}; choose from {', '.join(step.name for step in STEPS)}")
+    return tuple(step for step in STEPS if step.name in names)
+
+
+def run_step(step: Step, command: Sequence[str], findings: Path, *, limit_s: float | None = None) -> dict[str, Any]:
+    """Run a step's process, which writes `findings`; returns what became of it and what it found, even if it died."""
+    limit_s = step.limit_s if limit_s is None else limit_s
+    started = time.perf_counter()
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit_s)
+            problem = _problem(status)
+        except subprocess.TimeoutExpired:
+            problem = f"not finished after {limit_s:g} s"
+        finally:
+            _end(process)
+        found = read_json(findings) if findings.exists() else {}
+        reason = found.pop("not here", None)
+        outcome = {"state": "done", "seconds": time.perf_counter() - started, "limit_s": limit_s, "found": found}
+        if reason is not None:
+            outcome |= {"state": "not here", "reason": reason}
+        elif problem:
+            outcome |= {"state": "failed", "reason": problem, "tail": _tail(said)}
+    return outcome
+
+
+def worker(step: Step, findings: Path, *options: str) -> list[str]:
+    """The command of a step's process."""
+    return [
+        *(sys.executable, "-X", "faulthandler", "-m", "benchmark.gpu.worker", step.name),
+        *("--findings", str(findings.absolute()), *options),
+    ]
+
+
+def _problem(status: int) -> str | None:
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return f"exit status {status}" if status else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process, if it still runs, and all that it has started. Python tells first where it stands."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LAST_WORDS_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # a driver that hangs may hold it for ever
+        process.wait(LAST_WORDS_S)
+
+
+def _tail(said: IO[bytes]) -> str:
+    said.seek(0)
+    return "\n".join(said.read().decode(errors="replace").splitlines()[-TAIL_LINES:])

@@ -1,0 +1,83 @@
+"""The process of one step: `python -m benchmark.gpu.worker NAME --findings FILE --device DEVICE`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark.environment import seconds_since_start
+from benchmark.gpu import agenda
+from benchmark.records import write_json
+
+
+class NotHere(Exception):
+    """Why a step has no meaning on this machine."""
+
+
+class Job:
+    """What a step is given: where to measure, and where to put what it finds."""
+
+    def __init__(self, device: str, findings: Path, target: str | None = None, limit_s: float = math.inf) -> None:
+        self.device, self.target = device, target
+        self._ends = time.perf_counter() + limit_s
+        self.on_gpu = device.startswith("cuda")
+        """False: the step is tried out on a CPU, in tiny sizes."""
+        self._file, self._found = findings, dict[str, Any]()
+
+    def put(self, **found: Any) -> None:
+        """Note figures, or lists of rows (name -> figure) of a table. They are on disk when this returns."""
+        self._found |= found
+        write_json(self._file, self._found)
+
+    def add(self, table: str, row: Mapping[str, Any]) -> None:
+        """Note one row more of a table."""
+        self.put(**{table: [*self.table(table), dict(row)]})
+
+    def table(self, name: str) -> list[dict[str, Any]]:
+        """The rows noted so far."""
+        return self._found.get(name, [])
+
+    def has_time(self, seconds: float) -> bool:
+        """Whether something that may take so long still fits into the time of this process; what does not is noted."""
+        fits = time.perf_counter() + seconds < self._ends
+        if not fits:
+            self.put(left_out="what did not fit into the time of this step")
+        return fits
+
+    def require_gpu(self, what: str) -> None:
+        """NotHere on a CPU."""
+        if not self.on_gpu:
+            raise NotHere(f"{what} run on a GPU only")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; errors end the process as they end any other."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--findings", type=Path, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--target")
+    args = parser.parse_args(argv)
+    [step] = agenda.named([args.name])
+    module, _, function = step.measure.partition(":")
+    job = Job(args.device, args.findings, args.target, step.limit_s - seconds_since_start())
+    try:
+        getattr(importlib.import_module(f"benchmark.gpu.{module}"), function)(job, **step.settings)
+    except NotHere as reason:
+        job.put(**{"not here": str(reason)})
+        return 0
+    if job.on_gpu:  # not before: some steps have something to say to libraries that begin
+        import torch
+
+        job.put(device=torch.cuda.get_device_name(args.device))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Settings of libraries on a GPU, made before any of them runs; there need be none."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sharesd import options
+from sharesd.device import STEADY_CUBLAS, prepare_cuda, steady_cublas
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No settings at first, and those of before afterwards."""
+    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    cudnn = cuda.cudnn_sdp_enabled()
+    for name in STEADY_CUBLAS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield monkeypatch
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+    cuda.enable_cudnn_sdp(cudnn)
+
+
+def test_cublas_is_told_in_time_or_not_at_all(untouched: pytest.MonkeyPatch) -> None:
+    untouched.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not steady_cublas()  # too late: it has read its environment
+    for name in STEADY_CUBLAS:
+        untouched.delenv(name)
+    untouched.setattr(torch.cuda, "is_initialized", lambda: False)
+    untouched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+    assert steady_cublas()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:2"  # what the user said
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    untouched.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert steady_cublas()  # a second model of the same process
+
+
+def test_preparing_says_when_it_is_too_late(untouched: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    untouched.setattr(torch.cuda, "is_initialized", lambda: True)
+    prepare_cuda(steady=False)
+    assert not caplog.records and not STEADY_CUBLAS.keys() & os.environ.keys()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    prepare_cuda(steady=True)
+    assert "cuBLAS was in use before" in caplog.text
+
+
+def test_the_option() -> None:
+    parser = argparse.ArgumentParser()
+    options.add_model_options(parser)
+    for given in ([], ["--steady-cublas"]):
+        config = options.engine_config(parser.parse_args(given), modes=("naive",))
+        assert config.steady_cublas == bool(given)
