@@ -183,7 +183,7 @@ class Engine:
                 draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
                 overhead_s = time.perf_counter() - started - draft_s - verify_s
                 CREW.worked(draft_s + verify_s + overhead_s, way.policy.expected(tree))
-                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s)
+                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s, rows.advance)
                 stats.draft_s += draft_s
                 stats.verify_s += verify_s
                 stats.overhead_s += time.perf_counter() - started - draft_s - verify_s

@@ -352,9 +352,11 @@ class Policy:
         """Nodes of a draft at most, where the drafter decides with `worth`."""
         return self._most if self.pinned is None else self.pinned.nodes
 
-    def record(self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float) -> None:
-        """A round is over: its draft, the verify rows (from 1) accepted in each awaited row, and the times of draft and
-        step.
+    def record(
+        self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float, advance: int
+    ) -> None:
+        """A round is over: its draft, the verify rows (from 1) accepted in each awaited row, the times of draft and
+        step, and by how many tokens the rows have moved on together (`Rows.advance`).
         """
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
         shape, num_nodes = model_shape(tree), tree.tokens.shape[1]
@@ -366,7 +368,9 @@ class Policy:
                 self._hits[rank] += rank + 1 in path
         guessed = num_nodes - shape.nodes
         if paths and num_nodes:
-            held = sum(node > shape.nodes for path in paths for node in path) / len(paths)
+            held = (
+                sum(node > shape.nodes for path in paths for node in path) / len(paths) if shape.nodes else advance - 1
+            )
             promises = self._beside if shape.nodes else self._tables
             promises.learn(guessed, self._worth[min(guessed, len(self._worth) - 1)] if guessed else 0.0, held)
         if self._looked and not shape.nodes:
@@ -377,7 +381,7 @@ class Policy:
             plain = self.live.step(1) * self.live.drift
             if num_nodes:
                 most = 2 * self.expected(tree) / self.live.step(1)  # a stall of the machine is no fault of the draft's
-                self.account.book(1 + sum(map(len, paths)) / len(paths) - min(most, (draft_s + step_s) / plain))
+                self.account.book(advance - min(most, (draft_s + step_s) / plain))
             else:
                 self.account.book(-draft_s / plain if self._looked else 0.0)
         self._looked = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 from sharesd.config import SamplingParams
 from sharesd.output import Source, StopChecker, TokenChunk
@@ -33,6 +34,8 @@ class Rows:
         """Prompt and emitted tokens of each row."""
         self.live = [True] * len(prompts)
         self._prompt_lengths = [len(row) for row in prompts]
+        self.advance = 0
+        """Tokens by which the last of the live rows moved on in the last round."""
         self._first_index, self._stats = first_index, stats
         self._checkers = [
             StopChecker(tokenizer, params, eos_ids=eos_ids, room=max_context - len(row)) for row in prompts
@@ -44,10 +47,13 @@ class Rows:
         """Live rows that have emitted fewest tokens, or little more: the group ends when they do, and what others gain
         makes nothing quicker.
         """
-        emitted = [len(row) - first for row, first in zip(self.tokens, self._prompt_lengths, strict=True)]
+        emitted = self._emitted()
         live = [row for row, is_live in enumerate(self.live) if is_live]
         most = min(emitted[row] for row in live) + AHEAD
         return [row for row in live if emitted[row] <= most]
+
+    def _emitted(self) -> list[int]:
+        return [len(row) - first for row, first in zip(self.tokens, self._prompt_lengths, strict=True)]
 
     def take_first(self, tokens: list[int], logprobs: list[list[float]] | None) -> list[TokenChunk]:
         """The tokens that the prefill gave."""
@@ -65,6 +71,7 @@ class Rows:
     ) -> list[TokenChunk]:
         """A round's results: for each row the number of new tokens, then the tokens; and the accepted nodes, from 1."""
         stats, chunks = self._stats, []
+        was_live, before = list(self.live), self._emitted()
         num_nodes = tree.tokens.shape[1]
         names = [tree.drafter or None] * (num_nodes - tree.added) + [tree.adder] * tree.added
         stats.steps += 1
@@ -87,6 +94,8 @@ class Rows:
             for position in range(min(count, num_new - 1)):
                 stats.accepted_at[position] += 1
             chunks.append(chunk)
+        after, still = self._emitted(), self.live if any(self.live) else was_live
+        self.advance = min(compress(after, still)) - min(compress(before, still))
         return chunks
 
     def _emit(

@@ -43,7 +43,8 @@ def live(policy: Policy, costs: Costs, alpha: dict[bool, float], rounds: int, *,
             accepted += 1
         slow = 1 + noise * dice.random()
         draft_s = (costs.level if shape.is_tree else costs.draft) * shape.depth
-        policy.record(tree_of(shape), [range(1, 1 + accepted)], slow * draft_s, slow * costs.of_step(1 + shape.nodes))
+        step_s = slow * costs.of_step(1 + shape.nodes)
+        policy.record(tree_of(shape), [range(1, 1 + accepted)], slow * draft_s, step_s, 1 + accepted)
         chosen.append(shape)
     return chosen
 
@@ -139,9 +140,8 @@ def test_how_far_drafts_look_back_is_chosen_by_what_it_brings() -> None:
             while accepted < shape.depth and dice.random() < (alpha if shape.recent else 0.97):
                 accepted += 1
             tree = tree_of(shape)._replace(recent=shape.recent)
-            policy.record(
-                tree, [range(1, 1 + accepted)], costs.of_draft(shape, 6000), costs.of_step(1 + shape.nodes, 6000)
-            )
+            draft_s, step_s = costs.of_draft(shape, 6000), costs.of_step(1 + shape.nodes, 6000)
+            policy.record(tree, [range(1, 1 + accepted)], draft_s, step_s, 1 + accepted)
             chosen.append(shape.recent)
         assert chosen[300:].count(recent) > 250
     policy.live.at(500, 2)
@@ -174,7 +174,7 @@ def test_what_drafts_lose_is_bounded_however_wrong_the_costs_are() -> None:
     for _ in range(1000):
         shape = policy.next_shape()
         draft_s, step_s = 0.8 * shape.depth, 1.0 + 0.1 * shape.nodes
-        policy.record(tree_of(shape), [range(1, 1)], draft_s, step_s)
+        policy.record(tree_of(shape), [range(1, 1)], draft_s, step_s, 1)
         lost += draft_s + step_s - 1
     assert 0 < lost < 80, lost  # of a thousand
 
@@ -215,7 +215,7 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
             looks = policy.looks()
             if looks:
                 policy.looked(rate, plain)
-            policy.record(tree_of(PLAIN), [[]], 0.03 * looks, 1.0)
+            policy.record(tree_of(PLAIN), [[]], 0.03 * looks, 1.0, 1)
             times += looks
         return times
 
@@ -250,14 +250,20 @@ def test_rows_that_lead_by_far_or_have_ended_are_not_awaited(tmp_path: Path) -> 
 
     take(1, AHEAD + 1, AHEAD + 2)
     assert rows.awaited == [0, 1], "the third leads by more"
+    assert rows.advance == 1
     take(40, 1, 1)
     assert not rows.live[0] and rows.awaited == [1, 2]
+    assert rows.advance == 1, "that a row has ended moves none of the others"
+    take(1, 3, 2)
+    assert rows.advance == 3, "from where the one was to where both are"
+    take(1, 40, 40)
+    assert not any(rows.live) and rows.advance > 2
 
 
 def test_without_costs_plain_steps_come_first() -> None:
     policy = Policy(chains(4))
     assert policy.next_shape() == PLAIN
-    policy.record(tree_of(PLAIN), [[]], 0.0, 1.0)
+    policy.record(tree_of(PLAIN), [[]], 0.0, 1.0, 1)
     assert policy.next_shape().nodes > 0
 
 
