@@ -144,7 +144,7 @@ def test_traced_as_one_operator() -> None:
     """On a fake GPU: torch.compile sees shapes, and nothing of the kernel."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.no_grad():
         full = nn.Linear(64, 96, bias=False, device="meta")
         full.weight = nn.Parameter(torch.empty(96, 64, device="cuda", dtype=torch.bfloat16))
         linear = RowLinear(full)
