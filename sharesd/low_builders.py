@@ -16,6 +16,9 @@ from quant.attach import Build
 from quant.kernels import GemliteLinear
 from quant.solver import QuantizedWeight
 
+_COLD_WEIGHTS = 2**29
+"""Weights that take turns in a measurement: more than a cache holds."""
+
 
 def packed_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:
     """In the layout of the CPU kernel. ValueError where that takes no linear of this shape."""
@@ -54,7 +57,7 @@ def choose_for_cuda(weight: QuantizedWeight, device: torch.device, dtype: torch.
     x_MK = torch.randn(1, weight.q.shape[1], dtype=dtype, device=device)
     seconds = {}
     for name, build in builders.items():
-        linears = [build(weight, None, dtype=dtype) for _ in range(max(1, 2**29 // weight.q.numel()))]
+        linears = [build(weight, None, dtype=dtype) for _ in range(max(1, _COLD_WEIGHTS // weight.q.numel()))]
         seconds[name] = seconds_per_call([partial(linear, x_MK) for linear in linears])
     file = _choice_file(device)
     file.parent.mkdir(parents=True, exist_ok=True)

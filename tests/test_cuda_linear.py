@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -18,9 +19,11 @@ from compile.cuda.linear import RowLinear, use_row_linears
 from compile.cuda.lowbit import LowRowLinear, pack4, unpack4
 from compile.cuda.settings import Device, Tile, by_rule
 from quant.solver import solve
+from sharesd import low_builders
 from sharesd.low_builders import rows_for_cuda
 
-triton = pytest.importorskip("triton", reason="Triton is not installed here")
+pytest.importorskip("triton", reason="Triton is not installed here")
+tune = importlib.import_module("compile.cuda.tune")
 ROOT = Path(__file__).parents[1]
 PROCESSORS = {80: 108, 89: 128, 90: 132}
 
@@ -90,6 +93,7 @@ def test_compiles_without_a_gpu(arch: int, bits: int, tmp_path: Path) -> None:
         made = compile_for(arch, row_gemm, values, tmp_path, warps=tile.warps, stages=tile.stages, dependent=arch >= 90)
         assert made.spilled == 0 and made.shared <= SHARED[arch], (W, K, tile, made.shared, made.spilled)
         assert "mma" in made.ptx and "cp.async" in made.ptx
+        assert made.ptx.count("ld.global") <= 8, "something in the loop is not fetched ahead of its use"
         waits = made.ptx.find("griddepcontrol.wait")
         if arch >= 90:
             assert 0 < made.ptx.find("prefetch.global.L2") < waits < made.ptx.find("griddepcontrol.launch_dependents")
@@ -125,6 +129,23 @@ def test_low_linears_hold_what_was_solved(bits: int) -> None:
     assert low.nbytes * 8 / want.numel() == (8.125 if bits == 8 else 4.5)
 
 
+def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, until gemlite has been measured to be faster on this device."""
+    device, seconds = torch.device("cpu"), iter([2.0, 1.0, 1.0, 2.0])
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB")
+    monkeypatch.setattr(tune, "seconds_per_call", lambda calls: next(seconds))
+    monkeypatch.setattr(low_builders, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
+    monkeypatch.setattr(low_builders, "_COLD_WEIGHTS", 1)
+    solved = solve(torch.randn(48, 256), 8, 64)
+    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    assert low_builders.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
+    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is None
+    low_builders.choose_for_cuda(solved, device, torch.bfloat16)
+    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    assert low_builders.builder_for_cuda(device, torch.float64, 64) is None
+
+
 def test_groups_that_the_kernel_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="groups have 16 inputs; take one of 32, 64, 128, 256"):
         LowRowLinear(torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4), torch.ones(8, 4), None, 4, torch.bfloat16)
@@ -144,7 +165,7 @@ def test_traced_as_one_operator() -> None:
     """On a fake GPU: torch.compile sees shapes, and nothing of the kernel."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.no_grad():
         full = nn.Linear(64, 96, bias=False, device="meta")
         full.weight = nn.Parameter(torch.empty(96, 64, device="cuda", dtype=torch.bfloat16))
         linear = RowLinear(full)

@@ -327,6 +327,49 @@ def test_gemlite_is_given_and_gives_back_what_it_needs(bits: int, monkeypatch: p
     assert low.nbytes == 4 * 48 * 128
 
 
+@pytest.mark.parametrize("adds_zero", [True, False])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_gemlite_gets_few_rows_only(bits: int, adds_zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are multiplied by weights dequantized from gemlite's layout: words of 32 bits along the inputs."""
+
+    class Packed(SimpleNamespace):
+        def get_tensor_args(self) -> list[Tensor]:
+            return [self.words, self.scales, self.zeros]
+
+        def get_meta_args(self) -> list[int]:
+            return [0] * 10 + [4 if adds_zero else 3]
+
+    class A16Wn:
+        def __init__(self, **place: object) -> None:
+            pass
+
+        def from_weights(self, q, scales, zeros, W_nbits, group_size) -> Packed:
+            words_NP = torch.zeros(len(q), q.shape[1] * W_nbits // 32, dtype=torch.int64)
+            for k in range(q.shape[1]):
+                words_NP[:, k * W_nbits // 32] |= q[:, k].long() << (k * W_nbits % 32)
+            zeros = -zeros * scales if adds_zero else zeros
+            return Packed(words=words_NP.to(torch.int32).t(), scales=scales.t(), zeros=zeros.t())
+
+    class A16W8(A16Wn):
+        def from_weights(self, weight, bias=None, scales=None) -> Packed:  # type: ignore[override]
+            return Packed(words=weight.t(), scales=scales.t(), zeros=torch.zeros(1, 0))
+
+    rows: list[int] = []
+
+    def forward(x: Tensor, bias: Tensor, tensors: list[Tensor], meta: list[int]) -> Tensor:
+        rows.append(x.numel() // x.shape[-1])
+        return x.new_zeros(*x.shape[:-1], 48)
+
+    monkeypatch.setitem(sys.modules, "gemlite", SimpleNamespace(helper=SimpleNamespace(A16Wn=A16Wn, A16W8_INT8=A16W8)))
+    monkeypatch.setattr(torch.ops, "gemlite", SimpleNamespace(forward_functional=forward), raising=False)
+    solved, bias = solve(weight_of(), bits, 64), torch.randn(48)
+    low = GemliteLinear(solved, bias, torch.float32)
+    low(torch.randn(1, 16, 128))
+    x = torch.randn(1, 17, 128)
+    assert relative_error(low(x), x @ solved.dequantize().t() + bias) < 1e-5
+    assert rows == [16]
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -91,7 +91,7 @@ def row_gemm(
         else:
             # Column c of block b holds inputs c, c + GROUP, c + 2 GROUP, c + 3 GROUP of the block's 4 GROUP inputs.
             group = first // GROUP * 4
-            k = group * GROUP + first % GROUP + tl.arange(0, BK)
+            k = tl.multiple_of(group * GROUP + first % GROUP, BK) + tl.arange(0, BK)
             q0, q1, q2, q3 = _codes4(w, x_ptr.dtype.element_ty, PACKED_MATH)
             MASKED: tl.constexpr = K != 4 * COLUMNS or COLUMNS % (BK * SPLIT) != 0
             for i in tl.static_range(4):
