@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 
+def use(device: torch.device) -> None:
+    """What this thread launches without naming a GPU goes to this one: graphs, events and kernels of Triton."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def device_of(name: str) -> torch.device:
     """The device of a name; ValueError for one that is not there."""
     if name == "auto":
