@@ -118,8 +118,10 @@ class Round:
         drafter, told_BX = self._drafter, None
         if drafter is not None and (num_rows > 1 or drafter.on_host):
             told_BX = drafter.commit(root_B, tree, verdict, logits_BTV)
-        last_B1 = (verdict.num_new - 1).clamp(min=0)[:, None]
-        root_B.copy_(torch.where(active_B > 0, verdict.tokens.gather(1, last_B1)[:, 0], root_B))
+        newest_B = verdict.tokens[:, 0]
+        if num_rows > 1:
+            newest_B = verdict.tokens.gather(1, (verdict.num_new - 1).clamp(min=0)[:, None])[:, 0]
+        root_B.copy_(torch.where(active_B > 0, newest_B, root_B))
         counted = [verdict.num_new[:, None], verdict.tokens, verdict.path if branches is not None else None, told_BX]
         counted_BX = torch.cat([part for part in counted if part is not None], 1)
         return RoundResult(counted_BX, self._logprobs(logits_BTV, verdict), num_rows, branches is not None)

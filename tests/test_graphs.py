@@ -26,7 +26,7 @@ from sharesd.drafters.share import ShareDrafter
 from sharesd.engine import MOST_WAYS, Engine
 from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import PLAIN, chains, shapes_of
+from sharesd.tree import PLAIN, chain, chains, shapes_of
 
 GREEDY = SamplingParams(max_new_tokens=8)
 SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=5)
@@ -288,7 +288,7 @@ def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: 
 
 
 def test_what_a_plain_round_launches_beside_its_blocks(way_of_cuda: None) -> None:
-    """Operations, one launch each at most: none that the length of a text or a draft could multiply."""
+    """Operations, of which compilers and kernels may join some."""
     graphs = RecordedGraphs()
     engine = new_engine(tiny_decoder(3), widths=[1], graphs=graphs)
     block = engine.target.run_block  # type: ignore[attr-defined]
@@ -300,7 +300,7 @@ def test_what_a_plain_round_launches_beside_its_blocks(way_of_cuda: None) -> Non
     engine.target.run_block = uncounted  # type: ignore[attr-defined]
     warm_up(engine, GREEDY)
     [recording] = graphs.recorded
-    assert recording.operations.total() <= 40, recording.operations
+    assert recording.operations.total() <= 20, recording.operations
 
 
 def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None) -> None:
@@ -331,3 +331,12 @@ def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytes
     with no_captures():
         measure(engine, GREEDY)
     assert set(ran) == {1, 3}, "a round, plain or with a draft that is there; a chain of half the longest"
+
+
+def test_a_stale_read_planted_in_rounds_shows(way_of_cuda: None) -> None:
+    """Noise that a draft drew, read by the verify step: in Python it is there, in a replay it is not."""
+    plain, captured = (new("share", 1, widths=[7], graphs=graphs) for graphs in (None, RecordedGraphs()))
+    captured.way(SAMPLED).sampler._keep_noise = True
+    for engine in (plain, captured):
+        engine.way(SAMPLED).policy.pinned = chain(4)
+    assert [outcome(captured, SAMPLED) for _ in range(2)] != [outcome(plain, SAMPLED) for _ in range(2)]
