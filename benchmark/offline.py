@@ -321,7 +321,7 @@ def _affordable_context(config: EngineConfig, fraction: float, needed: int) -> i
     is not counted.
     """
     from compile.attention import SLOT_MULTIPLE
-    from sharesd.load import EXACT_WIDTH
+    from sharesd.load import fixed_width
 
     device, total = _device_memory(config.device)
     footprint = _footprint(config, device)
@@ -330,7 +330,7 @@ def _affordable_context(config: EngineConfig, fraction: float, needed: int) -> i
     if footprint.weight_bytes >= room:
         raise ValueError(f"{part} and the weights take {size(footprint.weight_bytes)}; raise it or use a smaller model")
     slots = (room - footprint.weight_bytes) // footprint.slot_bytes // SLOT_MULTIPLE * SLOT_MULTIPLE
-    context = slots - SPARE_STEPS * max(EXACT_WIDTH, 1 + config.most_draft)
+    context = slots - SPARE_STEPS * fixed_width(device, config.most_draft)
     if context < needed:
         raise ValueError(
             f"{part}, which besides weights of {size(footprint.weight_bytes)} holds {max(context, 0)} tokens, and the "

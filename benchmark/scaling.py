@@ -240,15 +240,13 @@ class _Step:
             drafter=drafts,
             max_context=engine.max_context,
             widths=engine.widths,
-            capture=engine.capture,
+            graphs=engine.graphs,
             gumbel=engine.gumbel,
         )
         way = own.way(SamplingParams())
         way.sampler.begin(0, torch.zeros_like(cache.lengths)[:, None], torch.ones_like(cache.lengths))
-        drafts.begin([[0]] * point.batch, [0] * point.batch, way.sampler, way.policy)
-        self._tree = DraftTree(
-            torch.zeros(point.batch, point.width - 1, dtype=torch.int64, device=cache.lengths.device)
-        )
+        drafts.begin([[0]] * point.batch, [0] * point.batch, way.drafting, way.policy)
+        self._tree = DraftTree(torch.zeros(point.batch, point.width - 1, dtype=torch.int64))
         self._way: Any = way
         self._shape = chain(DRAFT_STEPS)
         self.weight_bytes = weight_bytes(engine.target, low=self._draft)  # type: ignore[arg-type]
@@ -261,7 +259,7 @@ class _Step:
         with torch.inference_mode():
             if self._draft:
                 return _seconds(lambda: self._way.draft(self._shape).tokens.tolist()) / DRAFT_STEPS
-            return _seconds(lambda: self._way.round(self._tree).verify(self._tree).counted_BX.tolist())
+            return _seconds(lambda: self._way.round.verify(self._tree).counted_BX.tolist())
 
     def release(self) -> None:
         """Drop the model and the cache."""

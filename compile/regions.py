@@ -100,7 +100,7 @@ def structure(module: nn.Module) -> tuple:
     """What a traced graph of the module depends on, besides its inputs: types, constants, shapes of tensors."""
     parts: list[object] = []
     for name, child in module.named_modules():
-        constants = {k: v for k, v in vars(child).items() if isinstance(v, (int, float, bool, str, type(None)))}
+        constants = {k: _frozen(v) for k, v in vars(child).items() if _is_constant(v)}
         tensors = [
             (k, t.shape, t.dtype, t.stride())
             for k, t in (*child._parameters.items(), *child._buffers.items())
@@ -108,6 +108,23 @@ def structure(module: nn.Module) -> tuple:
         ]
         parts.append((name, type(child).__qualname__, tuple(sorted(constants.items(), key=str)), tuple(tensors)))
     return tuple(parts)
+
+
+def _is_constant(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_constant, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_constant, value))
+    return isinstance(value, (int, float, bool, str, type(None), torch.dtype))
+
+
+def _frozen(value: object) -> object:
+    """A constant, with its type, as something that can be a key."""
+    if isinstance(value, dict):
+        return (type(value), *((name, _frozen(part)) for name, part in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_frozen, value))
+    return type(value), value
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 `accept_match` emits the target's own choices and so the text of plain decoding. `accept_rejection` and `accept_block`
 emit another text of the same distribution; they need three independent sources: the draft's samples, `u_BN` and
-`noise_BV` (`sampling.Stream`), all of them new in every round (`sampling.fork`).
+`noise_BV` (`sampling.Stream`), all of them new in every round (`sampling.fork`). Where a draft ends early, tokens of -1
+follow.
 
 Legend: B rows of the batch, N >= 1 draft tokens, T = N + 1 verify rows (row t predicts the token after t drafts),
 V vocabulary; p is the target's distribution, q the draft's.
@@ -44,7 +45,7 @@ def accept_tree_reference(tree: DraftTree, branches: Branches, target_tokens_BT:
     row_T = torch.arange(T, device=depth_BT.device)
     parent_BT = path_BTT.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[..., 0]
     right_BT = torch.cat([tree.tokens[:, :1], tree.tokens], 1) == target_tokens_BT.gather(1, parent_BT)
-    right_BT[:, 0] = True
+    right_BT[:, 0].fill_(True)
     on_path_BTT = right_BT[:, None].expand(B, T, T).gather(2, path_BTT) | (row_T > depth_BT[..., None])
     kept_BT = on_path_BTT.all(-1)
     num_new_B = kept_BT.sum(-1)
@@ -59,7 +60,7 @@ def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, no
     `u_BN` is uniform in (0, 1), `noise_BV` Gumbel.
     """
     p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
-    num_accepted_B = (u_BN * q_BN < p_BN).cumprod(-1).sum(-1)
+    num_accepted_B = ((u_BN * q_BN < p_BN) & (tree.tokens >= 0)).cumprod(-1).sum(-1)
     tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, torch.ones_like(u_BN[:, 0]), noise_BV)
     return _verdict(tokens_BT, num_accepted_B)
 
@@ -87,6 +88,8 @@ def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_
     h_BN = (rest_BN / stop_BN).where(stop_BN > 0, 1.0)
     h_BN = torch.cat([h_BN[:, 1:], weight_BT[:, -1:]], 1)
     num_N = torch.arange(1, u_BN.shape[1] + 1, device=u_BN.device)
+    num_B1 = _num_drafted(tree)[:, None]
+    h_BN = h_BN.where(num_N < num_B1, weight_BT[:, 1:].where(num_N == num_B1, 0.0))
     num_accepted_B = num_N.where(u_BN < h_BN, 0).amax(-1)
     weight_B = weight_BT.gather(1, num_accepted_B[:, None])[:, 0]
     tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, weight_B, noise_BV)
@@ -102,10 +105,14 @@ def _verdict(tokens_BT: Tensor, num_accepted_B: Tensor) -> Verdict:
 def _chain_probs(tree: DraftTree, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
     """p and q of the draft tokens, each [B, N]."""
     assert tree.branches is None, "only match accepts trees"
-    index_BN1 = tree.tokens[..., None]
+    index_BN1 = tree.tokens.clamp(min=0)[..., None]
     p_BN = target_probs_BTV[:, :-1].gather(-1, index_BN1)[..., 0]
     q_BN = torch.ones_like(p_BN) if tree.probs is None else tree.probs.gather(-1, index_BN1)[..., 0]
     return p_BN, q_BN
+
+
+def _num_drafted(tree: DraftTree) -> Tensor:
+    return (tree.tokens >= 0).sum(-1)
 
 
 def _finish(
@@ -116,10 +123,10 @@ def _finish(
     rows_B, at_B = torch.arange(B, device=device), num_accepted_B.clamp(max=N - 1)
     p_BV = target_probs_BTV[rows_B, num_accepted_B]
     if tree.probs is None:
-        q_BV = torch.zeros_like(p_BV).scatter_(1, tree.tokens.gather(1, at_B[:, None]), 1.0)
+        q_BV = torch.zeros_like(p_BV).scatter_(1, tree.tokens.gather(1, at_B[:, None]).clamp(min=0), 1.0)
     else:
         q_BV = tree.probs[rows_B, at_B]
-    q_BV = q_BV * (num_accepted_B < N)[:, None]  # no draft beyond the last: the bonus is drawn from p
+    q_BV = q_BV * (num_accepted_B < _num_drafted(tree))[:, None]  # no draft beyond the last: the bonus is drawn from p
     rest_BV = (weight_B[:, None] * p_BV - q_BV).clamp(min=0)
     rest_BV = rest_BV.where(rest_BV.sum(-1, keepdim=True) > 0, p_BV)  # p == q: such a miss has probability 0
     last_B1 = (rest_BV.log() + noise_BV).argmax(-1, keepdim=True)

@@ -7,8 +7,7 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -71,14 +70,14 @@ class StaticKVCache:
         view.lengths = self.lengths[b : b + 1]
         return view
 
-    @contextmanager
-    def looking_back(self, recent: int) -> Iterator[None]:
-        """Within the block, steps look back so many slots; 0 = all. For drafts, which the target corrects."""
-        self.recent = recent
-        try:
-            yield
-        finally:
-            self.recent = 0
+    def ahead(self, recent: int = 0) -> StaticKVCache:
+        """The same keys and values behind lengths of their own, for drafts: those of the text stay.
+
+        Steps look back `recent` slots (0 = all), since the target corrects drafts.
+        """
+        twin = copy.copy(self)
+        twin.lengths, twin.recent = torch.zeros_like(self.lengths), recent
+        return twin
 
     def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
         """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""

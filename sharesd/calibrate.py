@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from compile.graphs import WARM_CALLS
 from sharesd.config import SamplingParams
 from sharesd.costs import Costs
 from sharesd.drafters.base import Drafter
@@ -54,6 +55,8 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
         policy.pinned = shape
         engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + shape.depth)))
     policy.pinned = before
+    if engine.graphs is not None:
+        _capture(engine, params)
     if engine.drafter is not None and engine.drafter.on_host:
         _verify_tree(engine, params)
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
@@ -72,14 +75,29 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
 
 
 @torch.inference_mode()
+def _capture(engine: Engine, params: SamplingParams) -> None:
+    """Run every form of a round until it is replayed, with idle rows, which change nothing."""
+    engine.state.active_B.zero_()
+    way, model = engine.way(params), _model_drafter(engine)
+    kinds = {(shape.is_tree, shape.recent): shape for shape in model.shapes} if model is not None else {}
+    for _ in range(1 + WARM_CALLS):
+        way.round.verify(way.draft(PLAIN))
+        for shape in kinds.values():  # the largest of each kind
+            assert model is not None
+            way.round.verify(model.draft(shape))
+        if engine.num_draft:
+            way.round.verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
+
+
+@torch.inference_mode()
 def _verify_tree(engine: Engine, params: SamplingParams) -> None:
     """Verify a tree, where the target takes such: no table may have guessed one so far."""
     if not engine.target.takes_trees or params.acceptance != "match" or engine.num_draft < 2:
         return
     engine.state.active_B.zero_()
     siblings = Guess(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
-    tree = pack([siblings] * engine.cache.batch, engine.num_draft, engine.state.root_B.device, "")
-    engine.way(params).round(tree).verify(tree)
+    tree = pack([siblings] * engine.cache.batch, engine.num_draft, "")
+    engine.way(params).round.verify(tree)
 
 
 @torch.inference_mode()
@@ -144,12 +162,12 @@ def _model_drafter(engine: Engine) -> Drafter | None:
 
 def _step(engine: Engine, params: SamplingParams, num_nodes: int) -> Callable[[], object]:
     """A round of idle rows with so many draft tokens."""
-    device = engine.state.root_B.device
-    tree = DraftTree(torch.zeros(engine.cache.batch, num_nodes, dtype=torch.int64, device=device))
+    way = engine.way(params)
+    tree = DraftTree(torch.zeros(engine.cache.batch, num_nodes, dtype=torch.int64))
 
     @torch.inference_mode()
     def step() -> object:
-        return engine.way(params).round(tree).verify(tree).counted_BX.tolist()
+        return way.round.verify(tree).counted_BX.tolist()
 
     return step
 
@@ -210,7 +228,7 @@ def typical(measured: Sequence[Costs]) -> Costs:
 
 
 def _seconds_per_step(drafter: Drafter, engine: Engine, shape: Shape) -> float:
-    return _timed(lambda: drafter.draft(engine.state.root_B, shape).tokens.tolist()) / shape.depth
+    return _timed(lambda: drafter.draft(shape).tokens.tolist()) / shape.depth
 
 
 def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
@@ -220,8 +238,6 @@ def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
         return [PLAIN]
     if not engine.way(params).policy.chooses:
         return [shape for shape in drafter.shapes if shape[:2] == drafter.shapes[-1][:2]]
-    if engine.capture:
-        return [PLAIN, *drafter.shapes]
     longest = (chain(engine.num_draft), drafter.shapes[-1])
     windows = {shape.recent for shape in drafter.shapes}
     return [PLAIN, *dict.fromkeys(shape._replace(recent=recent) for recent in windows for shape in longest)]

@@ -13,6 +13,12 @@ STEADY_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": 
 """Too little room for the parts of a sum: eight buffers of 16 KiB, and 1 KiB."""
 
 
+def use(device: torch.device) -> None:
+    """What this thread launches without naming a GPU goes to this one: graphs, events and kernels of Triton."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def device_of(name: str) -> torch.device:
     """The device of a name; ValueError for one that is not there."""
     if name == "auto":

@@ -10,19 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from compile.clock import Clock
-from compile.graphs import Replayed
+from compile.graphs import Graphs
 from compile.threads import CREW
 from sharesd import sampling
+from sharesd.buffers import DraftBuffers
 from sharesd.cache import StaticKVCache
 from sharesd.config import SamplingParams
-from sharesd.drafters.base import Drafter
+from sharesd.device import use
+from sharesd.drafters.base import Drafter, Drafting
 from sharesd.models.base import CausalModel
 from sharesd.output import Completion, TokenChunk
 from sharesd.policy import Policy
@@ -35,6 +36,8 @@ from sharesd.tokenizer import Tokenizer
 from sharesd.tree import PLAIN, DraftTree, Shape, chain
 
 Prompt = str | Sequence[int]
+MOST_WAYS = 8
+"""Ways of sampling whose samplers, graphs and policies are kept; the one that was used longest ago goes first."""
 
 
 class Engine:
@@ -50,20 +53,20 @@ class Engine:
         max_context: int,
         auto_length: bool = False,
         widths: Sequence[int] | None = None,
-        capture: bool = False,
         reread: bool = False,
+        graphs: Graphs | None = None,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
     ) -> None:
         """`cache` has a row per prompt decoded together; its slots must hold `max_context` and one verify step.
 
         `auto_length` leaves the shape of each draft to a policy; else it is the drafter's largest.
         `widths` are the numbers of rows that a step may have (it is padded to the next), or None = any. It is a single
-        one, the same in all modes, where the target does not give a row the same bits at any width. `capture` replays
-        rounds as CUDA graphs. `reread` reads again what steps wrote, rather than reuse it, where a prompt would write
-        other bits. `gumbel` may be a compiled form.
+        one, the same in all modes, where the target does not give a row the same bits at any width. `reread` reads
+        again what steps wrote, rather than reuse it, where a prompt would write other bits. `graphs` capture rounds,
+        which are replayed then. `gumbel` may be a compiled form.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
-        self.max_context, self.capture, self._reread = max_context, capture, reread
+        self.max_context, self.graphs, self._reread = max_context, graphs, reread
         self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
         self.stats = Stats()
         """Of the last call of `generate`."""
@@ -133,6 +136,7 @@ class Engine:
         self, prompts: list[list[int]], first_index: int, params: SamplingParams, reuse: bool
     ) -> Generator[TokenChunk, None, None]:
         """One group of at most `cache.batch` prompts."""
+        use(self._device)
         stats, started = self.stats, time.perf_counter()
         rows = Rows(
             prompts,
@@ -171,12 +175,14 @@ class Engine:
                         self.drafter.catch_up(rows.tokens + padding, num_idle > 0)
                     tree = way.draft(shape)
                     marks.append(self._clock.mark())
-                    result = way.round(tree).verify(tree)
+                    result = way.round.verify(tree)
                     marks.append(self._clock.mark())
                     counted = result.counted_BX.tolist()  # the one host synchronisation of a round
                     logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
                 num_idle = 0 if shape.nodes else num_idle + 1
-                paths = [_path(row, tree) if live else () for row, live in zip(counted, rows.live, strict=False)]
+                if self.drafter is not None and self.drafter.on_host:
+                    self.drafter.told([result.told(row) for row in counted])
+                paths = [result.path(row) if live else () for row, live in zip(counted, rows.live, strict=False)]
                 accepted = [paths[row] for row in awaited]
                 chunks = rows.take_round(counted, paths, logprobs, tree)
                 stale = any(chunk.finish_reason for chunk in chunks)
@@ -217,7 +223,7 @@ class Engine:
         self.state.root_B.copy_(root_B)
         if self.drafter is not None:
             way.policy.begin()
-            self.drafter.begin(prompts, kept if seen else [0] * len(prompts), sampler, way.policy)
+            self.drafter.begin(prompts, kept if seen else [0] * len(prompts), way.drafting, way.policy)
         first = root_B.tolist()
         if not params.logprobs:
             return first, None
@@ -229,13 +235,15 @@ class Engine:
         if params.acceptance != "match" and self.drafter and any(shape.is_tree for shape in self.drafter.shapes):
             raise ValueError(f"acceptance {params.acceptance} decides about chains only; take match, or no draft trees")
         key = (repr(bare), tuple(sorted(params.logit_bias.items())))
-        if key not in self._ways:
-            self._ways[key] = Way(self, params)
-        return self._ways[key]
+        way = self._ways.pop(key, None) or Way(self, params)
+        self._ways[key] = way
+        if len(self._ways) > MOST_WAYS:
+            del self._ways[next(iter(self._ways))]
+        return way
 
 
 class Way:
-    """One way of sampling: its sampler, its rounds by draft length, and the policy that chooses among them."""
+    """One way of sampling: its sampler, its rounds, and the policy that chooses among drafts."""
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
         self._engine = engine
@@ -245,11 +253,19 @@ class Way:
             vocab_size=engine.target.vocab_size,
             device=engine.cache.lengths.device,
             gumbel=engine.gumbel,
+            keep_noise=engine.graphs is None,
         )
         shapes = engine.drafter.shapes if engine.drafter else (PLAIN,)
         self.policy = Policy(shapes, pinned=None if engine.auto_length else shapes[-1])
-        self._drafts: dict[Shape, Replayed[DraftTree]] = {}
-        self._rounds: dict[tuple, Round] = {}
+        most = engine.num_draft
+        if engine.graphs is not None and engine.widths:
+            most = max(most, engine.widths[-1] - 1)  # rows of padding are rows without a node: no shape of their own
+        batch, vocab_size, device = engine.cache.batch, engine.target.vocab_size, engine.cache.lengths.device
+        buffers = DraftBuffers(batch, most, vocab_size, device)
+        self.drafting = Drafting(self.sampler, engine.state.root_B, buffers, engine.graphs)
+        self.round = Round(
+            engine.target, engine.cache, engine.drafter, self.drafting, engine.state, widths=engine.widths
+        )
 
     def shape(self, num_idle: int) -> Shape:
         """What to draft in the coming round; where the drafter decides, a chain of as many nodes as it may have."""
@@ -262,43 +278,11 @@ class Way:
 
     def draft(self, shape: Shape) -> DraftTree:
         """The draft of a round."""
-        engine, root_B = self._engine, self._engine.state.root_B
-        if not shape.nodes:
-            return DraftTree(root_B[:, None][:, :0])
-        drafter = engine.drafter
-        assert drafter is not None
-        if drafter.on_host:
-            return drafter.draft(root_B, shape)
-        if shape not in self._drafts:
-            self._drafts[shape] = Replayed(partial(drafter.draft, root_B, shape), capture=engine.capture)
-        return self._drafts[shape]()
-
-    def round(self, tree: DraftTree) -> Round:
-        """The round for drafts of this shape."""
         engine = self._engine
-        rows = 1 + tree.tokens.shape[1]
-        key = (rows, tree.branches and tree.depth)
-        if key not in self._rounds:
-            on_host = engine.drafter is not None and engine.drafter.on_host
-            self._rounds[key] = Round(
-                engine.target,
-                engine.cache,
-                engine.drafter if rows > 1 or on_host else None,
-                self.sampler,
-                engine.state,
-                tree,
-                verify_width=next(width for width in engine.widths if width >= rows) if engine.widths else rows,
-                capture=engine.capture and not on_host,
-            )
-        return self._rounds[key]
-
-
-def _path(counted: list[int], tree: DraftTree) -> Sequence[int]:
-    """Verify rows of the nodes that were accepted, from what a round reports of a row."""
-    if tree.branches is None:
-        return range(1, counted[0])
-    first = 2 + tree.tokens.shape[1]
-    return counted[first + 1 : first + counted[0]]
+        if not shape.nodes:
+            return DraftTree(engine.state.root_B[:, None][:, :0])
+        assert engine.drafter is not None
+        return engine.drafter.draft(shape)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.attention import reads_live_slots
+from compile.graphs import Graphs
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.ops import runs_triton
@@ -30,7 +31,7 @@ from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
 from sharesd.calibrate import warm_up
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
-from sharesd.device import device_of, prepare_cuda
+from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
@@ -43,7 +44,7 @@ from sharesd.models.folder import identity
 from sharesd.models.progress import Progress, silent
 from sharesd.models.weights import Tensors, load_model, resolve
 from sharesd.prefill import PIECES, prefill, slots_for
-from sharesd.selfcheck import RunFirst, first_block, rows_agree
+from sharesd.selfcheck import WIDTHS, RowBits, check_rows, shallow
 from sharesd.settings import cpu_name
 from sharesd.tables.base import Table
 from sharesd.tables.ngram import NgramTable
@@ -56,8 +57,8 @@ log = logging.getLogger(__name__)
 
 DRAFT_WINDOW = 256
 """Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
-EXACT_WIDTH = 8
-"""Rows of every step, at least, where kernels do not give a row the same bits at any width."""
+EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
+"""Rows of every step, the first number that will do, where kernels do not give a row the same bits at any width."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,14 @@ class LoadReport:
     """Weights of the target at full precision."""
     quant: QuantReport | None
     """The target's quantized linears (share), or those of the classic copy."""
+
+
+def fixed_width(device: str, most_draft: int) -> int:
+    """Rows of every step on this kind of device, where all must have the same number: it changes with the length of
+    drafts only where that is beyond all bounds.
+    """
+    rows = 1 + most_draft
+    return next((width for width in EXACT_WIDTHS[device] if width >= rows), rows)
 
 
 class Runtime:
@@ -93,6 +102,7 @@ class Runtime:
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
+        use(self.device)
         CREW.fix(config.threads)
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)
@@ -116,15 +126,14 @@ class Runtime:
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         self._gumbel = self._noise()
-        most = 1 + config.most_draft
-        self._widths = self._choose_widths(most)
+        self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
-        self._slots = self.max_context + max(2 * max(self._widths or (most,)), 2 + top * depth)
+        self._slots = self.max_context + max(2 * self._fixed_width, 2 + top * depth)
         if self.device.type == "cuda":
             self._slots = max(self._slots, slots_for(self.max_context))
         self.cache = self.target.new_cache(config.max_batch, self._slots)
         self._draft_widths = {1, *([top] if config.tree else [])}
-        self._step = self._compile(self.target, {*self._draft_widths, *(self._widths or ())})
+        self._widths = self._choose_widths()
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
         if self.device.type == "cuda":
@@ -182,30 +191,67 @@ class Runtime:
             quant=self._reports.get(mode),
         )
 
-    def _choose_widths(self, most: int) -> tuple[int, ...] | None:
+    def _choose_widths(self) -> tuple[int, ...] | None:
         """Numbers of rows that steps may have; a single one where a row's bits depend on the width. None = any."""
-        target = self.target
+        target, most = self.target, 1 + self.config.most_draft
         compiled = self.compile in ("regional", "full") and isinstance(target, Decoder)
-        agree = isinstance(target, Decoder) and rows_agree(target, self._run_first(target))
-        if agree or not self.config.exact:
-            if agree:
-                log.info("exact: rows have the same bits in steps of any width")
+        widths: tuple[int, ...] | None = (1, most) if compiled else None
+        bits = RowBits(False, False)
+        self._step = self._compile(target, {*self._draft_widths, *(widths or ())})
+        if isinstance(target, Decoder):
+            bits = self._check_rows(target, widths or sorted({*WIDTHS, most}))
+        self._trees = target.takes_trees
+        if bits.chains:
+            log.info("exact: rows have the same bits in steps of any width")
+        elif self.config.exact:
+            fixed = self._fixed_width
+            log.info("exact: rows depend on the width of their step, so every step of every mode has %d rows", fixed)
+            widths = (fixed,)
+            if isinstance(target, Decoder):
+                self._step = self._compile(target, {*self._draft_widths, fixed})
+                bits = self._check_rows(target, (fixed,))
+                if not bits.chains:
+                    log.warning("rows depend on their place in the step, too: texts of modes may differ")
+        else:
+            log.warning("exact is off, and rows differ between steps of 1 and of more rows: so may texts of modes")
+        if self._wants_trees and self._trees and bits.chains and not bits.trees:
+            if self.config.exact:
+                self._trees = False
+                log.info("exact: rows of trees depend on where their paths lie, so drafts are chains")
             else:
-                log.warning("exact is off, and rows differ between steps of 1 and of more rows: so may texts of modes")
-            return (1, most) if compiled else None
-        fixed = max(EXACT_WIDTH, most)
-        log.info("exact: rows depend on the width of their step, so every step of every mode has %d rows", fixed)
-        return (fixed,)
+                log.warning("exact is off, and rows of trees differ from those of chains: so may texts of modes")
+        return widths
 
-    def _run_first(self, target: Decoder) -> RunFirst:
-        if self.compile != "native":
-            return first_block(target)
-        ropes, activation = [kind.rope for kind in target.config.layers], target.config.activation
-        try:
-            stack = NativeStack(target.blocks[:1], tables=target.rope_tables, ropes=ropes[:1], activation=activation)
-        except Unsuited:
-            return first_block(target)
-        return stack
+    @property
+    def _fixed_width(self) -> int:
+        """Rows of every step, where it must be a single number: whatever is drafted, texts shall be the same."""
+        return fixed_width(self.device.type, self.config.most_draft)
+
+    @property
+    def _wants_trees(self) -> bool:
+        return self.config.tree is not None or bool(self._needs & {*TABLES, "hybrid"})
+
+    def _check_rows(self, target: Decoder, widths: Sequence[int]) -> RowBits:
+        """Of steps of these widths as they will run, at the real number of slots."""
+        if self.compile == "full":
+            return check_rows(self._step, self.cache, widths, trees=self._wants_trees)
+        first = shallow(target)
+        if isinstance(target.run_stack, NativeStack):
+            first.run_stack = self._native_stack(target, 1)
+        cache = first.new_cache(self.config.max_batch, self._slots)
+        return check_rows(first, cache, widths, trees=self._wants_trees)
+
+    def _native_stack(self, model: Decoder, num_blocks: int | None = None) -> NativeStack:
+        """All blocks, or the first few, and the last norm. Raises Unsuited."""
+        config = model.config
+        return NativeStack(
+            model.blocks[:num_blocks],
+            tables=model.rope_tables,
+            ropes=[kind.rope for kind in config.layers][:num_blocks],
+            activation=config.activation,
+            norm=model.norm,
+            low=partial(getattr, self._switch, "low"),
+        )
 
     def _noise(self) -> Callable[..., Tensor]:
         if self.device.type == "cpu":
@@ -254,7 +300,7 @@ class Runtime:
     @property
     def _most_rows(self) -> int:
         """Rows of the largest step that is no prompt."""
-        return self.config.max_batch * max(EXACT_WIDTH, 1 + self.config.most_draft)
+        return self.config.max_batch * self._fixed_width
 
     def _pack(self, model: CausalModel) -> None:
         if not isinstance(model, Decoder):
@@ -276,17 +322,8 @@ class Runtime:
             model.step_widths = frozenset(widths)
             return CompiledModel(model, widths, low)
         if self.compile == "native":
-            config = model.config
-            ropes = [kind.rope for kind in config.layers]
             try:
-                model.run_stack = NativeStack(
-                    model.blocks,
-                    tables=model.rope_tables,
-                    ropes=ropes,
-                    activation=config.activation,
-                    norm=model.norm,
-                    low=low,
-                )
+                model.run_stack = self._native_stack(model)
                 return model
             except Unsuited as reason:
                 if self.config.compile == "native":
@@ -297,7 +334,7 @@ class Runtime:
         return model
 
     def _drafter(self, mode: str) -> Drafter | None:
-        num_nodes, trees = self.config.most_draft, self.target.takes_trees
+        num_nodes, trees = self.config.most_draft, self._trees
         if mode == "naive":
             return None
         if mode in TABLES:
@@ -308,6 +345,8 @@ class Runtime:
             model = self._drafter(models[0]) if models else None
             return HybridDrafter(mode, tables, model, num_nodes=num_nodes, trees=trees)
         if self.config.tree is not None and not trees:
+            if self.target.takes_trees:
+                raise ValueError("rows of trees do not have the bits of chains here; drop --tree, or add --no-exact")
             raise ValueError(f"{self.target.name} takes chains only; drop --tree")
         top = self.config.tree[0] if self.config.tree else 1
         shapes = shapes_of(*self.config.tree) if self.config.tree else chains(num_nodes)
@@ -381,7 +420,6 @@ class Runtime:
         )
 
     def _engine(self, mode: Mode) -> Engine:
-        native = isinstance(self.target, Decoder)
         return Engine(
             target=self._step,
             tokenizer=self.tokenizer,
@@ -390,8 +428,8 @@ class Runtime:
             max_context=self.max_context,
             auto_length=self.config.num_draft is None,
             widths=self._widths,
-            capture=native and self.device.type == "cuda" and self.compile != "off",
             reread=self.config.exact and self.device.type == "cuda",
+            graphs=self._graphs if isinstance(self.target, Decoder) else None,
             gumbel=self._gumbel,
         )
 

@@ -33,8 +33,11 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
+        keep_noise: bool = True,
     ) -> None:
-        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one."""
+        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one. `keep_noise`: what
+        drafts drew the target need not draw again; not so where they are replayed, which runs no Python.
+        """
         self.params = params
         self.vocab_size = vocab_size
         self.seeds_B = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -44,7 +47,8 @@ class Sampler:
         self.bias_V = sampling.bias_vector(params, vocab_size, device=device)
         self.counts = TokenCounts(batch=batch, vocab_size=vocab_size, device=device) if params.uses_penalties else None
         self._gumbel = gumbel
-        self._noise: dict[int, Tensor] = {}  # steps ahead of the root -> noise of that position, drawn once a round
+        self._keep_noise = keep_noise
+        self._noise: list[Tensor] = []  # [B, 1, V] of the first positions after the root, as drawn in this round
 
     def begin(self, seed: int, prompts_BL: Tensor, lengths_B: Tensor, first_index: int = 0) -> None:
         """Start a group of a call with this seed, whose first prompt is the call's prompt `first_index`.
@@ -62,29 +66,41 @@ class Sampler:
         noise = None if self.params.greedy else self._draw(lengths_B, Stream.TARGET)[:, None]
         return sampling.choose(logits_B1V, noise)[:, 0]
 
-    def draft(self, logits_BV: Tensor, drafted_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A model drafter's next token [B] after root and `drafted`; its distribution [B, V] where acceptance needs it.
+    @property
+    def wants_probs(self) -> bool:
+        """Whether acceptance asks for the distributions that drafts are drawn from."""
+        return self.params.acceptance != "match"
+
+    def begin_draft(self) -> None:
+        """A model drafter begins with the position after the root; each `draft` or `spread` is about the next one."""
+        self._noise.clear()
+
+    def draft(
+        self, logits_BV: Tensor, drafted_BN: Tensor, positions_B: Tensor, root_at_B: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """A model drafter's token [B] for these positions, after root and `drafted` (-1 = none yet); its distribution
+        [B, V] where acceptance asks for it.
 
         With `match` it uses the target's own noise of that position, so that both choose alike where they can.
         """
-        params, step = self.params, drafted_BN.shape[1]
+        params = self.params
         logits_B1V = self._process(logits_BV[:, None], drafted_BN)
         if params.acceptance == "match":
-            return sampling.choose(logits_B1V, self._target_noise(step, lengths_B))[:, 0], None
+            return sampling.choose(logits_B1V, self._draw_ahead(positions_B))[:, 0], None
         probs_BV = sampling.probs_of(logits_B1V, params)[:, 0]
-        noise_BV = None if params.greedy else self._draw(lengths_B + step + 1, Stream.DRAFT, lengths_B)
+        noise_BV = None if params.greedy else self._draw(positions_B, Stream.DRAFT, root_at_B)
         return sampling.choose(logits_B1V, None if noise_BV is None else noise_BV[:, None])[:, 0], probs_BV
 
     def spread(
-        self, logits_BFV: Tensor, num: int, step: int, lengths_B: Tensor, nodes_BC: Tensor, seen_BFC: Tensor | None
+        self, logits_BFV: Tensor, num: int, positions_B: Tensor, nodes_BC: Tensor, seen_BFC: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The `num` likeliest next tokens [B, F, num] after F nodes at depth `step`, and their log probabilities.
+        """The `num` likeliest tokens [B, F, num] for these positions after F nodes, and their log probabilities.
 
         Sees the target's noise of that position: what is ranked is how likely the target's choice is, given it.
-        `nodes_BC` are all nodes so far, `seen_BFC` those on the path of each (needed for penalties only).
+        `nodes_BC` are all nodes so far (-1 = none yet), `seen_BFC` those on the path of each (for penalties only).
         """
         logits_BFV = self._process(logits_BFV, nodes_BC, seen_BFC)
-        noise_B1V = self._target_noise(step, lengths_B)
+        noise_B1V = self._draw_ahead(positions_B)
         scores_BFV = logits_BFV if noise_B1V is None else logits_BFV + noise_B1V
         tokens_BFk = top_k(scores_BFV.flatten(0, 1), num).view(*scores_BFV.shape[:2], num)
         wide_BFV = scores_BFV if scores_BFV.dtype == torch.float64 else scores_BFV.float()
@@ -147,9 +163,18 @@ class Sampler:
         """Noise [B, 1, V] of the position `step` + 1 after the root; None for greedy decoding."""
         if self.params.greedy:
             return None
-        if step not in self._noise:
-            self._noise[step] = self._draw(lengths_B + step + 1, Stream.TARGET)[:, None]
-        return self._noise[step]
+        if step < len(self._noise):
+            return self._noise[step]
+        return self._draw(lengths_B + step + 1, Stream.TARGET)[:, None]
+
+    def _draw_ahead(self, positions_B: Tensor) -> Tensor | None:
+        """The target's noise [B, 1, V] for a draft's next position; None for greedy decoding."""
+        if self.params.greedy:
+            return None
+        noise_B1V = self._draw(positions_B, Stream.TARGET)[:, None]
+        if self._keep_noise:
+            self._noise.append(noise_B1V)
+        return noise_B1V
 
     def _draw(self, positions_B: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
         """Gumbel noise [B, V]; always drawn in this one shape, so that every mode gets the same bits."""

@@ -76,6 +76,7 @@ class DraftTree(NamedTuple):
     added: int = 0  # how many nodes, the last ones, tables added to a model's draft
     adder: str = ""  # names of those tables
     places: Tensor | None = None  # [B, T] int64: where a model drafter wrote root and nodes, from the root's slot on
+    in_buffers: bool = False  # lies where rounds expect drafts
 
 
 def model_shape(tree: DraftTree) -> Shape:
@@ -100,15 +101,13 @@ class Verdict(NamedTuple):
     path: Tensor  # [B, T] int64, ascending; the first num_new are the verify rows that were kept (row 0 is the root)
 
 
-def pack(guesses: Sequence[Guess], num_nodes: int, device: torch.device, drafter: str) -> DraftTree:
-    """The first `num_nodes` nodes of a guess per row. Rows with fewer get nodes which nothing accepts."""
+def pack(guesses: Sequence[Guess], num_nodes: int, drafter: str) -> DraftTree:
+    """The first `num_nodes` nodes of a guess per row, on the host. Rows with fewer get nodes which nothing accepts."""
     B, T = len(guesses), num_nodes + 1
     parents = [guess.parents[:num_nodes] for guess in guesses]
     tokens = [(guess.tokens + [-1] * num_nodes)[:num_nodes] for guess in guesses]
     if all(row == list(range(-1, len(row) - 1)) for row in parents):
-        return DraftTree(
-            torch.tensor(tokens, dtype=torch.int64, device=device), depth=max(map(len, parents)), drafter=drafter
-        )
+        return DraftTree(torch.tensor(tokens, dtype=torch.int64), depth=max(map(len, parents)), drafter=drafter)
     paths: list[list[int]] = []  # of all rows of all trees
     for row in parents:
         first = len(paths)
@@ -118,7 +117,7 @@ def pack(guesses: Sequence[Guess], num_nodes: int, device: torch.device, drafter
         paths += ([0, index] for index in range(len(row) + 1, T))
     depths = [len(path) - 1 for path in paths]
     numbers = [*joined.from_iterable(tokens), *depths, *joined.from_iterable((path + [0] * T)[:T] for path in paths)]
-    # One array, one transfer; numpy makes it in half the time that torch takes.
-    parts = torch.from_numpy(np.array(numbers)).to(device).split([B * num_nodes, B * T, B * T * T])
+    # One array, and numpy makes it in half the time that torch takes.
+    parts = torch.from_numpy(np.array(numbers)).split([B * num_nodes, B * T, B * T * T])
     tokens_BN, branches = parts[0].view(B, num_nodes), Branches(parts[1].view(B, T), parts[2].view(B, T, T))
     return DraftTree(tokens_BN, branches, depth=max(depths), drafter=drafter)

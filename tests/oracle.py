@@ -21,7 +21,7 @@ from quant.linear import Switch, SwitchLinear
 from sharesd import sampling
 from sharesd.cache import StaticKVCache
 from sharesd.config import SamplingParams
-from sharesd.drafters.base import Drafter
+from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.engine import Engine
@@ -29,7 +29,6 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.policy import Policy
-from sharesd.sampler import Sampler
 from sharesd.sampling import TokenCounts
 from sharesd.tokenizer import Tokenizer
 from sharesd.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
@@ -189,6 +188,7 @@ class OracleDrafter:
     """Knows how each prompt goes on and guesses right at a given accuracy, by a fixed pattern of positions."""
 
     name = "oracle"
+    trees = False
     on_host = False
     reads = False
 
@@ -196,15 +196,15 @@ class OracleDrafter:
         """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""
         self.futures, self.shapes, self.accuracy = futures, chains(num_draft), accuracy
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
+    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
         self._rows = [self.futures.get(tuple(prompt), ()) for prompt in prompts]
         self._starts = [len(prompt) for prompt in prompts]
-        self._vocab = sampler.vocab_size
+        self._vocab = drafting.sampler.vocab_size
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
         self._at = [len(text) - start for text, start in zip(texts, self._starts, strict=True)]
 
-    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
+    def draft(self, shape: Shape) -> DraftTree:
         at_BN = [[at + i for i in range(shape.depth)] for at in self._at]
         return DraftTree(
             torch.tensor([[self._guess(b, i) for i in at] for b, at in enumerate(at_BN)]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tiny import make_checkpoint
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from compile.attention import CHUNK, SINKS
+from compile.attention import CHUNK, SINKS, attend
 from compile.linear import PackedLinear, pack_linears
 from compile.regions import CompiledBlocks, CompiledModel, compile_step, no_recompiles, structure
 from compile.stack import NativeStack, Unsuited
@@ -28,10 +28,10 @@ from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
-from sharesd.load import Runtime
+from sharesd.load import Runtime, fixed_width
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.selfcheck import first_block, rows_agree
+from sharesd.selfcheck import check_rows, shallow
 
 pytestmark = pytest.mark.inductor
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
@@ -363,10 +363,14 @@ def test_structure_tells_blocks_apart() -> None:
     assert structure(model.blocks[1]) == same
     quantize_linears(model, QuantConfig(group_size=32, skip_layers=(0,)), Switch(), head_name="head", layer_of=layer_of)
     assert structure(model.blocks[0]) == same != structure(model.blocks[1])
-    for attribute, value in (("window", 4), ("use_rope", False), ("softcap", 2.0)):
+    changes: list[tuple[str, Any]] = [("window", 4), ("use_rope", False), ("softcap", 2.0), ("use_rope", 1)]
+    changes += [("taps", [1, 2]), ("taps", (1, 2)), ("taps", [1, 3]), ("taps", {"a": (1, [2.0])}), ("taps", {"a": 1})]
+    seen = {same}
+    for attribute, value in changes:
         other = copy.deepcopy(model.blocks[0])
         setattr(other.attn, attribute, value)
-        assert structure(other) != same
+        seen.add(structure(other))
+    assert len(seen) == 1 + len(changes)
 
 
 def test_no_recompiles_notices_a_compilation() -> None:
@@ -394,12 +398,17 @@ def test_compiled_functions_are_their_own() -> None:
             assert form(module, torch.zeros(2 + amount)).tolist() == [amount] * (2 + amount)
 
 
+def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool, bool]:
+    first = shallow(model)
+    return check_rows(first, first.new_cache(2, 256), widths, trees=True)
+
+
 def test_the_self_check_tells_whether_rows_depend_on_the_width(
     checkpoint: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = wide_decoder()
     pack_linears(model)
-    assert rows_agree(model, first_block(model)), "packed linears are row-invariant"
+    assert rows_of(model) == (True, True), "packed linears and attention are row-invariant"
     plain = PackedLinear.forward
 
     def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -407,13 +416,59 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
         return y * (1 + 2**-6) if x.shape[1] == 5 else y
 
     monkeypatch.setattr(PackedLinear, "forward", sloppy)
-    assert not rows_agree(model, first_block(model))
-    config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=3, max_context=128)
-    runtime = Runtime(config, ("naive", "share"))
-    assert runtime.engine("naive").widths == runtime.engine("share").widths == [8]
+    assert rows_of(model) == (False, False) and rows_of(model, (1, 8)) == (True, True)
+    for num_draft, width in ((3, 9), (8, 9), (12, 16)):
+        config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=num_draft, max_context=128)
+        runtime = Runtime(config, ("naive", "share"))
+        assert runtime.engine("naive").widths == runtime.engine("share").widths == [width]
     assert "texts" not in caplog.text
     assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
-    assert "so may texts of modes" in caplog.text
+
+
+def test_fixed_widths_do_not_follow_the_length_of_drafts() -> None:
+    assert {fixed_width("cuda", most) for most in range(16)} == {16} and fixed_width("cuda", 40) == 41
+    assert {fixed_width("cpu", most) for most in range(9)} == {9}, "the default"
+
+
+@pytest.mark.parametrize("place", ["compiled blocks", "far slots", "the last norm", "the head"])
+def test_the_self_check_looks_at_what_runs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that differ somewhere only."""
+    model = wide_decoder()
+    pack_linears(model)
+
+    def wrong(x: torch.Tensor, *, here: bool = True) -> torch.Tensor:
+        return x * (1 + 2**-6) if x.shape[1] == 8 and here else x
+
+    if place == "compiled blocks":
+        model.run_block = lambda block, *tensors, recent: wrong(block(*tensors, recent=recent))
+    elif place == "far slots":
+
+        def far(*tensors: Any, **options: Any) -> torch.Tensor:
+            return wrong(attend(*tensors, **options), here=bool(tensors[5].min() > 200))
+
+        monkeypatch.setattr("sharesd.models.decoder.attend", far)
+    else:
+        part: Any = model.norm if place == "the last norm" else model.head
+        forward = part.forward
+        monkeypatch.setattr(part, "forward", lambda x: wrong(forward(x)))
+    assert rows_of(model) == (False, False)
+
+
+def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scattered(*tensors: Any, branches: Any = None, **options: Any) -> torch.Tensor:
+        out = attend(*tensors, branches=branches, **options)
+        return out if branches is None else out * (1 + 2**-6)
+
+    monkeypatch.setattr("sharesd.models.decoder.attend", scattered)
+    assert rows_of(wide_decoder()) == (True, False)
+    config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=4, max_context=128)
+    engine = Runtime(config, ("hybrid",)).engine("hybrid")
+    assert engine.widths is None and engine.drafter is not None and not engine.drafter.trees
+    grown = replace(config, tree=(2, 2, 4))
+    with pytest.raises(ValueError, match="do not have the bits of chains here; drop --tree, or add --no-exact"):
+        Runtime(grown, ("share",))
+    loose = Runtime(replace(grown, exact=False), ("share",)).engine("share")
+    assert loose.drafter is not None and loose.drafter.trees
 
 
 # ---- drafts that look back only so far
@@ -430,18 +485,19 @@ def test_steps_that_look_back_see_the_first_slots_and_recent_chunks(how: str) ->
     cache.lengths += text.shape[1]
     row = torch.tensor([[7]])
     whole = model.forward(row, cache)
-    with cache.looking_back(5):
-        near = model.forward(row, cache)
-        assert not torch.equal(near, whole)
-        held = kv_of(cache)
-        for tensor in held:
-            tensor[:, :, SINKS : 2 * CHUNK] += 1.0
-        put_kv(cache, held)
-        assert torch.equal(near, model.forward(row, cache))
-        for tensor in held:
-            tensor[:, :, :SINKS] += 1.0
-        put_kv(cache, held)
-        assert not torch.allclose(near, model.forward(row, cache))
+    recent = cache.ahead(5)
+    recent.lengths.copy_(cache.lengths)
+    near = model.forward(row, recent)
+    assert not torch.equal(near, whole)
+    held = kv_of(cache)
+    for tensor in held:
+        tensor[:, :, SINKS : 2 * CHUNK] += 1.0
+    put_kv(cache, held)
+    assert torch.equal(near, model.forward(row, recent))
+    for tensor in held:
+        tensor[:, :, :SINKS] += 1.0
+    put_kv(cache, held)
+    assert not torch.allclose(near, model.forward(row, recent))
     assert cache.recent == 0 and not torch.allclose(whole, model.forward(row, cache))
 
 

@@ -23,9 +23,11 @@ from oracle import (
 from test_policy import live
 from tiny import make_checkpoint
 
+from sharesd.buffers import DraftBuffers
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.costs import Costs
-from sharesd.drafters.grown import grow_draft
+from sharesd.drafters.base import Drafting
+from sharesd.drafters.grown import ModelDraft
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.policy import Policy
@@ -65,7 +67,9 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
     sampler = Sampler(SamplingParams(), batch=len(PROMPTS), vocab_size=VOCAB, device=torch.device("cpu"))
     before = cache.lengths.clone()
     root = torch.tensor([7, 8, 9])
-    draft = grow_draft(model, cache, root[:, None], Shape(depth, budget), top, depth, sampler)
+    buffers = DraftBuffers(len(PROMPTS), budget, VOCAB, root.device)
+    shape, drafting = Shape(depth, budget), Drafting(sampler, root, buffers, None)
+    draft = ModelDraft(model, cache, drafting, lambda: root[:, None], shapes=[shape], top=top).draft(shape)
     assert torch.equal(cache.lengths, before) and draft.branches is not None
     for b, prompt in enumerate(PROMPTS):
         depths, rows = (part[b].tolist() for part in draft.branches)

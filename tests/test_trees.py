@@ -33,7 +33,6 @@ from sharesd.tables.recycling import RecycleTable
 from sharesd.tables.suffix import SuffixTable
 from sharesd.tree import PLAIN, Shape, chain, chains, looking_back, pack, shapes_of
 
-CPU = torch.device("cpu")
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 
 
@@ -67,7 +66,7 @@ def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torc
     noise, dice = torch.Generator().manual_seed(0), random.Random(0)
     for length in (0, 5, 31, 32, 50, CHUNK - 3, CHUNK, 2 * CHUNK - 9):
         guess = random_tree(dice, 12)
-        tree = pack([guess], 12, CPU, "")
+        tree = pack([guess], 12, "")
         assert tree.branches is not None
         q, k, v = (torch.randn(1, 13, heads, 16, generator=noise).to(dtype) for heads in (6, 2, 2))
         caches = pack_kv(*(torch.randn(1, 2, 3 * CHUNK, 16, generator=noise).to(dtype) for _ in range(2)))
@@ -122,7 +121,7 @@ def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
     for length in (3, 40):
         text = [dice.randrange(VOCAB) for _ in range(length)]
         guess = random_tree(dice, 15)
-        tree = pack([guess], 15, CPU, "")
+        tree = pack([guess], 15, "")
         cache = model.new_cache(1, 96)
         model.forward(torch.tensor([text]), cache)
         cache.lengths += length
@@ -144,7 +143,7 @@ def test_acceptance_walks_as_a_loop_would() -> None:
         num = dice.randrange(1, 17)
         guesses = [random_tree(dice, dice.randrange(1, num + 1), vocab=num + 2) for _ in range(3)]
         num = max(len(guess.tokens) for guess in guesses)
-        tree = pack(guesses, num, CPU, "")
+        tree = pack(guesses, num, "")
         if tree.branches is None:
             continue
         target = torch.tensor([[dice.randrange(num + 2) for _ in range(num + 1)] for _ in guesses])
@@ -167,9 +166,9 @@ def test_acceptance_walks_as_a_loop_would() -> None:
 
 def test_chains_are_packed_without_branches_and_rows_are_padded() -> None:
     chain = Guess([4, 5, 6], [-1, 0, 1], [0.9, 0.8, 0.7])
-    tree = pack([chain, Guess([], [], [])], 2, CPU, "x")
+    tree = pack([chain, Guess([], [], [])], 2, "x")
     assert tree.branches is None and tree.tokens.tolist() == [[4, 5], [-1, -1]] and tree.depth == 2
-    tree = pack([Guess([4, 5, 6], [-1, -1, 1], [0.9, 0.8, 0.7]), chain], 3, CPU, "x")
+    tree = pack([Guess([4, 5, 6], [-1, -1, 1], [0.9, 0.8, 0.7]), chain], 3, "x")
     assert isinstance(tree.branches, Branches) and tree.depth == 3
     assert tree.branches.depth_BT.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
 

@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from compile.graphs import Replayed
 from sharesd.cache import StaticKVCache
+from sharesd.drafters.base import Drafting
 from sharesd.models.base import CausalModel
-from sharesd.sampler import Sampler
 from sharesd.tree import DraftTree
 
 
-def draft_chain(
-    model: CausalModel, cache: StaticKVCache, first_BT: Tensor, num_draft: int, sampler: Sampler
-) -> DraftTree:
-    """Guess `num_draft` tokens one by one.
+class ChainDraft:
+    """Guesses one by one. Every step but the first is the same work on the same tensors, so that it can be replayed."""
 
-    `first_BT` holds the tokens of the first step, from the cache's length on; the last one is the root. Leaves the
-    cache's lengths as they were: all that is written lies above them.
-    """
-    before_B = cache.lengths.clone()
-    root_at_B = before_B + (first_BT.shape[1] - 1)
-    tokens_BT, drafted, probs = first_BT, first_BT[:, :0], []
-    for _ in range(num_draft):
-        T = tokens_BT.shape[1]
-        last_B1 = torch.full((tokens_BT.shape[0], 1), T - 1, device=tokens_BT.device)
-        logits_B1V = model.forward(tokens_BT, cache, last_B1)
-        token_B, probs_BV = sampler.draft(logits_B1V[:, 0], drafted, root_at_B)
-        cache.lengths += T
-        tokens_BT = token_B[:, None]
-        drafted = torch.cat([drafted, tokens_BT], 1)
+    def __init__(
+        self, model: CausalModel, cache: StaticKVCache, drafting: Drafting, lead: Callable[[], Tensor], recent: int
+    ) -> None:
+        """`lead` gives the tokens [B, T] of the first step, the last of which is the root, at the cache's length.
+
+        What is written lies above the cache's lengths, but for tokens before the root. `recent`: how far steps look
+        back, 0 = all.
+        """
+        self._model, self._cache, self._drafting, self._lead = model, cache, drafting, lead
+        self._ahead = cache.ahead(recent)
+        self._last_B1 = torch.zeros_like(cache.lengths)[:, None]
+        self._first = Replayed(self._start, drafting.graphs)
+        self._next = Replayed(self._go_on, drafting.graphs)
+
+    def draft(self, length: int) -> DraftTree:
+        """A chain of so many tokens, which lies in the buffers."""
+        self._first()
+        for _ in range(length - 1):
+            self._next()
+        buffers, sampler = self._drafting.buffers, self._drafting.sampler
+        return DraftTree(
+            buffers.tokens_BN[:, :length],
+            probs=buffers.probs_BNV[:, :length] if sampler.wants_probs else None,
+            depth=length,
+            num_steps=length,
+            in_buffers=True,
+        )
+
+    def _start(self) -> None:
+        tokens_BT = self._lead()
+        if self._drafting.graphs is not None:
+            self._drafting.buffers.lay_chain()
+        else:
+            self._drafting.buffers.clear()
+        self._drafting.sampler.begin_draft()
+        torch.sub(self._cache.lengths, tokens_BT.shape[1] - 1, out=self._ahead.lengths)
+        self._step(tokens_BT)
+
+    def _go_on(self) -> None:
+        self._step(self._last_B1)
+
+    def _step(self, tokens_BT: Tensor) -> None:
+        ahead, buffers, (B, T) = self._ahead, self._drafting.buffers, tokens_BT.shape
+        last_B1 = torch.full((B, 1), T - 1, device=tokens_BT.device)
+        logits_BV = self._model.forward(tokens_BT, ahead, last_B1)[:, 0]
+        ahead.lengths += T
+        root_at_B = self._cache.lengths
+        token_B, probs_BV = self._drafting.sampler.draft(logits_BV, buffers.tokens_BN, ahead.lengths, root_at_B)
+        place_B1 = (ahead.lengths - root_at_B - 1)[:, None]
+        self._last_B1.copy_(token_B[:, None])
+        buffers.tokens_BN.scatter_(1, place_B1, self._last_B1)
         if probs_BV is not None:
-            probs.append(probs_BV)
-    cache.lengths.copy_(before_B)
-    return DraftTree(drafted, probs=torch.stack(probs, 1) if probs else None, depth=num_draft, num_steps=num_draft)
+            at_B1V = place_B1[..., None].expand(B, 1, probs_BV.shape[1])
+            buffers.probs_BNV.scatter_(1, at_B1V, probs_BV[:, None].float())

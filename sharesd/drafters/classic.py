@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sharesd.drafters.grown import grow_draft
+from sharesd.drafters.base import Drafting
+from sharesd.drafters.grown import ModelDraft
 from sharesd.models.base import CausalModel
 from sharesd.policy import Policy
 from sharesd.prefill import prefill
-from sharesd.sampler import Sampler
 from sharesd.tree import DraftTree, Shape, Verdict
 
 
@@ -30,13 +30,13 @@ class ClassicDrafter:
         self, model: CausalModel, *, batch: int, slots: int, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
     ) -> None:
         """`top` is the number of nodes that a tree expands on each level, and of their children."""
-        self.model, self.shapes, self._top, self._deepest = model, shapes, top, shapes[-1].depth
-        self._weight_bytes = weight_bytes
+        self.model, self.shapes, self._top, self._weight_bytes = model, shapes, top, weight_bytes
+        self.trees = shapes[-1].is_tree
         self.cache = model.new_cache(batch, slots)
         self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
-        self._sampler = sampler
+    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
+        self._drafting = drafting
         # Slots below the kept prefix are right but for its last token, which may never have been read.
         prefill(self.model, self.cache, prompts, [max(0, kept - 1) for kept in num_kept])
         self._before_B.copy_(torch.tensor([row[-1] if row else 0 for row in prompts]))
@@ -50,12 +50,18 @@ class ClassicDrafter:
                 self._before_B.copy_(torch.tensor([row[-1] for row in known]))
         self._read = [len(row) - 1 for row in known]
 
-    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
-        first_B2 = torch.stack([self._before_B, root_B], 1)
-        self.cache.lengths -= 1
-        tree = grow_draft(self.model, self.cache, first_B2, shape, self._top, self._deepest, self._sampler)
-        self.cache.lengths += 1
-        return tree._replace(drafter=self.name)
+    def draft(self, shape: Shape) -> DraftTree:
+        drafting = self._drafting
+        if self not in drafting.kept:
+            drafting.kept[self] = ModelDraft(
+                self.model,
+                self.cache,
+                drafting,
+                lambda: torch.stack([self._before_B, drafting.root_B], 1),
+                shapes=self.shapes,
+                top=self._top,
+            )
+        return drafting.kept[self].draft(shape)._replace(drafter=self.name)
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         if tree.places is not None:
@@ -63,6 +69,9 @@ class ClassicDrafter:
         self.cache.lengths += verdict.num_new
         history_BT = torch.cat([self._before_B[:, None], root_B[:, None], verdict.tokens], 1)
         self._before_B.copy_(history_BT.gather(1, verdict.num_new[:, None])[:, 0])
+
+    def told(self, rows: list[list[int]]) -> None:
+        pass
 
     def extra_bytes(self) -> tuple[int, int]:
         return self._weight_bytes, self.cache.nbytes

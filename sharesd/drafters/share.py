@@ -16,10 +16,10 @@ from torch import Tensor
 
 from quant.linear import Switch
 from sharesd.cache import StaticKVCache
-from sharesd.drafters.grown import grow_draft
+from sharesd.drafters.base import Drafting
+from sharesd.drafters.grown import ModelDraft
 from sharesd.models.base import CausalModel
 from sharesd.policy import Policy
-from sharesd.sampler import Sampler
 from sharesd.tree import DraftTree, Shape, Verdict
 
 
@@ -42,20 +42,35 @@ class ShareDrafter:
     ) -> None:
         """`top` is the number of nodes that a tree expands on each level, and of their children."""
         self.model, self.cache, self.switch = model, cache, switch
-        self.shapes, self._top, self._deepest, self._low_bytes = shapes, top, shapes[-1].depth, low_bytes
+        self.shapes, self._top, self._low_bytes = shapes, top, low_bytes
+        self.trees = shapes[-1].is_tree
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], sampler: Sampler, policy: Policy) -> None:
-        self._sampler = sampler
+    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
+        self._drafting = drafting
 
     def catch_up(self, texts: list[list[int]], idle: bool) -> None:
         pass  # the target's own steps have written what it reads
 
-    def draft(self, root_B: Tensor, shape: Shape) -> DraftTree:
-        with self.switch.use_low(), self.cache.looking_back(shape.recent):
-            tree = grow_draft(self.model, self.cache, root_B[:, None], shape, self._top, self._deepest, self._sampler)
+    def draft(self, shape: Shape) -> DraftTree:
+        drafting, key = self._drafting, (self, shape.recent)
+        if key not in drafting.kept:
+            drafting.kept[key] = ModelDraft(
+                self.model,
+                self.cache,
+                drafting,
+                lambda: drafting.root_B[:, None],
+                shapes=self.shapes,
+                top=self._top,
+                recent=shape.recent,
+            )
+        with self.switch.use_low():
+            tree = drafting.kept[key].draft(shape)
         return tree._replace(drafter=self.name, recent=shape.recent)
 
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+        pass
+
+    def told(self, rows: list[list[int]]) -> None:
         pass
 
     def extra_bytes(self) -> tuple[int, int]:

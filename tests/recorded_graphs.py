@@ -1,0 +1,184 @@
+"""CUDA graphs on a CPU: what a capture does is recorded and undone, and a replay does it again with the same tensors.
+
+Stricter than CUDA, so that mistakes show: before each replay all memory that graphs of the pool made is poisoned, but
+for what the functions returned; and a capture that reads a tensor on the host, or takes numbers from it, fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import compile.attention
+import sharesd.cache
+from compile.graphs import Graphs
+from sharesd import acceptance, sampler, sampling
+from sharesd.drafters import hybrid
+from sharesd.models import decoder
+
+T = TypeVar("T")
+READS = ("tolist", "numpy", "item", "cpu", "data_ptr", "__bool__", "__int__", "__index__", "__float__")
+"""Methods through which the host sees what a tensor holds; data_ptr is how kernels for CPUs get it."""
+SYNCHRONISING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh")
+"""Operations that wait for the device, or bring data from the host."""
+
+
+class HostRead(RuntimeError):
+    """A capture depends on the host."""
+
+
+class Recording(TorchDispatchMode):
+    """The operations of one capture, as long as it is entered; a graph from then on."""
+
+    def __init__(self, pool: RecordedGraphs) -> None:
+        super().__init__()
+        self._pool = pool
+        self._steps: list[tuple[Callable, tuple, dict, list[Tensor]]] = []  # an operation, and what it made
+        self._made: dict[int, Tensor] = {}  # a tensor of each storage that was made here
+        self._found: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # changed ones, and copies
+        self._alive: list[Any] = []  # storages are told apart by their addresses
+        self._returned: set[int] = set()
+        self.operations: Counter[str] = Counter()
+        """Names of what a replay runs, but for what is run within `RecordedGraphs.uncounted`."""
+        self.num_replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if name in SYNCHRONISING:
+            raise HostRead(f"{name} in a capture")
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._keep_before(value)
+        out = func(*args, **kwargs)
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _storage(t) not in given]
+        self._alive.append((args, kwargs, out))
+        if fresh or func._schema.is_mutable:  # all else are views, which stay where they are
+            self._steps.append((func, args, kwargs, fresh))
+            self._made |= {_storage(t): t for t in fresh}
+            if self._pool.counting:
+                self.operations[name] += 1
+        return out
+
+    def _keep_before(self, changed: Any) -> None:
+        for tensor in tree_leaves(changed):
+            place = _storage(tensor)
+            if place not in self._made and place not in self._found:
+                self._alive.append(tensor)
+                self._found[place] = (tensor.untyped_storage(), tensor.untyped_storage().clone())
+
+    def close(self, result: Any) -> None:
+        """The capture is over: what it did is undone."""
+        for storage, before in self._found.values():
+            storage.copy_(before)
+        self._found.clear()
+        self._returned = {_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
+
+    def poison(self, *, returned: bool) -> None:
+        """Overwrite what was made here; what was returned, too, if so wanted."""
+        for place, tensor in self._made.items():
+            if returned or place not in self._returned:
+                value = math.nan if tensor.is_floating_point() else 2**40 if tensor.dtype == torch.int64 else 1
+                tensor.fill_(value)
+
+    def replay(self) -> None:
+        """Do again what was recorded."""
+        self.num_replays += 1
+        for other in self._pool.recorded:
+            other.poison(returned=other is self)
+        for func, args, kwargs, fresh in self._steps:
+            again = func(*args, **kwargs)
+            if fresh:
+                for tensor, new in zip(fresh, (t for t in tree_leaves(again) if isinstance(t, Tensor)), strict=True):
+                    tensor.copy_(new)
+
+
+class RecordedGraphs(Graphs):
+    """One pool of recordings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[Recording] = []
+        self.counting = True
+
+    def _record(self, function: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        recording = Recording(self)
+        result = None
+        try:
+            with no_host_reads(), recording:
+                result = function()
+        finally:
+            recording.close(result)
+        self.recorded.append(recording)
+        return recording.replay, result
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within the block, operations are recorded but not counted."""
+        self.counting = False
+        try:
+            yield
+        finally:
+            self.counting = True
+
+    @property
+    def num_replays(self) -> int:
+        """Of all recordings."""
+        return sum(recording.num_replays for recording in self.recorded)
+
+
+@contextmanager
+def host_reads(noticed: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, `noticed` is told of each method by which the host looks at a tensor."""
+    before = {name: getattr(torch.Tensor, name) for name in READS}
+
+    def wrapped(name: str, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        noticed(name)
+        return before[name](self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in READS:
+            patch.setattr(torch.Tensor, name, lambda *args, _name=name, **kwargs: wrapped(_name, *args, **kwargs))
+        yield
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """HostRead within the block if the host looks at a tensor."""
+
+    def refuse(name: str) -> None:
+        raise HostRead(f"{name} in a capture")
+
+    with host_reads(refuse):
+        yield
+
+
+def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
+    """On a CPU, run the tensor operations that run on CUDA, in place of kernels for CPUs."""
+    patch.setattr(decoder, "attend", compile.attention.attend_reference)
+    patch.setattr(sharesd.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
+    patch.setattr(
+        sharesd.cache,
+        "row_keeper",
+        lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
+    )
+    patch.setattr(sampling, "arg_max", lambda x: x.argmax(-1))
+    for module in (sampler, hybrid):
+        patch.setattr(module, "top_k", lambda logits_RV, k: logits_RV.topk(k).indices)
+    walk = acceptance.accept_tree_reference
+    patch.setattr(sampler, "accept_tree", lambda tree, target_BT: walk(tree, tree.branches, target_BT))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,342 @@
+"""Rounds replayed as CUDA graphs, recorded on a CPU: the same tokens, and the same drafts accepted, as without."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
+from recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
+from torch import Tensor
+
+from compile.graphs import Graphs, Replayed, no_captures
+from sharesd import calibrate
+from sharesd.calibrate import warm_up
+from sharesd.config import SamplingParams
+from sharesd.costs import Costs
+from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.share import ShareDrafter
+from sharesd.engine import MOST_WAYS, Engine
+from sharesd.tables.recycling import RecycleTable
+from sharesd.tables.suffix import SuffixTable
+from sharesd.tree import PLAIN, chain, chains, shapes_of
+
+GREEDY = SamplingParams(max_new_tokens=8)
+SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=5)
+PENALISED = replace(SAMPLED, temperature=0.7, top_p=1.0, top_k=9, repetition_penalty=1.3, presence_penalty=0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Operations this small are slower with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- what captures do
+
+
+def counter() -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    number, seen = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+
+    def step() -> Tensor:
+        number.add_(1)
+        seen.copy_((number * 2).float())
+        return seen + 1
+
+    return number, seen, step
+
+
+def test_a_capture_runs_nothing_and_replays_do() -> None:
+    graphs, (number, seen, step) = RecordedGraphs(), counter()
+    replayed = Replayed(step, graphs)
+    for call in range(1, 6):
+        assert replayed().tolist() == [2 * call + 1] * 3
+        assert number.tolist() == [call] * 3 and seen.tolist() == [2 * call] * 3
+    [recording] = graphs.recorded
+    assert recording.num_replays == 3 and recording.operations.total() == 5  # add_, mul, _to_copy, copy_, add
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.item(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: [] if x > 7 else None,
+        lambda x: x.nonzero(),
+        lambda x: torch.tensor([1, 2]),
+    ],
+)
+def test_a_capture_that_needs_the_host_fails_once_and_calls_go_on(
+    read: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = torch.zeros(1)
+
+    def step() -> None:
+        number.add_(1)
+        read(number)
+
+    graphs = RecordedGraphs()
+    first, second = Replayed(step, graphs), Replayed(step, graphs)
+    for _ in range(5):
+        first(), second()
+    assert number.item() == 10 and not graphs.recorded
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and "without CUDA graphs" in record.message and "capture" in record.message
+
+
+def test_what_passes_between_graphs_other_than_by_results_is_poisoned() -> None:
+    graphs, start = RecordedGraphs(), torch.ones(2)
+    kept: list[Tensor] = []
+
+    def make() -> Tensor:
+        kept[:] = [start * 3]
+        return kept[0] + 1
+
+    def use() -> Tensor:
+        return kept[0] + made()  # type: ignore[operator]
+
+    first = Replayed(make, graphs)
+    for _ in range(3):
+        result = first()
+    made: Callable[[], Tensor] = lambda: result  # noqa: E731
+    second = Replayed(use, graphs)
+    sums = []
+    for _ in range(4):
+        first()
+        sums.append(second().tolist()[0])
+    assert first().tolist() == [4, 4], "what was returned stays"
+    assert sums[:2] != sums[2:], "a stale read shows"
+
+
+def test_no_captures_notices_one() -> None:
+    graphs, (_, _, step) = RecordedGraphs(), counter()
+    replayed = Replayed(step, graphs)
+    with no_captures():
+        replayed(), replayed()
+    with pytest.raises(RuntimeError, match="1 CUDA graphs were captured after warm-up"), no_captures():
+        replayed()
+    with no_captures():
+        replayed()
+
+
+def test_without_cuda_capturing_is_reported_and_rounds_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA graphs can be captured here")
+    engine = new_engine(tiny_decoder(3), graphs=Graphs())
+    assert (
+        engine.complete([[1, 2]], GREEDY)[0].token_ids
+        == new_engine(tiny_decoder(3)).complete([[1, 2]], GREEDY)[0].token_ids
+    )
+    assert ["without CUDA graphs" in record.message for record in caplog.records] == [True]
+
+
+# ---- what rounds do
+
+
+PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1]]
+CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
+    ("naive", GREEDY, 1),
+    ("naive", PENALISED, 2),
+    ("share", GREEDY, 1),
+    ("share", SAMPLED, 2),
+    ("share", replace(SAMPLED, acceptance="rejection"), 1),
+    ("share", replace(SAMPLED, acceptance="block"), 2),
+    ("share tree", PENALISED, 2),
+    ("classic", replace(PENALISED, logprobs=True), 1),
+    ("classic tree", SAMPLED, 1),
+    ("suffix", SAMPLED, 2),
+    ("recycle", GREEDY, 1),
+    ("hybrid", GREEDY, 1),
+    ("hybrid classic tree", GREEDY, 1),
+    ("hybrid", replace(SAMPLED, acceptance="rejection"), 1),
+]
+
+
+@pytest.fixture
+def way_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_the_way_of_cuda(monkeypatch)
+
+
+def noisy(seed: int) -> Any:
+    model = tiny_decoder(seed)
+    dice = torch.Generator().manual_seed(7)
+    for tensor in model.parameters():
+        tensor.add_(0.05 * tensor.std() * torch.randn(tensor.shape, generator=dice, dtype=tensor.dtype))
+    return model
+
+
+def new(kind: str, batch: int, **options: Any) -> Engine:
+    """An engine with drafts of up to 6 nodes."""
+    name, tree = kind.split()[0], (2, 3, 6) if "tree" in kind else None
+    model, switch = switched(tiny_decoder(3), 0.2)
+    options |= {"batch": batch, "auto_length": True}
+    if name == "naive":
+        return new_engine(model, **options)
+    if name == "share":
+        return share_engine(model, switch, num_draft=6, tree=tree, **options)
+    if name == "classic":
+        return classic_engine(model, noisy(3), num_draft=6, tree=tree, **options)
+    cache = model.new_cache(batch, 160)
+    shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
+    inner: Any = None
+    if name == "hybrid":
+        inner = (
+            ClassicDrafter(noisy(3), batch=batch, slots=160, shapes=shapes, weight_bytes=0, top=top)
+            if "classic" in kind
+            else ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
+        )
+    tables = [RecycleTable(40, 2)] if name == "recycle" else [SuffixTable()]
+    return new_engine(model, HybridDrafter(name, tables, inner, num_nodes=6, trees=True), cache=cache, **options)
+
+
+def outcome(engine: Engine, params: SamplingParams) -> Any:
+    """Texts, and what the drafts were worth: a stale draft changes no token, but is accepted less."""
+    done = engine.complete(PROMPTS[: engine.cache.batch], params)
+    texts = [each.token_ids for each in done]
+    logprobs = [each.logprobs for each in done]
+    return texts, logprobs, engine.stats.accept_lengths, engine.stats.drafted_tokens
+
+
+def pins(engine: Engine) -> list[Any]:
+    """Shapes that calls are held to, so that both engines draft alike."""
+    shapes = engine.drafter.shapes if engine.drafter else ()
+    return [*shapes[-1:], PLAIN, *shapes[2:3], *shapes[-1:]] if shapes else [PLAIN, PLAIN]
+
+
+@pytest.mark.parametrize(
+    "kind, params, batch",
+    CONFIGURATIONS,
+    ids=[f"{kind}, {'T=1' if params.temperature else 'T=0'}, B={batch}" for kind, params, batch in CONFIGURATIONS],
+)
+def test_captured_rounds_equal_uncaptured_ones(
+    kind: str, params: SamplingParams, batch: int, way_of_cuda: None
+) -> None:
+    graphs = RecordedGraphs()
+    plain, captured = new(kind, batch, widths=[7]), new(kind, batch, widths=[7], graphs=graphs)
+    for pin in pins(plain):
+        for engine in (plain, captured):
+            engine.way(params).policy.pinned = pin
+        assert outcome(captured, params) == outcome(plain, params), pin
+    assert graphs.num_replays > 6
+
+
+def new_pool(
+    kind: str, batch: int, params: SamplingParams, widths: list[int], patch: pytest.MonkeyPatch
+) -> tuple[Engine, RecordedGraphs]:
+    """An engine that is warmed up; its costs are made up, since measuring takes a while."""
+    patch.setattr(calibrate, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True))
+    graphs = RecordedGraphs()
+    engine = new(kind, batch, widths=widths, graphs=graphs)
+    warm_up(engine, params)
+    return engine, graphs
+
+
+@pytest.mark.parametrize(
+    "kind, widths, most",
+    [
+        ("naive", [7], 1),
+        ("naive", [1, 7], 1),
+        ("suffix", [7], 1),  # verify
+        ("suffix", [1, 7], 2),  # plain, verify
+        ("share", [7], 3),  # verify, a chain's first step, its others
+        ("hybrid", [1, 7], 4),
+        ("share tree", [7], 6),  # besides: a tree's first level, its others, the choice
+        ("hybrid classic tree", [7], 6),
+    ],
+)
+def test_few_graphs_are_captured_and_all_in_warm_up(
+    kind: str, widths: list[int], most: int, way_of_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, graphs = new_pool(kind, 1, GREEDY, widths, monkeypatch)
+    assert len(graphs.recorded) == most
+    policy, [plain] = engine.way(GREEDY).policy, new("naive", 1, widths=widths).complete(PROMPTS[:1], GREEDY)
+    with no_captures():
+        for pin in pins(engine):
+            policy.pinned = pin
+            [done] = engine.complete(PROMPTS[:1], GREEDY)
+            assert done.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("kind", ["naive", "share", "share tree", "classic", "suffix", "recycle"])
+def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, graphs = new_pool(kind, 1, GREEDY, [7], monkeypatch)
+    if engine.drafter is not None:
+        engine.way(GREEDY).policy.pinned = engine.drafter.shapes[-1]
+    reads: list[str] = []
+    chunks = engine.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
+    next(chunks)
+    depth = 0 if engine.drafter is None or engine.drafter.on_host else engine.drafter.shapes[-1].depth
+    for _ in range(3):
+        before, reads[:] = graphs.num_replays, []
+        with host_reads(reads.append):
+            next(chunks)
+        assert reads == ["tolist"]
+        assert graphs.num_replays - before == 1 + depth + ("tree" in kind), "verify, steps or levels, the choice"
+    chunks.close()
+
+
+def test_what_a_plain_round_launches_beside_its_blocks(way_of_cuda: None) -> None:
+    """Operations, of which compilers and kernels may join some."""
+    graphs = RecordedGraphs()
+    engine = new_engine(tiny_decoder(3), widths=[1], graphs=graphs)
+    block = engine.target.run_block  # type: ignore[attr-defined]
+
+    def uncounted(*args: Any, **kwargs: Any) -> Tensor:
+        with graphs.uncounted():
+            return block(*args, **kwargs)
+
+    engine.target.run_block = uncounted  # type: ignore[attr-defined]
+    warm_up(engine, GREEDY)
+    [recording] = graphs.recorded
+    assert recording.operations.total() <= 20, recording.operations
+
+
+def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None) -> None:
+    engine = new("share", 1, widths=[7], graphs=RecordedGraphs())
+    first = weakref.ref(engine.way(GREEDY))
+    for step in range(2 * MOST_WAYS):
+        engine.complete(PROMPTS[:1], replace(SAMPLED, temperature=0.5 + step / 100, max_new_tokens=3))
+    gc.collect()
+    assert first() is None and len(engine._ways) == MOST_WAYS
+
+
+def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By replays: launched one by one, a draft step's operations take several times as long."""
+    measure = calibrate.measure_costs
+    engine, graphs = new_pool("share", 1, GREEDY, [7], monkeypatch)
+    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    ran: list[int] = []
+    timed = calibrate._timed
+
+    def counted(function: Callable[[], object]) -> float:
+        before = graphs.num_replays
+        took = timed(function)
+        ran.append(graphs.num_replays - before)
+        return took
+
+    monkeypatch.setattr(calibrate, "_timed", counted)
+    monkeypatch.setattr(calibrate, "SWEEPS", (1, 12))
+    with no_captures():
+        measure(engine, GREEDY)
+    assert set(ran) == {1, 3}, "a round, plain or with a draft that is there; a chain of half the longest"
+
+
+def test_a_stale_read_planted_in_rounds_shows(way_of_cuda: None) -> None:
+    """Noise that a draft drew, read by the verify step: in Python it is there, in a replay it is not."""
+    plain, captured = (new("share", 1, widths=[7], graphs=graphs) for graphs in (None, RecordedGraphs()))
+    captured.way(SAMPLED).sampler._keep_noise = True
+    for engine in (plain, captured):
+        engine.way(SAMPLED).policy.pinned = chain(4)
+    assert [outcome(captured, SAMPLED) for _ in range(2)] != [outcome(plain, SAMPLED) for _ in range(2)]
