@@ -243,6 +243,8 @@ def row_keeper(
     ascending path become the first `num` ones, in place. Keys and values of all layers, with heads of these sizes, stay
     where they are.
     """
+    if runs_triton(keys[0].device):
+        return partial(_keep_in_groups, _alike((*keys, *values)))
     if keys[0].device.type != "cpu":
         return partial(_keep_rows, (*keys, *values))
     layers = len(keys)
@@ -266,3 +268,37 @@ def _keep_rows(caches: Sequence[Tensor], lengths_B: Tensor, path_BT: Tensor, num
     from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
     for cache in caches:
         cache[rows_B1, :, lengths_B[:, None] + row_T] = cache[rows_B1, :, from_BT]
+
+
+def _alike(caches: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
+    """Caches of equal shapes, each group with its addresses on the device."""
+    groups: dict[torch.Size, list[Tensor]] = {}
+    for cache in caches:
+        groups.setdefault(cache.shape, []).append(cache)
+    return [(group, torch.ops.sharesd.addresses(group)) for group in groups.values()]
+
+
+def _keep_in_groups(
+    groups: Sequence[tuple[list[Tensor], Tensor]], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
+) -> None:
+    for group, addresses in groups:
+        torch.ops.sharesd.keep_rows_(group, addresses, lengths_B, path_BT, num_B)
+
+
+def _addresses(caches: Sequence[Tensor]) -> Tensor:
+    """Where tensors begin, int64 on their device."""
+    return torch.tensor([cache.data_ptr() for cache in caches], device=caches[0].device)
+
+
+def _keep_cuda(*arguments) -> None:
+    from compile.cuda.rows import move_kept  # imports Triton, which not every machine has
+
+    move_kept(*arguments)
+
+
+LIBRARY.define("keep_rows_(Tensor(a!)[] caches, Tensor addresses, Tensor lengths, Tensor path, Tensor num) -> ()")
+LIBRARY.impl("keep_rows_", _keep_cuda, "CUDA")
+LIBRARY.impl("keep_rows_", lambda *_: None, "Meta")
+LIBRARY.define("addresses(Tensor[] caches) -> Tensor")
+LIBRARY.impl("addresses", _addresses, "CUDA")
+LIBRARY.impl("addresses", lambda caches: caches[0].new_empty(len(caches), dtype=torch.int64), "Meta")

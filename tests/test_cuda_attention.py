@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile.attention import Branches, attend_reference
+from compile.attention import Branches, attend_reference, row_keeper
 from compile.rotary import rotate
 from compile.sight import CHUNK, SINKS
 from sharesd.models.decoder import Attention
@@ -29,6 +29,7 @@ from ptx import SHARED, compile_for  # noqa: E402
 
 from compile.cuda import attention as kernels  # noqa: E402
 from compile.cuda.attention import SPLIT, attend_live  # noqa: E402
+from compile.cuda.rows import keep_rows, move_kept  # noqa: E402
 
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
 TREE = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5), (0, 2, 6))
@@ -177,6 +178,20 @@ def test_rows_behind_the_cache_are_not_written() -> None:
     assert torch.equal(caches[0][0, :, SPLIT - 3 :], step.k[0, :3].transpose(0, 1))
 
 
+@pytest.mark.interpreted
+def test_kept_rows_are_moved_together_in_all_layers() -> None:
+    dice = torch.Generator().manual_seed(3)
+    caches = [torch.randn(2, 3, SPLIT, 24, generator=dice) for _ in range(4)]
+    lengths, num = torch.tensor([7, 40]), torch.tensor([4, 1])
+    path = torch.tensor([[0, 2, 3, 6, 6, 6, 6], [0, 4, 4, 4, 4, 4, 4]])
+    wanted = [cache.clone() for cache in caches]
+    for cache in wanted:
+        cache[0, :, 7:11] = cache[0, :, [7, 9, 10, 13]]
+    addresses = torch.tensor([cache.data_ptr() for cache in caches])
+    move_kept(caches, addresses, lengths, path, num)
+    assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
+
+
 # ---- on GPUs that are not there
 
 
@@ -192,12 +207,14 @@ def test_parts_fit_every_gpu(arch: int, d: int, G: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", SHARED)
 def test_what_is_around_the_parts_fits_every_gpu(arch: int, tmp_path: Path) -> None:
     fits(kernels.turn_and_write, arch, tmp_path, {"H": 32, "K": 8, "d": 128, "D": 128, "R": 64}, warps=1, stages=3)
+    fits(keep_rows, arch, tmp_path, {"K": 8, "d": 128, "D": 128}, warps=1, stages=3)
     fits(kernels.join, arch, tmp_path, {"H": 32, "d": 256, "D": 256, "GROUP": kernels.GROUP}, warps=4, stages=3)
 
 
 def fits(kernel: Any, arch: int, folder: Path, sizes: dict[str, Any], *, warps: int, stages: int) -> None:
     constants = {**sizes, "SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS, "PDL": arch >= 90}
-    kinds = {"length_ptr": torch.int64, "depth_ptr": torch.int64, "path_ptr": torch.int64, "scale": "fp32"}
+    kinds: dict[str, Any] = {"address_ptr": torch.int64, "num_ptr": torch.int64, "length_ptr": torch.int64}
+    kinds |= {"depth_ptr": torch.int64, "path_ptr": torch.int64, "scale": "fp32"}
     kinds |= {"top_ptr": torch.float32, "total_ptr": torch.float32, "part_ptr": torch.float32, "softcap": "fp32"}
     arguments: dict[str, Any] = {}
     for param in kernel.params:
@@ -210,7 +227,7 @@ def fits(kernel: Any, arch: int, folder: Path, sizes: dict[str, Any], *, warps: 
             arguments[param.name] = "i32"
     binary = compile_for(arch, kernel, arguments, folder, warps=warps, stages=stages, dependent=arch >= 90)
     assert binary.shared <= SHARED[arch] and binary.spilled == 0
-    assert ("griddepcontrol.wait" in binary.ptx) == (arch >= 90)
+    assert ("griddepcontrol.wait" in binary.ptx) == (arch >= 90 and kernel is not keep_rows)
 
 
 class Noting(TorchDispatchMode):
@@ -240,3 +257,12 @@ def test_a_step_attends_by_one_operator(tokens: int, tree: bool) -> None:
     assert out_BTD.shape == x_BTD.shape and out_BTD.device.type == "cuda"
     assert noting.calls.count("sharesd::attend_") == 1
     assert not {"aten::cat", "aten::mul", "aten::index_put_"} & set(noting.calls)
+
+
+def test_kept_rows_move_by_one_operator() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        caches = [torch.empty(2, 3, SPLIT, 24) for _ in range(6)]
+        keep = row_keeper(caches[:3], caches[3:], [24] * 3)
+        with Noting() as noting:
+            keep(*(torch.zeros(shape, dtype=torch.int64) for shape in ((2,), (2, 7), (2,))))
+    assert noting.calls.count("sharesd::keep_rows_") == 1 and "aten::index_put_" not in noting.calls

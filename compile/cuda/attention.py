@@ -13,6 +13,7 @@ name, d head size, D the power of two above it, R rotated half, X parts.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -28,10 +29,12 @@ GROUP = 32
 """Parts that the join sums up together."""
 FAR = 1 << 30
 """A window that sees everything."""
+# One binary serves all steps: what differs between them must not make another.
+_PLACES = ["length_ptr", "depth_ptr", "path_ptr"]
 _INTS = ["T", "S", "P", "X", "window", "recent", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
 
 
-@triton.jit(do_not_specialize=_INTS)
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
 def turn_and_write(
     q_ptr,
     k_ptr,
@@ -103,7 +106,7 @@ def _recent_from(own, recent, CHUNK: tl.constexpr):
     return tl.maximum(own + 1 - recent, 0) // CHUNK * CHUNK
 
 
-@triton.jit(do_not_specialize=_INTS)
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
 def parts(
     q_ptr,
     k_cache_ptr,
@@ -202,7 +205,7 @@ def parts(
     tl.store(part_ptr + out[:, None] * d + i[None, :], values, mask=live[:, None] & (i < d)[None, :])
 
 
-@triton.jit(do_not_specialize=_INTS)
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
 def join(
     length_ptr,
     depth_ptr,
@@ -338,6 +341,7 @@ def tile_of(G: int, D: int) -> tuple[int, int]:
     return (16 if G == 1 else 32), (64 if D <= 64 else 32)
 
 
+@cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Options of a launch that begins while the one before it ends, where the GPU can do that."""
     able = torch.cuda.get_device_capability(device) >= (9, 0)
