@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ _loaded: set[Path] = set()
 
 def configs_file(cache_dir: Path) -> Path:
     """Where the configurations for this GPU are kept: another file for another GPU, gemlite or Triton."""
-    what = (torch.cuda.get_device_name(), version("gemlite"), version("triton"))
+    what = (torch.cuda.get_device_name(), _version("gemlite"), _version("triton"))
     return cache_dir / f"gemlite-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
 
 
@@ -61,6 +61,13 @@ def save_configs(cache_dir: Path) -> None:
         log.warning("cannot keep gemlite's configurations in %s (%s): the next start will try again", file, error)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # some builds come under another name
+        return None
 
 
 def _core() -> ModuleType:

@@ -25,6 +25,8 @@ LowBuilder = Callable[[QuantizedWeight, Tensor | None, torch.dtype], LowLinear]
 GEMLITE_ROWS = 16
 """Rows that gemlite's kernels are called with at most."""
 _GROUP_MODE, _ADDS_ZERO = 10, 4  # of gemlite's metadata: w = q * scale + zero, not (q - zero) * scale
+READ_BEYOND = 1024
+"""Inputs behind the last one whose scales and zeros gemlite may read: it masks weights at their end, not these."""
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -113,7 +115,13 @@ class GemliteLinear(LowLinear):
                 weight.q, weight.scale, weight.zero, weight.bits, weight.group_size
             )
         # Own the tensors: gemlite's module binds its forward to itself and does not survive a copy.
-        tensors = packed.get_tensor_args()
+        per_group = (weight.scale.shape[1], weight.q.shape[0])
+        tensors = [
+            _before_zeros(tensor, READ_BEYOND // weight.group_size)
+            if weight.bits < 8 and tensor.shape == per_group
+            else tensor
+            for tensor in packed.get_tensor_args()
+        ]
         self._names = tuple(f"packed_{i}" for i in range(len(tensors)))
         for name, tensor in zip(self._names, tensors, strict=True):
             self.register_buffer(name, tensor.detach())
@@ -188,6 +196,13 @@ def build_low(name: str, weight: QuantizedWeight, bias: Tensor | None, *, dtype:
     N, K = weight.q.shape
     build = check_low(name, (N, K), bits=weight.bits, group_size=weight.group_size, dtype=dtype, device=weight.q.device)
     return build(weight, bias, dtype)
+
+
+def _before_zeros(table_GN: Tensor, num_rows: int) -> Tensor:
+    """A copy of the table with so many rows of zeros behind it in memory, where there might be NaN else."""
+    room = table_GN.new_zeros(len(table_GN) + num_rows, table_GN.shape[1])
+    room[: len(table_GN)] = table_GN
+    return room[: len(table_GN)]
 
 
 def _int8_codes(weight: QuantizedWeight) -> Tensor:

@@ -36,7 +36,8 @@ PARTS = {
     "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors", f"hqq-{_KEY}*.tmp")),
     "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf", _PARTIAL)),
     "settings": Part(
-        holds="measured settings", names=(f"share-{_KEY}.json", f"costs-{_KEY}.json", f".*-{_KEY}.json.*")
+        holds="measured settings",
+        names=(f"share-{_KEY}.json", f"costs-{_KEY}.json", f"gemlite-{_KEY}.json", f".*-{_KEY}.json.*"),
     ),
     "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*", _PARTIAL)),
 }

@@ -151,7 +151,7 @@ class Runtime:
         params = warm or SamplingParams()
         warm_up(engine, params, self._costs_file(mode, params))
         if self.device.type == "cuda":
-            save_configs(cache_root() / "quant")
+            save_configs(cache_root() / "settings")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
 
@@ -277,7 +277,7 @@ class Runtime:
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
         assert isinstance(model, nn.Module)
         if self.device.type == "cuda" and self.config.quant.method == "hqq":
-            load_configs(cache_root() / "quant")
+            load_configs(cache_root() / "settings")
         report = how(
             model,
             self.config.quant,

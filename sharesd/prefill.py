@@ -27,7 +27,7 @@ def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], 
     the chunks nor the other rows change a row's result where the model is row-invariant; for a GPU, where it is not,
     see `prefill_in_pieces`.
     """
-    if cache.lengths.device.type == "cuda":
+    if cache.lengths.device.type != "cpu":
         return prefill_in_pieces(model, cache, prompts, num_kept)
     device = cache.lengths.device
     starts = [min(kept, max(0, len(row) - 1)) for row, kept in zip(prompts, num_kept, strict=True)]

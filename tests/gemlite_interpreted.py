@@ -83,7 +83,7 @@ def kept(cache_dir: Path) -> dict[str, object]:
         "loaded": loaded,
         "same": again == saved,
         "damaged": gemlite_configs.load_configs(cache_dir),
-        "files": len(list(cache_dir.iterdir())),
+        "files": [file.name for file in cache_dir.iterdir()],
     }
 
 

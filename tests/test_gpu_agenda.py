@@ -21,6 +21,8 @@ from benchmark.__main__ import main
 from benchmark.gpu import agenda, command, own_kernels, report
 from benchmark.gpu.agenda import STEPS, Step, run_step
 from benchmark.gpu.worker import Job, NotHere
+from quant.solver import solve
+from sharesd.load import _solve
 
 STEP = Step("trial", 60, "", "what is tried")
 
@@ -162,6 +164,7 @@ def test_what_is_asked_of_our_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
         attend=attend,
     )
     monkeypatch.setattr(own_kernels, "_kernels", lambda job: kernels)
+    monkeypatch.setattr(own_kernels, "solve", lambda w, bits, group: (solve if bits == 8 else _solve)(w, bits, group))
     job = Job("cpu", tmp_path / "found")
     own_kernels.measure(job)
     assert all(row["rows that differ"] == "1 2 3 4 5 8" for row in job.table("attention"))

@@ -317,11 +317,14 @@ def test_gemlite_is_given_and_gives_back_what_it_needs(bits: int, monkeypatch: p
         assert meta == [7]
         return nn.functional.linear(x, tensors[0], bias)
 
-    fake = SimpleNamespace(helper=SimpleNamespace(A16Wn=A16Wn, A16W8_INT8=A16W8))
+    atomics: list[bool] = []
+    helper = SimpleNamespace(A16Wn=A16Wn, A16W8_INT8=A16W8)
+    fake = SimpleNamespace(helper=helper, set_native_atomic_bfp16=atomics.append)
     monkeypatch.setitem(sys.modules, "gemlite", fake)
     monkeypatch.setattr(torch.ops, "gemlite", SimpleNamespace(forward_functional=forward), raising=False)
     solved, bias = solve(weight_of(), bits, 64), torch.randn(48)
     low = GemliteLinear(solved, bias, torch.float32)
+    assert atomics == ([False] if bits == 8 else [])
     x = torch.randn(2, 3, 128)
     assert relative_error(low(x), x @ solved.dequantize().t() + bias) < 1e-6
     assert low.nbytes == 4 * 48 * 128

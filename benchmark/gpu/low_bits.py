@@ -28,7 +28,7 @@ def measure(job: Job) -> None:
     job.require_gpu("gemlite's kernels")
     copied = copy_bandwidth(job.device)
     dice = torch.Generator(job.device).manual_seed(0)
-    load_configs(cache_root() / "quant")
+    load_configs(cache_root() / "settings")
     for name in LINEARS:
         if not job.has_time(60):
             return
@@ -57,5 +57,5 @@ def measure(job: Job) -> None:
             seconds = seconds_per_call([partial(copy, x_1K) for copy in copies])
             row |= {"us": 1e6 * seconds, "of copy": low.nbytes / seconds / copied, "of full": seconds / full_s}
             job.add("products", row)
-            save_configs(cache_root() / "quant")
+            save_configs(cache_root() / "settings")
             del copies, low, solved
