@@ -93,7 +93,8 @@ def test_compiles_without_a_gpu(arch: int, bits: int, tmp_path: Path) -> None:
         made = compile_for(arch, row_gemm, values, tmp_path, warps=tile.warps, stages=tile.stages, dependent=arch >= 90)
         assert made.spilled == 0 and made.shared <= SHARED[arch], (W, K, tile, made.shared, made.spilled)
         assert "mma" in made.ptx and "cp.async" in made.ptx
-        assert made.ptx.count("ld.global") <= 8, "something in the loop is not fetched ahead of its use"
+        if "norm_ptr" in given:  # nothing but scales of 8 bits is read behind the loop
+            assert made.ptx.count("ld.global") <= 4, "something in the loop is not fetched ahead of its use"
         waits = made.ptx.find("griddepcontrol.wait")
         if arch >= 90:
             assert 0 < made.ptx.find("prefetch.global.L2") < waits < made.ptx.find("griddepcontrol.launch_dependents")
