@@ -20,6 +20,9 @@ from sharesd.tree import Shape
 SETTLING, TRIED, KNOWN = 5, 6, 8
 """Rounds before single costs are corrected; corrections of a cost that tell something, and before the machine's pace is
 told from it."""
+ANCHORED = 32
+"""Rounds after a plain one in which costs are corrected: all are compared with what plain steps take. Later a slower
+machine cannot be told from a dearer draft, and each stall would leave the draft a little cheaper than it is."""
 
 
 @dataclass(slots=True)
@@ -103,6 +106,7 @@ class LiveCosts:
         self.drift = 1.0
         """How much slower the machine is than the table says."""
         self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
+        self._since_plain = 0  # rounds
         self._threads = 0
         self._others: dict[int, tuple[Costs, float, Counter[object]]] = {}  # by number of threads
 
@@ -149,10 +153,11 @@ class LiveCosts:
         entries, step, draft = costs.shares(width), self.step(width), self.draft(shape)
         measured = step_s + (draft_s if shape.nodes else 0.0)
         settling = not self.settled  # entries would learn what the common factor has not yet
+        self._since_plain = 0 if width == 1 else self._since_plain + 1
         if settling or width == 1 or all(timed[entry] >= KNOWN for entry, _ in entries):
             ratio = _clip(measured / ((draft + step) * self.drift))
             self.drift *= 1 + self._trust("rounds", 0.2) * (ratio - 1)
-        if settling:
+        if settling or self._since_plain > ANCHORED:
             return
         error = _clip(step_s / (step * self.drift)) - 1
         for entry, share in entries:
@@ -169,4 +174,4 @@ class LiveCosts:
 
 def _clip(ratio: float) -> float:
     """One slow round says little; a quick one shows what is possible."""
-    return min(2.0, max(0.1, ratio))
+    return min(1.5, max(0.1, ratio))

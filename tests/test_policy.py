@@ -98,7 +98,7 @@ def test_a_slow_spell_of_the_machine_changes_nothing() -> None:
     live_chains(policy, costs, 0.9, 300)
     slow = Costs({width: 3 * s for width, s in costs.step.items()}, 3 * costs.draft)
     chosen = live_chains(policy, slow, 0.9, 100)
-    assert min(chosen) > 1
+    assert sorted(chosen)[1] > 1, "but for one plain step, which tells what those take"
 
 
 def test_costs_from_a_bad_moment_do_not_last() -> None:
