@@ -102,10 +102,10 @@ class Runtime:
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
-        use(self.device)
         CREW.fix(config.threads)
         if self.device.type == "cuda":
-            prepare_cuda(steady=config.steady_cublas)
+            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+        use(self.device)
         self.compile = config.compile
         if config.compile == "auto":
             self.compile = "native" if self.device.type == "cpu" else "regional"
