@@ -21,7 +21,7 @@ from benchmark.__main__ import main
 from benchmark.gpu import agenda, command, own_kernels, report
 from benchmark.gpu.agenda import STEPS, Step, run_step
 from benchmark.gpu.worker import Job, NotHere
-from quant.solver import solve
+from quant.solver import QuantizedWeight, solve
 from sharesd.load import _solve
 
 STEP = Step("trial", 60, "", "what is tried")
@@ -130,10 +130,9 @@ class Library(nn.Module):
         return nn.functional.linear(x, self.weight)
 
     @classmethod
-    def low(cls, q: Tensor, scale: Tensor, offset: Tensor, bias: None, bits: int, dtype: torch.dtype) -> Library:
+    def low(cls, solved: QuantizedWeight, bias: None, *, dtype: torch.dtype, most_rows: int) -> Library:
         linear = nn.Linear(1, 1, device="meta")
-        weight = q.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None] + offset[..., None]
-        linear.weight = nn.Parameter(weight.flatten(-2).to(dtype), requires_grad=False)
+        linear.weight = nn.Parameter(solved.dequantize().to(dtype), requires_grad=False)
         return cls(linear)
 
 

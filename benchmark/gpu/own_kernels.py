@@ -29,19 +29,20 @@ from benchmark.gpu.timing import (
 )
 from benchmark.gpu.worker import Job, NotHere
 from quant.solver import QuantizedWeight, solve
+from sharesd.low_builders import rows_for_cuda
 
 
 def _kernels(job: Job) -> SimpleNamespace:
     """The kernels by what they do; NotHere where they cannot be imported."""
     job.require_gpu("own kernels")
     try:
-        linear, lowbit, gemm, settings = (
-            importlib.import_module(f"compile.cuda.{name}") for name in ("linear", "lowbit", "gemm", "settings")
+        linear, gemm, settings = (
+            importlib.import_module(f"compile.cuda.{name}") for name in ("linear", "gemm", "settings")
         )
         attention = importlib.import_module("compile.cuda.attention")
         return SimpleNamespace(
             linear=linear.RowLinear,  # (nn.Linear) -> module
-            low=lowbit.LowRowLinear,  # (codes, scales, offsets of code 0, bias, bits, dtype) -> module
+            low=rows_for_cuda,  # (QuantizedWeight, bias, dtype=, most_rows=) -> module
             multiply=gemm.multiply,  # (x, weight, tile, counters=) -> y
             tile_of=settings.tile_of,  # (index of the device, N, K, bits) -> Tile
             attend=attention.attend_live,  # as compile.attention.attend_, cosines and sines before the caches
@@ -120,8 +121,7 @@ def _measure_low(job: Job, kernels: SimpleNamespace, copied: float, bits: int, n
 
 
 def _low(kernels: SimpleNamespace, solved: QuantizedWeight) -> Any:
-    offset_NG = -solved.zero * solved.scale
-    return kernels.low(solved.q, solved.scale, offset_NG, None, solved.bits, torch.bfloat16)
+    return kernels.low(solved, None, dtype=torch.bfloat16, most_rows=max(ROWS))
 
 
 def _measure_attention(job: Job, kernels: SimpleNamespace, copied: float, slots: int) -> None:
