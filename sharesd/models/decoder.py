@@ -206,9 +206,14 @@ class Decoder(nn.Module):
         x_BTD = self.run_stack(x_BTD, cache, branches)
         if keep_BR is not None:
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
-        logits_BRV = self.head(x_BTD)
+        logits_BRV = project(self.head, x_BTD, norm=self.norm if self._norm_in_head else None)
         cap = self.config.final_softcap
         return cap * torch.tanh(logits_BRV / cap) if cap else logits_BRV
+
+    @property
+    def _norm_in_head(self) -> bool:
+        """Whether the last norm is done in the launch of the head."""
+        return self.run_stack == self._run_stack and getattr(self.head, "fuses", False)
 
     @property
     def rope_tables(self) -> list[tuple[Tensor, Tensor]]:
@@ -224,4 +229,4 @@ class Decoder(nn.Module):
             cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
             tensors = (cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
             x_BTD = self.run_block(block, x_BTD, *tensors, recent=cache.recent)
-        return self.norm(x_BTD)
+        return x_BTD if self._norm_in_head else self.norm(x_BTD)
