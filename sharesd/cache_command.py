@@ -39,6 +39,7 @@ PARTS = {
         holds="measured settings",
         names=(f"share-{_KEY}.json", f"costs-{_KEY}.json", f"gemlite-{_KEY}.json", f".*-{_KEY}.json.*"),
     ),
+    "tiles": Part(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
     "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*", _PARTIAL)),
 }
 """Name of the folder -> what it is."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import compile.attention
 import sharesd.cache
 from compile.graphs import Graphs
+from compile.rotary import rotate
 from sharesd import acceptance, sampler, sampling
 from sharesd.drafters import hybrid
 from sharesd.models import decoder
@@ -166,7 +167,15 @@ def no_host_reads() -> Iterator[None]:
 
 def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
     """On a CPU, run the tensor operations that run on CUDA, in place of kernels for CPUs."""
-    patch.setattr(decoder, "attend", compile.attention.attend_reference)
+
+    def attend(
+        q_BTHd: Tensor, k_BTKd: Tensor, *rest: Tensor, rotary: tuple[Tensor, Tensor] | None, **how: Any
+    ) -> Tensor:
+        if rotary is not None:
+            q_BTHd, k_BTKd = rotate(q_BTHd, *rotary), rotate(k_BTKd, *rotary)
+        return compile.attention.attend_reference(q_BTHd, k_BTKd, *rest, **how)
+
+    patch.setattr(decoder, "attend", attend)
     patch.setattr(sharesd.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
     patch.setattr(
         sharesd.cache,

@@ -15,7 +15,7 @@ from benchmark import offline
 from benchmark.__main__ import main
 from sharesd import sampler
 from sharesd.config import EngineConfig
-from sharesd.load import Runtime, _num_bytes
+from sharesd.load import Runtime, _num_bytes, fixed_width
 from sharesd.tokenizer import load_tokenizer
 from sharesd.tree import Verdict
 
@@ -163,9 +163,9 @@ class TestMemory:
         monkeypatch.setattr(offline, "_device_memory", lambda name: ("cpu", total))
         status, _, err = run("--gpu-memory-utilization", "0.5")
         assert status == 0, err
-        assert results()["settings"]["max_context"] == 320 - 16
+        assert results()["settings"]["max_context"] == 320 - 2 * fixed_width("cpu", 5)
         status, _, err = run("--gpu-memory-utilization", "0.5", "--max-tokens", "290")
-        assert status == 2 and "holds 304 tokens, and the longest prompt needs" in err
+        assert status == 2 and "holds 302 tokens, and the longest prompt needs" in err
         status, _, err = run("--gpu-memory-utilization", "0.1")
         assert status == 2 and "raise it or use a smaller model" in err and err.count("\n") == 1
 

@@ -363,7 +363,9 @@ def test_gemlite_gets_few_rows_only(bits: int, adds_zero: bool, monkeypatch: pyt
         rows.append(x.numel() // x.shape[-1])
         return x.new_zeros(*x.shape[:-1], 48)
 
-    monkeypatch.setitem(sys.modules, "gemlite", SimpleNamespace(helper=SimpleNamespace(A16Wn=A16Wn, A16W8_INT8=A16W8)))
+    helper = SimpleNamespace(A16Wn=A16Wn, A16W8_INT8=A16W8)
+    fake = SimpleNamespace(helper=helper, set_native_atomic_bfp16=lambda on: None)
+    monkeypatch.setitem(sys.modules, "gemlite", fake)
     monkeypatch.setattr(torch.ops, "gemlite", SimpleNamespace(forward_functional=forward), raising=False)
     solved, bias = solve(weight_of(), bits, 64), torch.randn(48)
     low = GemliteLinear(solved, bias, torch.float32)
