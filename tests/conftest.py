@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import guard
 import pytest
 from grouping import *  # noqa: F403
 
 from compile import native
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    import triton_cpu  # noqa: F401
 
 if "GUARD_PAGES" in os.environ:
     guard.install(os.environ["GUARD_PAGES"])

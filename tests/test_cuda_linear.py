@@ -1,12 +1,9 @@
-"""The row-invariant kernels: under an interpreter, compiled for GPUs that are not there, and how models use them."""
+"""The row-invariant linears: compiled for GPUs that are not there, and how models use them."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +21,7 @@ from sharesd.low_builders import rows_for_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 tune = importlib.import_module("compile.cuda.tune")
-ROOT = Path(__file__).parents[1]
 PROCESSORS = {80: 108, 89: 128, 90: 132}
-
-
-@pytest.mark.parametrize("check", ["full float32", "low float32", "tiles", "decoders", "tuning"])
-def test_under_the_interpreter(check: str, tmp_path: Path) -> None:
-    interpret(check, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", [f"{kind} {dtype}" for kind in ("full", "low") for dtype in ("bfloat16", "float16")])
-def test_under_the_interpreter_in_16_bits(check: str, tmp_path: Path) -> None:
-    interpret(check, tmp_path)
-
-
-def interpret(check: str, cache: Path) -> None:
-    """In a process of its own: Triton reads once whether to interpret."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SHARESD_CACHE_DIR": str(cache)}
-    command = [sys.executable, "tests/row_linear_checks.py", *check.split()]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def arguments(W: int, K: int, bits: int, arch: int, *, group: int = 0, **given: Any) -> tuple[Tile, dict[str, Any]]:

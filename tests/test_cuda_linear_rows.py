@@ -1,18 +1,16 @@
-"""The row-invariant kernels under Triton's interpreter; test_cuda_linear.py runs this in a process of its own.
-
-python tests/row_linear_checks.py NAME [DTYPE]
-"""
+"""The row-invariant linears under Triton's interpreter: bits, errors, decoders, tiles."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from functools import partial
+from pathlib import Path
 
-import triton_cpu  # isort: skip  # noqa: F401
-
+import pytest
 import torch
 from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="Triton is not installed here")
 
 from compile.cuda import settings
 from compile.cuda.gemm import multiply
@@ -24,8 +22,18 @@ from compile.fused import compose
 from compile.linear import pack_linears
 from sharesd.models.decoder import Decoder, DecoderConfig, RMSNorm
 
+pytestmark = pytest.mark.interpreted
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 ROWS = (1, 7, 17, 33)
+IN_ALL = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(half, marks=pytest.mark.slow) for half in (torch.bfloat16, torch.float16))],
+)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,7 +80,9 @@ def check_bits(call, x_MK: Tensor, residual: Tensor | None = None) -> None:  # t
     assert torch.equal(call(extreme, residual=residual)[::2], whole[::2])
 
 
-def full(dtype: torch.dtype) -> None:
+@IN_ALL
+@torch.no_grad()
+def test_full_weights(dtype: torch.dtype) -> None:
     """Every variant against the modules in float64, and bits."""
     for outputs, inputs in ((50, 176), (40, 1024)):  # the first fits no tile, the second is split
         for gated, gemma in (("", False), ("silu", True), ("gelu", False), ("gelu_pytorch_tanh", False)):
@@ -96,7 +106,9 @@ def full(dtype: torch.dtype) -> None:
     assert settings.tile_of(None, 40, 1024, 16).split > 1, "no shape is split"
 
 
-def low(dtype: torch.dtype) -> None:
+@IN_ALL
+@torch.no_grad()
+def test_low_bits(dtype: torch.dtype) -> None:
     """Low bits against the dequantized weights, and bits."""
     for bits, group in ((4, 32), (4, 64), (4, 128), (8, 0)):
         inputs = 384 if bits == 4 else 208
@@ -114,7 +126,7 @@ def low(dtype: torch.dtype) -> None:
         assert error(linear(prompt), wide(prompt.double())) < 2e-2
 
 
-def tiles() -> None:
+def test_tiles() -> None:
     """Any tile, split or not, gives the product, and leaves the counters as they were."""
     weight, x_MK, counters = random(70, 416), random(17, 416), torch.zeros(64, dtype=torch.int32)
     want = x_MK.double() @ weight.double().t()
@@ -125,7 +137,8 @@ def tiles() -> None:
         assert not counters.any()
 
 
-def decoders() -> None:
+@torch.no_grad()
+def test_decoders() -> None:
     """Whole decoders in steps of several widths: the logits of plain modules, and a row's bits whatever the width."""
     common = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -142,17 +155,12 @@ def decoders() -> None:
         assert error(got, want) < 1e-5, hf
 
 
-def tuning() -> None:
+def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tuner measures to be fastest is what later calls use, on this device, for this shape."""
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     shape, on = Shape(96, 256, 4, 64), settings.device(None)
     slow_first = iter(range(100, 0, -1))
     found = tune([shape], torch.device("cpu"), measure=lambda calls: float(next(slow_first)))
     assert list(found[shape]) == candidates(shape, on)
     kept = settings.read_tiles(settings.own_file(on.name))
     assert kept == {settings.key_of(96, 256, 4, 64): candidates(shape, on)[-1]}
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    checks = {"full": full, "low": low, "tiles": tiles, "decoders": decoders, "tuning": tuning}
-    checks[sys.argv[1]](*(getattr(torch, name) for name in sys.argv[2:]))
