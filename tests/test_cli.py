@@ -432,10 +432,14 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     shown = ""
 
-    def wait_for(text: str) -> None:
+    def wait_for(text: str, nudge: bytes = b"") -> None:
         nonlocal shown
         while text not in shown:
-            assert select.select([ours], [], [], 60)[0], f"waited for {text!r} after {shown!r}"
+            if not select.select([ours], [], [], 5 if nudge else 60)[0]:
+                assert nudge, f"waited for {text!r} after {shown!r}"
+                os.write(ours, nudge)
+                nudge = b""
+                continue
             shown += os.read(ours, 65536).decode()
         shown = shown[shown.index(text) + len(text) :]
 
@@ -457,7 +461,7 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     wait_for("> ")
     time.sleep(1)  # readline shows its prompt before it listens; a signal in between waits for the next key
     os.write(ours, b"\x03")
-    wait_for("Ctrl-C again leaves")
+    wait_for("Ctrl-C again leaves", nudge=b" ")
     wait_for("> ")
     os.write(ours, b"\x04")
     assert running.wait() == 0
