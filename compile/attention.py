@@ -178,8 +178,11 @@ def attend_reference(
     if window:
         seen_BTS = seen_BTS & (position_BTS > own_BT1 - window)
     if not softcap:
+        if q_BTHd.is_cuda and H != K:  # of the library's kernels, those that take masks take no groups of heads
+            k_cache_BKSd, v_cache_BKSd = (x.repeat_interleave(H // K, 1) for x in (k_cache_BKSd, v_cache_BKSd))
+        groups = k_cache_BKSd.shape[1] != H
         out_BHTd = torch.nn.functional.scaled_dot_product_attention(
-            q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
+            q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=groups
         )
         return out_BHTd.transpose(1, 2)
     q_BKGTd = q_BTHd.reshape(B, T, K, H // K, d).permute(0, 2, 3, 1, 4)

@@ -87,3 +87,6 @@ class DraftBuffers:
             depth_BT[:], path_BTT[:] = 1, self._star_TT
             depth_BT[:, :T], path_BTT[:, :T, :T] = tree.branches
         self._on_device.copy_(self._on_host, non_blocking=True)
+        if "probs_BNV" in self.__dict__:  # tables draw from nothing: what they guess, they guess for sure
+            assert tree.probs is None
+            self.probs_BNV.zero_().scatter_(2, self.tokens_BN.clamp(min=0)[..., None], 1.0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.attention import reads_live_slots
+from compile.cuda import settings
 from compile.graphs import Graphs
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
@@ -175,7 +176,9 @@ class Runtime:
             *(__version__, torch.__version__, self._folder.resolve(), self.dtype, self.compile, self._widths, mode),
             *(replace(self.config, target=None, mode="naive", draft=None), self.config.draft),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
-            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
+            (torch.cuda.get_device_name(self.device), settings.kernels_version())
+            if self.device.type == "cuda"
+            else None,
             replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={}),
         )
         key = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
@@ -295,12 +298,9 @@ class Runtime:
         """What makes quantized linears, where it is not the choice of `quant`."""
         if self.compile == "native":
             return packed_for_cpu
-        return builder_for_cuda(self.device, self.dtype, self._most_rows) if runs_triton(self.device) else None
-
-    @property
-    def _most_rows(self) -> int:
-        """Rows of the largest step that is no prompt."""
-        return self.config.max_batch * self._fixed_width
+        if not runs_triton(self.device):
+            return None
+        return builder_for_cuda(self.device, self.dtype, self._fixed_width, self.config.max_batch)
 
     def _pack(self, model: CausalModel) -> None:
         if not isinstance(model, Decoder):
@@ -311,7 +311,7 @@ class Runtime:
         elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
 
-            use_row_linears(model, self._most_rows)
+            use_row_linears(model, self._fixed_width, self.config.max_batch)
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps compiled as the config says."""

@@ -29,21 +29,23 @@ def packed_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLin
     return LowPackedLinear(codes_NK, weight.scale, offset_NG, bias, bits)
 
 
-def builder_for_cuda(device: torch.device, dtype: torch.dtype, most_rows: int) -> Build | None:
+def builder_for_cuda(device: torch.device, dtype: torch.dtype, most_rows: int, batch: int = 1) -> Build | None:
     """In the layout of our kernel; None where gemlite was measured to be faster on this device, or for other dtypes."""
     from compile.cuda.linear import DTYPES  # on GPUs only
 
     file = _choice_file(device)
     own = dtype in DTYPES and (not file.exists() or file.read_text() != "gemlite")
-    return partial(rows_for_cuda, dtype=dtype, most_rows=most_rows) if own else None
+    return partial(rows_for_cuda, dtype=dtype, most_rows=most_rows, batch=batch) if own else None
 
 
-def rows_for_cuda(weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype, most_rows: int) -> nn.Module:
+def rows_for_cuda(
+    weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype, most_rows: int, batch: int = 1
+) -> nn.Module:
     """A `LowRowLinear` of these weights."""
     from compile.cuda.lowbit import LowRowLinear
 
     codes_NK, offset_NG, bits = centred(weight)
-    return LowRowLinear(codes_NK, weight.scale, offset_NG, bias, bits, dtype, most_rows)
+    return LowRowLinear(codes_NK, weight.scale, offset_NG, bias, bits, dtype, most_rows, batch)
 
 
 def choose_for_cuda(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> dict[str, float]:

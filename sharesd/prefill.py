@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from compile.attention import MAX_STEP
 from sharesd.cache import StaticKVCache
 from sharesd.models.base import CausalModel
 
@@ -66,7 +67,7 @@ def prefill_in_pieces(
         tokens = prompt or [0]
         for first, end, size in _pieces(min(kept, len(tokens) - 1), len(tokens), model, cache.slots):
             # Kernels for steps read live slots alone, of whole caches. Those for prompts read all that they are given.
-            row = cache.row(b, cache.slots if size == PIECES[0] else _up_to_chunk(first + size))
+            row = cache.row(b, cache.slots if size <= MAX_STEP else _up_to_chunk(first + size))
             row.lengths.fill_(first)
             piece_1T = torch.tensor([tokens[first:end] + [0] * (size - (end - first))], device=device)
             last_11 = torch.tensor([[end - first - 1]], device=device)

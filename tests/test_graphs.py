@@ -157,6 +157,8 @@ CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
     ("classic", replace(PENALISED, logprobs=True), 1),
     ("classic tree", SAMPLED, 1),
     ("suffix", SAMPLED, 2),
+    ("suffix", replace(SAMPLED, acceptance="rejection"), 2),
+    ("suffix", replace(SAMPLED, acceptance="block"), 1),
     ("recycle", GREEDY, 1),
     ("hybrid", GREEDY, 1),
     ("hybrid classic tree", GREEDY, 1),

@@ -57,6 +57,7 @@ def loaded(
 ) -> Iterator[Runtime]:
     """A model, which is noted. An earlier one, of which nobody knows any more, makes room first."""
     gc.collect()
+    copy_bandwidth(job.device)  # takes memory that is not the model's
     if job.on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

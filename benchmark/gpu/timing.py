@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -83,8 +84,9 @@ def _host_seconds(calls: Sequence[Callable[[], object]]) -> float:
     return time.perf_counter() - started
 
 
+@cache
 def copy_bandwidth(device: str) -> float:
-    """Bytes that a large copy reads and writes per second."""
+    """Bytes that a large copy reads and writes per second; measured once by a process."""
     source = torch.ones(2**28 if device.startswith("cuda") else 2**22, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)])

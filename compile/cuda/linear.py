@@ -19,14 +19,14 @@ from compile.fused import compose
 from compile.ops import LIBRARY
 
 MOST_ROWS = 64
-"""Rows of steps which the kernel takes, unless told otherwise; prompts go to cuBLAS."""
+"""Rows of a sequence which the kernel takes, unless told otherwise; prompts go to cuBLAS."""
 INPUT_MULTIPLE = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BITS = {torch.int16: 4, torch.int8: 8, torch.float32: 32}
 
 
 class FewRows(nn.Module):
-    """What linears of this kind share: x [..., K] -> [..., N], by one kernel for up to `most_rows` rows.
+    """What linears of this kind share: x [..., T, K] -> [..., T, N], by one kernel for T up to `most_rows`.
 
     Subclasses have `weight` as `gemm.row_gemm` reads it, and know what the full matrix is.
     """
@@ -37,10 +37,11 @@ class FewRows(nn.Module):
     counters: Tensor  # int32: who has arrived, where K is split; zero between calls
     fuses = True
 
-    def __init__(self, outputs: int, inputs: int, device: torch.device, most_rows: int) -> None:
+    def __init__(self, outputs: int, inputs: int, device: torch.device, most_rows: int, batch: int) -> None:
+        """`batch` sequences of up to `most_rows` rows each: what kernel a row gets depends on its own sequence."""
         super().__init__()
         self.out_features, self.in_features, self.most_rows, self.group_size = outputs, inputs, most_rows, 0
-        tiles = -(-most_rows // ROWS) * -(-outputs // ROWS)  # at most: no tile has fewer outputs
+        tiles = -(-most_rows * batch // ROWS) * -(-outputs // ROWS)  # at most: no tile has fewer outputs
         self.register_buffer("counters", torch.zeros(tiles, dtype=torch.int32, device=device), persistent=False)
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
@@ -49,7 +50,7 @@ class FewRows(nn.Module):
 
     def forward(self, x: Tensor, *, norm: Any = None, gated: str = "", residual: Tensor | None = None) -> Tensor:
         """See `compile.fused.project`; `norm` has `weight` and `eps`."""
-        if x.numel() > self.most_rows * self.in_features:
+        if x.shape[-2] > self.most_rows:
             linear = partial(F.linear, weight=self.full_weight(x.dtype), bias=self.bias)
             return compose(linear, x, norm=norm, gated=gated, residual=residual)
         if norm is not None and x.dtype == torch.float16:
@@ -71,21 +72,21 @@ class FewRows(nn.Module):
 class RowLinear(FewRows):
     """nn.Linear whose rows do not depend on each other's number; shares its weights."""
 
-    def __init__(self, linear: nn.Linear, most_rows: int = MOST_ROWS) -> None:
-        super().__init__(linear.out_features, linear.in_features, linear.weight.device, most_rows)
+    def __init__(self, linear: nn.Linear, most_rows: int = MOST_ROWS, batch: int = 1) -> None:
+        super().__init__(linear.out_features, linear.in_features, linear.weight.device, most_rows, batch)
         self.weight, self.bias, self.scale = linear.weight, linear.bias, None
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight
 
 
-def use_row_linears(model: nn.Module, most_rows: int = MOST_ROWS) -> int:
+def use_row_linears(model: nn.Module, most_rows: int = MOST_ROWS, batch: int = 1) -> int:
     """Replace every nn.Linear that the kernel takes, in place; returns how many. Weights stay where they are."""
     count = 0
     for parent in model.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear and takes(child.in_features, child.weight.dtype):
-                setattr(parent, name, RowLinear(child, most_rows))
+                setattr(parent, name, RowLinear(child, most_rows, batch))
                 count += 1
     return count
 

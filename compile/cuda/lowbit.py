@@ -32,10 +32,11 @@ class LowRowLinear(FewRows):
         bits: int,
         dtype: torch.dtype,
         most_rows: int = MOST_ROWS,
+        batch: int = 1,
     ) -> None:
         """`codes_NK` is uint8, below 16 with 4 bits. ValueError for other groups."""
         N, K = codes_NK.shape
-        super().__init__(N, K, codes_NK.device, most_rows)
+        super().__init__(N, K, codes_NK.device, most_rows, batch)
         self.factor_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
         if bits == 8:
             weight, scale = (codes_NK.to(torch.int16) - 128).to(torch.int8), scale_NG.float().flatten()

@@ -6,6 +6,7 @@ rows; another tile is another text. Imports no Triton.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import astuple, dataclass
@@ -94,6 +95,14 @@ def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Til
 def device_file(name: str) -> str:
     """Name of a device's file of tiles."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"
+
+
+def kernels_version() -> str:
+    """Another one for other kernels, tiles, or choices among kernels: what was measured with the old ones is void."""
+    folder = Path(__file__).parent
+    files = (*folder.glob("*.py"), *SHIPPED.glob("*.json"), *own_file("").parent.glob("*"))
+    parts = (part for file in sorted(files) for part in (file.name.encode(), file.read_bytes()))
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def own_file(name: str) -> Path:

@@ -44,7 +44,9 @@ def tune(
 
     `measure` returns seconds per call (default: `seconds_per_call`).
     """
-    index = device.index if device.type == "cuda" else None
+    index = None
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
     on = settings.device(index)
     found: dict[Shape, dict[Tile, float]] = {}
     for shape in shapes:
