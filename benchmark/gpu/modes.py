@@ -11,9 +11,10 @@ import torch
 
 from benchmark.conversation import prompt_ids
 from benchmark.environment import num_compiled_graphs
-from benchmark.gpu.timing import captures, copy_bandwidth
+from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
 from benchmark.questions import load
+from compile.graphs import Graphs
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.engine import Engine
 from sharesd.load import Runtime
@@ -100,15 +101,14 @@ def compare_modes(
         for mode in modes:
             held = torch.cuda.memory_reserved() if job.on_gpu else 0
             earlier = runtime.compile_seconds.get(mode, 0.0)
-            with captures() as captured:
-                engines[mode] = runtime.engine(mode, warm=params)
+            captured = Graphs.num_captures
+            engines[mode] = runtime.engine(mode, warm=params)
             more = {"more memory, GB": (torch.cuda.memory_reserved() - held) / 1e9} if job.on_gpu else {}
             warm_s = runtime.compile_seconds[mode] - earlier
-            warmed[mode] = {"warm up, s": warm_s, "captures": len(captured), **more}
+            warmed[mode] = {"warm up, s": warm_s, "captures": Graphs.num_captures - captured, **more}
         for mode, engine in engines.items():
-            before = num_compiled_graphs()
-            with captures() as captured:
-                found = answers[mode, way] = answer(engine, asked, params)
+            captured, compiled = Graphs.num_captures, num_compiled_graphs()
+            found = answers[mode, way] = answer(engine, asked, params)
             base = answers[modes[0], way]
             same = sum(a == b for a, b in zip(found.token_ids, base.token_ids, strict=True))
             job.add(
@@ -120,8 +120,8 @@ def compare_modes(
                     **_figures(engine, params, found, base, runtime.weight_bytes, copied),
                     "identical": f"{same} of {len(asked)}",
                     **warmed[mode],
-                    "captures later": len(captured),
-                    "compiled later": num_compiled_graphs() - before,
+                    "captures later": Graphs.num_captures - captured,
+                    "compiled later": num_compiled_graphs() - compiled,
                 },
             )
     return answers

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -90,20 +89,3 @@ def copy_bandwidth(device: str) -> float:
     source = torch.ones(2**28 if device.startswith("cuda") else 2**22, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)])
-
-
-@contextmanager
-def captures() -> Iterator[list[int]]:
-    """A list with an entry for each CUDA graph that is captured within."""
-    counted: list[int] = []
-    begin = torch.cuda.CUDAGraph.capture_begin
-
-    def count(self: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> None:
-        counted.append(1)
-        begin(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    torch.cuda.CUDAGraph.capture_begin = count  # type: ignore[method-assign]
-    try:
-        yield counted
-    finally:
-        torch.cuda.CUDAGraph.capture_begin = begin  # type: ignore[method-assign]

@@ -158,30 +158,6 @@ def process(
     i = tl.arange(0, BLOCK)
     spare_ptr += row * V
     out_ptr += row * V
-    zero = 0.0
-    if COLD:
-        tops = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, V, BLOCK):
-            x = _raw(
-                start + i,
-                logits_ptr,
-                bias_ptr,
-                prompt_ptr,
-                count_ptr,
-                draft_ptr,
-                seen_ptr,
-                T,
-                V,
-                N,
-                repetition,
-                frequency,
-                presence,
-                BIAS,
-                PENALTIES,
-                PATHS,
-            )
-            tops = tl.maximum(tops, x)
-        zero = tl.minimum(tl.maximum(tl.max(tops, 0), -3.4028234663852886e38), 3.4028234663852886e38)
     tops = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         x = _raw(
@@ -202,12 +178,21 @@ def process(
             PENALTIES,
             PATHS,
         )
-        if COLD:
-            x = x - zero
-        if HEAT:
-            x = tl.div_rn(x, temperature + i * 0.0)
         tops = tl.maximum(tops, x)
         tl.store(out_ptr + start + i, x, mask=start + i < V)
+    if HEAT:
+        tl.debug_barrier()
+        zero = 0.0
+        if COLD:
+            zero = tl.minimum(tl.maximum(tl.max(tops, 0), -3.4028234663852886e38), 3.4028234663852886e38)
+        tops = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = tl.load(out_ptr + start + i, mask=start + i < V, other=float("-inf"))
+            if COLD:
+                x = x - zero
+            x = tl.div_rn(x, temperature + i * 0.0)
+            tops = tl.maximum(tops, x)
+            tl.store(out_ptr + start + i, x, mask=start + i < V)
     if TOP_K or TOP_P or MIN_P:
         tl.debug_barrier()
         top = tl.max(tops, 0)
