@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sharesd.options import run_command
+from sharesd.cli.options import run_command
 
 COMMANDS = (
-    "benchmark.questions_command",
+    "benchmark.questions.command",
     "benchmark.peers",
-    "benchmark.widen",
-    "benchmark.exact",
-    "benchmark.offline",
+    "benchmark.studies.widen",
+    "benchmark.studies.exact",
+    "benchmark.studies.offline",
     "benchmark.gpu",
-    "benchmark.scaling",
-    "benchmark.calibrate",
-    "benchmark.sweep",
-    "benchmark.grid",
-    "benchmark.busy",
+    "benchmark.studies.scaling",
+    "benchmark.studies.calibrate",
+    "benchmark.studies.sweep",
+    "benchmark.studies.grid",
+    "benchmark.studies.busy",
 )
 
 

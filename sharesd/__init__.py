@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quant.config import QuantConfig
     from sharesd.config import EngineConfig, SamplingParams
-    from sharesd.engine import Engine
+    from sharesd.decoding.engine import Engine
+    from sharesd.decoding.output import Completion, TokenChunk
     from sharesd.load import build
-    from sharesd.output import Completion, TokenChunk
 
 __version__ = "0.1.0"
 
 __all__ = ["Completion", "Engine", "EngineConfig", "QuantConfig", "SamplingParams", "TokenChunk", "build"]
 
 _HOMES = {
-    "Completion": "sharesd.output",
-    "Engine": "sharesd.engine",
+    "Completion": "sharesd.decoding.output",
+    "Engine": "sharesd.decoding.engine",
     "EngineConfig": "sharesd.config",
     "QuantConfig": "quant.config",
     "SamplingParams": "sharesd.config",
-    "TokenChunk": "sharesd.output",
+    "TokenChunk": "sharesd.decoding.output",
     "build": "sharesd.load",
 }
 

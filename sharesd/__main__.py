@@ -2,7 +2,7 @@
 
 import sys
 
-from sharesd.cli import main
+from sharesd.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ MODEL_DRAFTERS = ("share", "classic")
 """Modes in which a model drafts."""
 TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
-EMBEDDED_TABLE = Path(__file__).parent / "tables" / "smollm2-135m-instruct.npz"
+EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-instruct.npz"
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
 

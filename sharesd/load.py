@@ -30,29 +30,29 @@ from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
-from sharesd.calibrate import warm_up
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.decoding.calibrate import warm_up
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.prefill import PIECES, prefill, slots_for
+from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_rows, shallow
+from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
-from sharesd.engine import Engine
+from sharesd.drafters.tables.base import Table
+from sharesd.drafters.tables.ngram import NgramTable
+from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.tables.suffix import Datastore, SuffixTable, open_datastore
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
 from sharesd.models.progress import Progress, silent
+from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.models.weights import Tensors, load_model, resolve
-from sharesd.prefill import PIECES, prefill, slots_for
-from sharesd.selfcheck import WIDTHS, RowBits, check_rows, shallow
 from sharesd.settings import cpu_name
-from sharesd.tables.base import Table
-from sharesd.tables.ngram import NgramTable
-from sharesd.tables.recycling import RecycleTable
-from sharesd.tables.suffix import Datastore, SuffixTable, open_datastore
-from sharesd.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.tree import Shape, chains, looking_back, shapes_of
 
 log = logging.getLogger(__name__)
 

@@ -19,19 +19,19 @@ from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch, SwitchLinear
 from sharesd import sampling
-from sharesd.cache import StaticKVCache
 from sharesd.config import SamplingParams
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.share import ShareDrafter
-from sharesd.engine import Engine
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.policy import Policy
+from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import TokenCounts
-from sharesd.tokenizer import Tokenizer
-from sharesd.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]

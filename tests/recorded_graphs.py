@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import compile.attention
-import sharesd.cache
+import sharesd.decoding.cache
 from compile.graphs import Graphs
 from compile.rotary import rotate
-from sharesd import acceptance, sampler, sampling
+from sharesd import sampling
 from sharesd.drafters import hybrid
 from sharesd.models import decoder
+from sharesd.sampling import acceptance, sampler
 
 T = TypeVar("T")
 READS = ("tolist", "numpy", "item", "cpu", "data_ptr", "__bool__", "__int__", "__index__", "__float__")
@@ -176,9 +177,9 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         return compile.attention.attend_reference(q_BTHd, k_BTKd, *rest, **how)
 
     patch.setattr(decoder, "attend", attend)
-    patch.setattr(sharesd.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
+    patch.setattr(sharesd.decoding.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
     patch.setattr(
-        sharesd.cache,
+        sharesd.decoding.cache,
         "row_keeper",
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )

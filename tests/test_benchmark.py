@@ -16,15 +16,16 @@ import torch
 from rich.console import Console
 from tiny import make_checkpoint
 
-from benchmark import measure, records, session, summary, text
 from benchmark.__main__ import main
-from benchmark.conversation import prompt_ids, require_room
-from benchmark.questions import Question
-from benchmark.records import Key, TurnRecord
-from benchmark.table import rich_table, tables_from
+from benchmark.questions import measure, records, session
+from benchmark.questions.conversation import prompt_ids, require_room
+from benchmark.questions.questions import Question
+from benchmark.questions.records import Key, TurnRecord
+from benchmark.reports import summary, text
+from benchmark.reports.table import rich_table, tables_from
 from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, MODES
 from sharesd.models.folder import WEIGHT_FILES
-from sharesd.tokenizer import load_tokenizer
+from sharesd.models.tokenizer import load_tokenizer
 
 PNG = b"\x89PNG"
 
@@ -268,7 +269,7 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run in a folder of the test's own, quantized weights go there too, logging stays as pytest set it up."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path / "cache")
-    monkeypatch.setattr("sharesd.console.set_up_logging", lambda level: None)
+    monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,7 +10,7 @@ import pytest
 from tiny import make_checkpoint
 
 from benchmark.__main__ import main
-from benchmark.busy import Figures, verdict_of
+from benchmark.studies.busy import Figures, verdict_of
 
 
 @pytest.fixture(scope="module")

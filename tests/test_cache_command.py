@@ -17,9 +17,9 @@ from gguf_files import write_gguf
 
 from compile import native
 from quant.store import read_store, store_path, write_store
-from sharesd import cache_command
-from sharesd.cache_command import PARTS, contents
-from sharesd.cli import main
+from sharesd.cli import cache as cache_command
+from sharesd.cli.cache import PARTS, contents
+from sharesd.cli.main import main
 from sharesd.models import convert
 from sharesd.models.convert import converted_folder
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from tiny import make_checkpoint
 
-from benchmark import calibrate
 from benchmark.__main__ import main
-from benchmark.calibrate import Measured, best_length, expected_speedup, settings_of
+from benchmark.studies import calibrate
+from benchmark.studies.calibrate import Measured, best_length, expected_speedup, settings_of
 from quant.config import QuantConfig
-from sharesd import options, settings
+from sharesd import settings
+from sharesd.cli import options
 from sharesd.config import EngineConfig
-from sharesd.costs import Costs
+from sharesd.decoding.costs import Costs
 from sharesd.settings import Place, place_of, recall, remember
 
 FOUR = QuantConfig.parse("hqq:4:64")

@@ -21,13 +21,13 @@ from tiny import make_checkpoint
 
 import sharesd
 from compile.native import cache_root
-from sharesd import answer as answering
-from sharesd import chat, show
-from sharesd.cli import main
+from sharesd.cli import answer as answering
+from sharesd.cli import chat, show
+from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.engine import Engine
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.output import Completion, Source, TokenChunk
 from sharesd.load import Runtime
-from sharesd.output import Completion, Source, TokenChunk
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ("why is the sky blue", "the cat sat on the mat")
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized weights go to a cache of the test's own, and logging stays as pytest set it up."""
     monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path)
-    monkeypatch.setattr("sharesd.console.set_up_logging", lambda level: None)
+    monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ class Talk:
         self.asked: list[list[int]] = []
         self.kept: list[int] = []
         self.answers: list[Completion] = []
-        real_prefill = sys.modules["sharesd.engine"].prefill  # type: ignore[attr-defined]
+        real_prefill = sys.modules["sharesd.decoding.engine"].prefill  # type: ignore[attr-defined]
 
         def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, *, reuse: bool) -> list:
             done = answering.answer(engine, prompts, params, shown, reuse=reuse)
@@ -172,7 +172,7 @@ class Talk:
             return real_prefill(model, cache, prompts, kept)
 
         monkeypatch.setattr(chat, "answer", spy)
-        monkeypatch.setattr("sharesd.engine.prefill", prefill)
+        monkeypatch.setattr("sharesd.decoding.engine.prefill", prefill)
 
     def __call__(self, *lines: str, args: tuple[str, ...] = (), status: int = 0) -> tuple[str, str]:
         self._monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -400,7 +400,7 @@ def program(*args: str, **options: Any) -> subprocess.Popen:
 
 def test_help_and_mistakes_come_without_torch() -> None:
     code = (
-        "import sys, contextlib, sharesd.cli as c\n"
+        "import sys, contextlib, sharesd.cli.main as c\n"
         "with contextlib.suppress(SystemExit): c.main(['generate', '--help'])\n"
         "assert c.main(['generate', 'hi', '--mode', 'fast']) == 2\n"
         "from sharesd import SamplingParams, EngineConfig, QuantConfig\n"

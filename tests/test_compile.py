@@ -28,10 +28,10 @@ from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
+from sharesd.decoding.selfcheck import check_rows, shallow
 from sharesd.load import Runtime, fixed_width
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.selfcheck import check_rows, shallow
 
 pytestmark = pytest.mark.inductor
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile.regions import CompiledForms
 from sharesd import sampling
-from sharesd.acceptance import accept_tree_reference
 from sharesd.config import SamplingParams
+from sharesd.decoding.tree import pack
 from sharesd.sampling import Stream, TokenCounts, bias_vector, gumbel, process
-from sharesd.tree import pack
+from sharesd.sampling.acceptance import accept_tree_reference
 
 pytest.importorskip("triton")
 from ptx import SHARED, compile_for  # noqa: E402

@@ -13,7 +13,8 @@ import torch
 from oracle import new_engine, tiny_decoder
 from tiny import make_checkpoint
 
-from sharesd import device, options
+from sharesd import device
+from sharesd.cli import options
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.device import STEADY_CUBLAS, prepare_cuda, steady_cublas
 from sharesd.load import Runtime

@@ -22,10 +22,10 @@ from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import SamplingParams
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.stats import Stats
+from sharesd.decoding.tree import chains
 from sharesd.drafters.share import ShareDrafter
-from sharesd.engine import Engine
-from sharesd.stats import Stats
-from sharesd.tree import chains
 
 MODEL = tiny_decoder(3, dtype=torch.float32)
 FEW = SamplingParams(max_new_tokens=5)

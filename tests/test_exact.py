@@ -12,14 +12,15 @@ import pytest
 import torch
 from tiny import make_checkpoint
 
-from benchmark import exact
 from benchmark.__main__ import main
-from benchmark.exact import compare_answers, first_difference
-from sharesd import sampler, sampling
+from benchmark.studies import exact
+from benchmark.studies.exact import compare_answers, first_difference
+from sharesd import sampling
 from sharesd.config import EngineConfig, SamplingParams
+from sharesd.decoding.tree import Verdict
 from sharesd.load import Runtime
 from sharesd.models.weights import load_decoder
-from sharesd.tree import Verdict
+from sharesd.sampling import sampler
 
 PROMPTS: dict[str | int, list[int]] = {"a": [5, 6, 7, 8], "b": list(range(20, 40))}
 

@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quant.linear import Switch, SwitchLinear
-from sharesd.buffers import DraftBuffers
 from sharesd.config import SamplingParams
+from sharesd.decoding.buffers import DraftBuffers
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.prefill import prefill
+from sharesd.decoding.tree import PLAIN, chain, chains, pack, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.share import ShareDrafter
-from sharesd.engine import Engine
+from sharesd.drafters.tables.base import Guess
 from sharesd.models import hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.prefill import prefill
-from sharesd.tables.base import Guess
-from sharesd.tree import PLAIN, chain, chains, pack, shapes_of
 
 DEVICE = torch.device("meta")
 GREEDY = SamplingParams()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sharesd.cache_command import PARTS
+from sharesd.cli.cache import PARTS
 
 PROGRAM = Path(__file__).with_name("gemlite_interpreted.py")
 

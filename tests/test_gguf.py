@@ -20,8 +20,8 @@ from sharesd.models.gguf import architecture
 from sharesd.models.gguf.reader import StoredTensor, read_gguf
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import write_weights
+from sharesd.models.tokenizer import load_tokenizer
 from sharesd.models.weights import load_model
-from sharesd.tokenizer import load_tokenizer
 
 TEXTS = (
     "the thing is that it is in 1 of 42 boxes, <|im_end|>and\n\n  on — to the für 日本",

@@ -16,17 +16,17 @@ from recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
 from torch import Tensor
 
 from compile.graphs import Graphs, Replayed, no_captures
-from sharesd import calibrate
-from sharesd.calibrate import warm_up
 from sharesd.config import SamplingParams
-from sharesd.costs import Costs
+from sharesd.decoding import calibrate
+from sharesd.decoding.calibrate import warm_up
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.engine import MOST_WAYS, Engine
+from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
-from sharesd.engine import MOST_WAYS, Engine
-from sharesd.tables.recycling import RecycleTable
-from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import PLAIN, chain, chains, shapes_of
+from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.tables.suffix import SuffixTable
 
 GREEDY = SamplingParams(max_new_tokens=8)
 SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=5)

@@ -12,15 +12,15 @@ import pytest
 from tiny import WORDS, make_checkpoint
 
 from benchmark.__main__ import main
-from benchmark.contexts import Documents, filler_texts
-from benchmark.grid import Cell, verdict_of
-from benchmark.interleave import compare_modes
-from benchmark.neighbours import busy_neighbours
-from benchmark.questions import Question
+from benchmark.questions.questions import Question
+from benchmark.studies.contexts import Documents, filler_texts
+from benchmark.studies.grid import Cell, verdict_of
+from benchmark.studies.interleave import compare_modes
+from benchmark.studies.neighbours import busy_neighbours
 from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.decoding.prefill import prefill
 from sharesd.load import Runtime
-from sharesd.prefill import prefill
-from sharesd.tokenizer import load_tokenizer
+from sharesd.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

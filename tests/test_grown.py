@@ -23,17 +23,17 @@ from oracle import (
 from test_policy import live
 from tiny import make_checkpoint
 
-from sharesd.buffers import DraftBuffers
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.costs import Costs
+from sharesd.decoding.buffers import DraftBuffers
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.prefill import prefill
+from sharesd.decoding.tree import Shape, chain, chains, shapes_of
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
-from sharesd.policy import Policy
-from sharesd.prefill import prefill
-from sharesd.sampler import Sampler
-from sharesd.tree import Shape, chain, chains, shapes_of
+from sharesd.sampling.sampler import Sampler
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 SAMPLINGS: dict[str, dict[str, Any]] = {

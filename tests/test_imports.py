@@ -65,7 +65,7 @@ def test_imports_go_down_only(path: Path) -> None:
     [
         ("import torch\nfrom compile.graphs import Replayed\nfrom quant.linear import Switch\n", "sharesd", 0),
         ("from quant.linear import Switch", "compile", 1),
-        ("def f():\n    from sharesd.engine import Engine", "quant", 1),
+        ("def f():\n    from sharesd.decoding.engine import Engine", "quant", 1),
         ("if True:\n    import benchmark.mtbench", "sharesd", 1),
         ("import compile", "sharesd", 1),
         ("import compile.graphs", "sharesd", 1),
@@ -97,7 +97,7 @@ def test_no_modules_import_each_other() -> None:
     }
     assert len(list(TopologicalSorter(uses).static_order())) == len(modules)
     with pytest.raises(CycleError):
-        TopologicalSorter({**uses, "benchmark.wide_shapes": {"benchmark.widen"}}).prepare()
+        TopologicalSorter({**uses, "benchmark.studies.wide_shapes": {"benchmark.studies.widen"}}).prepare()
 
 
 def run_python(code: str) -> str:
@@ -119,7 +119,7 @@ def test_every_module_imports_without_a_gpu() -> None:
     assert run_python(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["sharesd", "sharesd.config", "quant.config", "sharesd.options"])
+@pytest.mark.parametrize("module", ["sharesd", "sharesd.config", "quant.config", "sharesd.cli.options"])
 def test_options_are_quick_to_import(module: str) -> None:
     """`--help` and a mistyped flag shall not wait for torch."""
     heavy = ("torch", "transformers", "numpy", "hqq")

@@ -38,10 +38,10 @@ from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import SamplingParams
-from sharesd.engine import Engine
-from sharesd.output import Completion
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.output import Completion
+from sharesd.decoding.stats import Stats
 from sharesd.sampling import probs_of, process, seeds_of_prompts
-from sharesd.stats import Stats
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 SAMPLINGS: dict[str, dict[str, Any]] = {

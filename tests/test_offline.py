@@ -11,13 +11,13 @@ import psutil
 import pytest
 from tiny import CHAT_TEMPLATE, make_checkpoint
 
-from benchmark import offline
 from benchmark.__main__ import main
-from sharesd import sampler
+from benchmark.studies import offline
 from sharesd.config import EngineConfig
+from sharesd.decoding.tree import Verdict
 from sharesd.load import Runtime, _num_bytes, fixed_width
-from sharesd.tokenizer import load_tokenizer
-from sharesd.tree import Verdict
+from sharesd.models.tokenizer import load_tokenizer
+from sharesd.sampling import sampler
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path / "cache")
-    monkeypatch.setattr("sharesd.console.set_up_logging", lambda level: None)
+    monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
 
 Run = Callable[..., tuple[int, str, str]]

@@ -6,7 +6,7 @@ import torch
 
 from compile.linear import PackedLinear
 from compile.pages import ALIGNMENT, HUGE, huge_pages, weights_on_huge_pages, zeros_like
-from sharesd.cache import StaticKVCache
+from sharesd.decoding.cache import StaticKVCache
 
 
 def test_zeros_keep_layouts_and_share_neither_bytes_nor_storage() -> None:

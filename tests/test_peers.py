@@ -27,8 +27,8 @@ from benchmark.peers.protocol import Sample, Settings, TokenClock
 from benchmark.peers.report import COLUMNS, markdown, remarks, rich_table
 from benchmark.peers.worker import serve
 from quant.config import QuantConfig
+from sharesd.cli.options import Parser
 from sharesd.config import EngineConfig
-from sharesd.options import Parser
 
 PROMPT = [5, 6, 7]
 

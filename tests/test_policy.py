@@ -12,15 +12,15 @@ import torch
 from tiny import make_checkpoint
 
 from compile.attention import Branches
-from sharesd.calibrate import typical
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.costs import Costs, LiveCosts
+from sharesd.decoding.calibrate import typical
+from sharesd.decoding.costs import Costs, LiveCosts
+from sharesd.decoding.policy import FIRST_TRY, Policy
+from sharesd.decoding.rows import AHEAD, Rows
+from sharesd.decoding.stats import Stats
+from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
 from sharesd.load import Runtime
-from sharesd.policy import FIRST_TRY, Policy
-from sharesd.rows import AHEAD, Rows
-from sharesd.stats import Stats
-from sharesd.tokenizer import load_tokenizer
-from sharesd.tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
+from sharesd.models.tokenizer import load_tokenizer
 
 
 def tree_of(shape: Shape) -> DraftTree:
@@ -274,10 +274,10 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     config = EngineConfig(target=str(make_checkpoint(tmp_path / "model")), compile="off", max_context=128)
     settings = tmp_path / "cache" / "settings"
     with monkeypatch.context() as patch:
-        patch.setattr("sharesd.calibrate._spread", lambda times: 9.0)
+        patch.setattr("sharesd.decoding.calibrate._spread", lambda times: 9.0)
         Runtime(config, ("share",)).engine("share")
         assert not settings.exists(), "times that disagree are not kept"
-    monkeypatch.setattr("sharesd.calibrate._spread", lambda times: 1.0)
+    monkeypatch.setattr("sharesd.decoding.calibrate._spread", lambda times: 1.0)
     runtime = Runtime(config, ("naive", "share", "suffix", "hybrid"))
     costs = runtime.engine("share").way(SamplingParams()).policy.costs
     assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0

@@ -14,14 +14,14 @@ import torch
 from tiny import make_checkpoint
 from torch import Tensor
 
-from sharesd import engine as engine_module
-from sharesd.cache import StaticKVCache
 from sharesd.config import SamplingParams
-from sharesd.engine import Engine
+from sharesd.decoding import engine as engine_module
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
-from sharesd.tokenizer import load_tokenizer
+from sharesd.models.tokenizer import load_tokenizer
 
 VOCAB, CONTEXT = 97, 1300
 

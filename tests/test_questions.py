@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import huggingface_hub
 import pytest
 
-from benchmark.questions import (
+from benchmark.questions.questions import (
     BUILTIN_FILE,
     BUILTIN_LABEL,
     LOADERS,

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from tiny import make_checkpoint
 
-from benchmark import records
 from benchmark.__main__ import main
-from benchmark.questions import Question
-from benchmark.records import TurnRecord
-from benchmark.report import drafter_rows, markdown
-from benchmark.report_html import DRAFTER_SHADES, html_page, token_pieces
-from benchmark.results import accepted_by
-from benchmark.summary import summarize
-from sharesd.output import Completion, TokenChunk
-from sharesd.tokenizer import Tokenizer, load_tokenizer
+from benchmark.questions import records
+from benchmark.questions.questions import Question
+from benchmark.questions.records import TurnRecord
+from benchmark.reports.report import drafter_rows, markdown
+from benchmark.reports.report_html import DRAFTER_SHADES, html_page, token_pieces
+from benchmark.reports.results import accepted_by
+from benchmark.reports.summary import summarize
+from sharesd.decoding.output import Completion, TokenChunk
+from sharesd.models.tokenizer import Tokenizer, load_tokenizer
 
 VOID = {"meta", "img", "input"}
 HARM = "<script>alert('x')</script> & \"why\""
@@ -192,7 +192,7 @@ def test_shares_of_drafters(tokenizer: Tokenizer) -> None:
 def test_a_measurement_writes_the_page(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path / "cache")
-    monkeypatch.setattr("sharesd.console.set_up_logging", lambda level: None)
+    monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
     questions = [{"question_id": i, "category": "c", "turns": ["why is the sky blue", "and red"]} for i in (1, 2)]
     Path("q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     modes = ("naive", "share", "hybrid")

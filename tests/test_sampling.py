@@ -89,10 +89,10 @@ def test_noise_is_pinned() -> None:
 
 
 def test_noise_is_finite_at_the_ends_of_its_range() -> None:
-    from sharesd import sampling
+    from sharesd.sampling import noise
 
     for dtype in (torch.float32, torch.float64):
-        u = sampling._unit(torch.tensor([0, 1, 2**23, 2**24 - 1, 2**31, 2**32 - 2**7, 2**32 - 1]), dtype)
+        u = noise._unit(torch.tensor([0, 1, 2**23, 2**24 - 1, 2**31, 2**32 - 2**7, 2**32 - 1]), dtype)
         assert (u > 0).all() and (u < 1).all() and (u.diff() >= 0).all()
         assert (-torch.log(-torch.log1p(-u))).isfinite().all()
 

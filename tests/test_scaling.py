@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny import make_checkpoint
 
-from benchmark import scaling
 from benchmark.__main__ import main
-from benchmark.scaling import Bandwidth, Figure, Point, cost_ratios, kv_bytes, points_of, weight_bytes
+from benchmark.studies import scaling
+from benchmark.studies.scaling import Bandwidth, Figure, Point, cost_ratios, kv_bytes, points_of, weight_bytes
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
 from sharesd.load import Runtime

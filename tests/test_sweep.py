@@ -10,7 +10,7 @@ import pytest
 from tiny import make_checkpoint
 
 from benchmark.__main__ import main
-from benchmark.sweep import Cell, configs_of, draw
+from benchmark.studies.sweep import Cell, configs_of, draw
 from sharesd.config import EngineConfig
 
 PNG = b"\x89PNG\r\n\x1a\n"

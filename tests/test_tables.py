@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sharesd.tables import suffix
-from sharesd.tables.base import Guess, HitRates, Table, grow, outcomes
-from sharesd.tables.ngram import NgramTable
-from sharesd.tables.recycling import DEPTHS, RecycleTable
-from sharesd.tables.suffix import SuffixAutomaton, SuffixTable, build_datastore, open_datastore
+from sharesd.drafters.tables import suffix
+from sharesd.drafters.tables.base import Guess, HitRates, Table, grow, outcomes
+from sharesd.drafters.tables.ngram import NgramTable
+from sharesd.drafters.tables.recycling import DEPTHS, RecycleTable
+from sharesd.drafters.tables.suffix import SuffixAutomaton, SuffixTable, build_datastore, open_datastore
 
 VOCAB = 512
 MAKERS: dict[str, Callable[[], Table]] = {

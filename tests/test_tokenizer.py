@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sharesd.tokenizer import TextStream, load_tokenizer, require_same_vocabulary
+from sharesd.models.tokenizer import TextStream, load_tokenizer, require_same_vocabulary
 
 LINES = ["the cat sat on the mat", "a naïve café — 日本語 🎉", "don't  stop\n\nnow 123"] * 3
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -11,9 +11,9 @@ import pytest
 from tiny import make_checkpoint
 
 from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, EngineConfig, SamplingParams
+from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.tables.suffix import build_datastore, open_datastore
 from sharesd.load import Runtime
-from sharesd.tables.recycling import RecycleTable
-from sharesd.tables.suffix import build_datastore, open_datastore
 from train.__main__ import main
 from train.prompts import read_prompts
 

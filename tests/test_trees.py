@@ -18,20 +18,20 @@ from torch import Tensor
 from compile.attention import CHUNK, Branches, attend, attend_reference, pack_kv, row_keeper, unpack_kv
 from compile.linear import pack_linears
 from compile.stack import NativeStack
-from sharesd.acceptance import accept_tree, accept_tree_reference
 from sharesd.config import SamplingParams
-from sharesd.costs import Costs, LiveCosts
+from sharesd.decoding.costs import Costs, LiveCosts
+from sharesd.decoding.output import Completion
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.tree import PLAIN, Shape, chain, chains, looking_back, pack, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
+from sharesd.drafters.tables.base import Guess, best_chain, merge, weave
+from sharesd.drafters.tables.ngram import NgramTable
+from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.tables.suffix import SuffixTable
 from sharesd.models.decoder import Decoder
-from sharesd.output import Completion
-from sharesd.policy import Policy
-from sharesd.tables.base import Guess, best_chain, merge, weave
-from sharesd.tables.ngram import NgramTable
-from sharesd.tables.recycling import RecycleTable
-from sharesd.tables.suffix import SuffixTable
-from sharesd.tree import PLAIN, Shape, chain, chains, looking_back, pack, shapes_of
+from sharesd.sampling.acceptance import accept_tree, accept_tree_reference
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from sharesd.models import resolve
 from sharesd.models.convert import converted_folder
+from sharesd.models.tokenizer import load_tokenizer
 from sharesd.models.weights import load_decoder, load_model
-from sharesd.tokenizer import load_tokenizer
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

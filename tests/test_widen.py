@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from torch import Tensor
 
-from benchmark import widening
 from benchmark.__main__ import main
-from benchmark.job import EMBEDDED, model_name
-from benchmark.wide_shapes import SHAPES, Shape
-from benchmark.widening import GROUP, describe, wide_tensors, widen
+from benchmark.questions.job import EMBEDDED, model_name
+from benchmark.studies import widening
+from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen
 from quant.solver import solve
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.folder import read_config, weight_files
+from sharesd.models.tokenizer import load_tokenizer
 from sharesd.models.weights import load_decoder
-from sharesd.tokenizer import load_tokenizer
 
 WIDE = Shape(hidden_size=192, mlp_size=320, num_heads=12, num_kv_heads=6, num_layers=5)
 FOURFOLD = replace(WIDE, hidden_size=256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sharesd.options import run_command
+from sharesd.cli.options import run_command
 
 COMMANDS = ("train.table", "train.corpus")
 

@@ -11,7 +11,7 @@ from sharesd.models.progress import Progress, silent
 
 if TYPE_CHECKING:
     from sharesd.config import SamplingParams
-    from sharesd.engine import Engine
+    from sharesd.decoding.engine import Engine
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from sharesd import options
+from sharesd.cli import options
+from sharesd.cli.console import console, loading_bars
 from sharesd.config import SamplingParams
-from sharesd.console import console, loading_bars
 from train.answers import BATCH, add_prompt_options, answered, check
 from train.prompts import read_prompts
 
@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.num_prompts) if args.prompts else []
     given = [text for name in args.texts for text in _texts(Path(name))]
     with loading_bars() as progress:
+        from sharesd.drafters.tables.suffix import build_datastore
         from sharesd.models.resolve import resolve  # torch takes seconds, mistakes should not
-        from sharesd.tables.suffix import build_datastore
-        from sharesd.tokenizer import load_tokenizer
+        from sharesd.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(resolve(config.target, progress=progress))
         texts = [tokenizer.encode(text, add_special_tokens=False) for text in given]

@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd import options
+from sharesd.cli import options
+from sharesd.cli.console import console, loading_bars
 from sharesd.config import SamplingParams
-from sharesd.console import console, loading_bars
 from train.answers import BATCH, add_prompt_options, answered, check
 from train.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from sharesd.engine import Engine
-    from sharesd.tables.recycling import RecycleTable
+    from sharesd.decoding.engine import Engine
+    from sharesd.drafters.tables.recycling import RecycleTable
 
 HELD_BACK = 10
 """One prompt of so many teaches hit rates instead of successors."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmark.records import read_json
+from benchmark.questions.records import read_json
 
 ROOT = Path(__file__).parents[2]
 LAST_WORDS_S = 5.0

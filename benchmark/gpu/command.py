@@ -10,8 +10,8 @@ from typing import Any
 from benchmark import arguments
 from benchmark.gpu import agenda, report
 from benchmark.gpu.agenda import STEPS, Step
-from benchmark.records import replace_file, write_json
-from sharesd.console import console, err_console
+from benchmark.questions.records import replace_file, write_json
+from sharesd.cli.console import console, err_console
 
 BUDGET_S = 1680.0
 

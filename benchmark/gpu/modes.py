@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmark.conversation import prompt_ids
 from benchmark.environment import num_compiled_graphs
 from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
-from benchmark.questions import load
+from benchmark.questions.conversation import prompt_ids
+from benchmark.questions.questions import load
 from compile.graphs import Graphs
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.engine import Engine
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.stats import Stats
 from sharesd.load import Runtime
 from sharesd.models.weights import Tensors
-from sharesd.stats import Stats
 
 WAYS: Mapping[str, SamplingParams] = {
     "T=0": SamplingParams(),

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from benchmark.wide_shapes import SHAPES, Shape
+from benchmark.studies.wide_shapes import SHAPES, Shape
 
 EMBEDDED_SHAPE = Shape(hidden_size=576, mlp_size=1536, num_heads=9, num_kv_heads=3, num_layers=30)
 HEAD_DIM, VOCAB = 64, 49_152

@@ -11,8 +11,8 @@ from typing import cast
 
 from benchmark.gpu.modes import answer, compare_modes, loaded, profile, prompts_of
 from benchmark.gpu.worker import Job
-from benchmark.wide_shapes import SHAPES, Shape
-from benchmark.widening import GROUP, describe, wide_tensors
+from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.widening import GROUP, describe, wide_tensors
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.decoder_config import DecoderConfig

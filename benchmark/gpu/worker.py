@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark.environment import seconds_since_start
 from benchmark.gpu import agenda
-from benchmark.records import write_json
+from benchmark.questions.records import write_json
 
 
 class NotHere(Exception):

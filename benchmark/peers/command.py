@@ -13,19 +13,19 @@ from typing import Any, get_args
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmark import arguments
-from benchmark import questions as question_files
 from benchmark.environment import environment
-from benchmark.job import model_name
 from benchmark.peers.catalogue import RUNTIMES
 from benchmark.peers.figures import Figures, figures
 from benchmark.peers.measure import Row, Say, measure
 from benchmark.peers.process import Worker
 from benchmark.peers.protocol import Settings
 from benchmark.peers.report import markdown, remarks, rich_table
-from benchmark.records import replace_file, write_json
-from sharesd import options
+from benchmark.questions import questions as question_files
+from benchmark.questions.job import model_name
+from benchmark.questions.records import replace_file, write_json
+from sharesd.cli import options
+from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.config import Mode
-from sharesd.console import console, err_console, loading_bars
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     asked = question_files.load("mtbench", args.questions, args.num_questions)
     out_dir = arguments.out_folder(args.out_dir, "peers")
 
-    from benchmark.conversation import prompt_format, prompt_ids, require_room
+    from benchmark.questions.conversation import prompt_format, prompt_ids, require_room
     from sharesd.device import device_of
     from sharesd.models.resolve import resolve
-    from sharesd.tokenizer import load_tokenizer
+    from sharesd.models.tokenizer import load_tokenizer
 
     config = replace(config, device=str(device_of(config.device)))  # the same for all
     with loading_bars() as progress:

@@ -7,7 +7,7 @@ import torch
 from benchmark.peers.catalogue import OURS, RUNTIMES
 from benchmark.peers.protocol import Sample, Settings, TokenClock
 from sharesd.config import SamplingParams
-from sharesd.engine import Engine
+from sharesd.decoding.engine import Engine
 from sharesd.load import Runtime
 
 

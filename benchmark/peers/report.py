@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from benchmark.text import ABSENT, number, percent, times
+from benchmark.reports.text import ABSENT, number, percent, times
 
 COLUMNS = ("runtime", "decoding", "tok/s", "x naive", "our best", "own text", "first", "as ours")
 LEGEND = (

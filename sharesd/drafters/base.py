@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compile.graphs import Graphs
-from sharesd.buffers import DraftBuffers
-from sharesd.policy import Policy
-from sharesd.sampler import Sampler
-from sharesd.tree import DraftTree, Shape, Verdict
+from sharesd.decoding.buffers import DraftBuffers
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.tree import DraftTree, Shape, Verdict
+from sharesd.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from compile.graphs import Replayed
-from sharesd.cache import StaticKVCache
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.tree import DraftTree
 from sharesd.drafters.base import Drafting
 from sharesd.models.base import CausalModel
-from sharesd.tree import DraftTree
 
 
 class ChainDraft:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.prefill import prefill
+from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.models.base import CausalModel
-from sharesd.policy import Policy
-from sharesd.prefill import prefill
-from sharesd.tree import DraftTree, Shape, Verdict
 
 
 class ClassicDrafter:

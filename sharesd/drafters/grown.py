@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from compile.attention import Branches
 from compile.graphs import Replayed
-from sharesd.cache import StaticKVCache
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.tree import DraftTree, Shape
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.chain import ChainDraft
 from sharesd.models.base import CausalModel
-from sharesd.tree import DraftTree, Shape
 
 
 class ModelDraft:

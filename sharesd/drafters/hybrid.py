@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from compile.topk import top_k
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.tree import PLAIN, DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
 from sharesd.drafters.base import Drafter, Drafting
-from sharesd.policy import Policy
-from sharesd.tables.base import Guess, Table, best_chain, merge, nothing, spine, weave
-from sharesd.tree import PLAIN, DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
+from sharesd.drafters.tables.base import Guess, Table, best_chain, merge, nothing, spine, weave
 
 
 class HybridDrafter:

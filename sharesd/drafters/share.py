@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from quant.linear import Switch
-from sharesd.cache import StaticKVCache
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.models.base import CausalModel
-from sharesd.policy import Policy
-from sharesd.tree import DraftTree, Shape, Verdict
 
 
 class ShareDrafter:

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from compile.attention import Branches
-from sharesd.cache import StaticKVCache
+from sharesd.decoding.cache import StaticKVCache
 
 
 class CausalModel(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compile.attention import Branches, attend
 from compile.fused import project
-from sharesd.cache import StaticKVCache
+from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
 

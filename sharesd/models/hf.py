@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import eager_mask
 
 from compile.attention import Branches
-from sharesd.cache import StaticKVCache
+from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import folder as files
 from sharesd.models.decoder_config import Unsupported
 from sharesd.models.quiet import quiet_transformers

@@ -1,0 +1,1 @@
+"""What a measurement ends with: tables, pages and pictures."""

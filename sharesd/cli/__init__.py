@@ -1,0 +1,1 @@
+"""`python -m sharesd`, and what other command lines share with it."""

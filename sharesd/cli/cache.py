@@ -1,0 +1,159 @@
+"""`cache info` and `cache clear`: what ShareSD keeps on this machine, all of which can be made again.
+
+The folder may be one that the user shares with other things (SHARESD_CACHE_DIR): only entries with the names that
+ShareSD gives are counted and deleted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from sharesd.cli.console import console
+
+_KEY = "[0-9a-f]" * 16
+_PARTIAL = "partial-*"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One folder of the cache."""
+
+    holds: str
+    """What is in it, for people."""
+    names: tuple[str, ...]
+    """Patterns of its entries, left-overs of killed processes included."""
+
+
+PARTS = {
+    "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so", "tmp????????")),
+    "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}", _PARTIAL)),
+    "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors", f"hqq-{_KEY}*.tmp")),
+    "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf", _PARTIAL)),
+    "settings": Part(
+        holds="measured settings",
+        names=(f"share-{_KEY}.json", f"costs-{_KEY}.json", f"gemlite-{_KEY}.json", f".*-{_KEY}.json.*"),
+    ),
+    "tiles": Part(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
+    "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*", _PARTIAL)),
+}
+"""Name of the folder -> what it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What a part holds now."""
+
+    part: str
+    """A key of PARTS."""
+    entries: tuple[Path, ...]
+    """Its files and folders."""
+    num_bytes: int
+    """Of all files in them."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand with its two actions."""
+    parser = commands.add_parser(
+        "cache",
+        help="show or delete what is kept on disk",
+        description="What ShareSD keeps; SHARESD_CACHE_DIR moves it.",
+    )
+    parser.set_defaults(parser=parser)
+    actions = parser.add_subparsers(title="actions", required=True, metavar="info | clear")
+    info = actions.add_parser("info", help="show the cache folder and its parts", description="Show the cache folder.")
+    info.set_defaults(run=lambda args: show_info(), parser=info)
+    clear = actions.add_parser(
+        "clear",
+        help="delete all of it, or one part",
+        description="Delete what is kept. All of it is made again when it is needed.",
+    )
+    clear.set_defaults(run=lambda args: clear_cache(args.part, yes=args.yes), parser=clear)
+    clear.add_argument("--part", choices=PARTS, help="delete this part only")
+    clear.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def contents(root: Path, part: str) -> Contents:
+    """What is there of a part; nothing where its folder is missing."""
+    entries = sorted({path for pattern in PARTS[part].names for path in (root / part).glob(pattern)})
+    return Contents(part=part, entries=tuple(entries), num_bytes=sum(map(_num_bytes, entries)))
+
+
+def show_info() -> int:
+    """Print the cache folder and a table of its parts."""
+    root = _root()
+    console.print(f"cache folder: {root}", highlight=False, soft_wrap=True)
+    console.print(_table([contents(root, part) for part in PARTS]))
+    return 0
+
+
+def clear_cache(part: str | None = None, *, yes: bool = False) -> int:
+    """Delete one part, or all, after saying what goes; asks first unless `yes`.
+
+    Returns the exit status: 0, or 1 if the answer was no. ValueError where nobody can be asked.
+    """
+    root = _root()
+    found = [contents(root, name) for name in ([part] if part else PARTS)]
+    found = [each for each in found if each.entries]
+    if not found:
+        console.print(f"nothing to delete in {root / part if part else root}", highlight=False, soft_wrap=True)
+        return 0
+    console.print(f"to be deleted from {root}:", highlight=False, soft_wrap=True)
+    console.print(_table(found))
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ValueError("stdin is no terminal, so nobody can be asked; add --yes to delete this")
+        if console.input("delete? \\[y/N] ").strip().lower() not in ("y", "yes"):
+            console.print("nothing was deleted")
+            return 1
+    for each in found:
+        for entry in each.entries:
+            _delete(entry)
+        folder = root / each.part
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    console.print(f"deleted {_size(sum(each.num_bytes for each in found))}", highlight=False)
+    return 0
+
+
+def _root() -> Path:
+    from compile.native import cache_root  # imports torch
+
+    return cache_root()
+
+
+def _table(rows: list[Contents]) -> Table:
+    table = Table(box=None, header_style="")
+    table.add_column("part")
+    table.add_column("holds")
+    table.add_column("entries", justify="right")
+    table.add_column("size", justify="right")
+    for row in rows:
+        table.add_row(row.part, PARTS[row.part].holds, str(len(row.entries)), _size(row.num_bytes))
+    if len(rows) > 1:
+        total = sum(row.num_bytes for row in rows)
+        table.add_row("total", "", str(sum(len(row.entries) for row in rows)), _size(total), style="bold")
+    return table
+
+
+def _num_bytes(entry: Path) -> int:
+    """Bytes of a file, or of all files in a folder; links count as themselves."""
+    if entry.is_symlink() or not entry.is_dir():
+        return entry.lstat().st_size
+    return sum(path.lstat().st_size for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_symlink() or not entry.is_dir():
+        entry.unlink()
+    else:
+        shutil.rmtree(entry)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

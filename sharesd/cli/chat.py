@@ -1,0 +1,198 @@
+"""A conversation on the terminal: `python -m sharesd chat`.
+
+Answers go to stdout, all else to stderr. Each turn reads only what is new: the KV of earlier turns stays in the cache.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import get_args
+
+from rich.text import Text
+
+from sharesd.cli.answer import answer
+from sharesd.cli.console import err_console
+from sharesd.cli.show import AnswerWriter, legend, one_line, shows_colors, stats_table
+from sharesd.cli.start import start_engine
+from sharesd.config import Mode, SamplingParams
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.output import Completion
+from sharesd.decoding.stats import Stats
+from sharesd.load import Runtime
+
+HELP = {
+    "/mode [naive|share|classic]": "tell the mode, or change it",
+    "/system [TEXT]": "set the system prompt, or remove it",
+    "/reset": "forget the conversation",
+    "/stats": "statistics of the last answer and of each mode",
+    "/help": "this list",
+    "/exit": "leave, as Ctrl-D does",
+}
+TIPS = "A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."
+
+
+class Chat:
+    """One conversation and the engines that carry it on."""
+
+    def __init__(
+        self, runtime: Runtime, mode: Mode, params: SamplingParams, *, system: str | None, verbose: bool
+    ) -> None:
+        """Starts the mode's engine; ValueError where the checkpoint has no chat template."""
+        if not runtime.tokenizer.has_chat_template:
+            raise ValueError(
+                "this checkpoint has no chat template; use `generate --raw`, or an instruction-tuned checkpoint"
+            )
+        self._runtime, self._params, self._system, self._verbose = runtime, params, system, verbose
+        self._messages: list[dict[str, str]] = []
+        self._engines: dict[Mode, Engine] = {}
+        self._totals: dict[Mode, Stats] = {}
+        self._last: Stats | None = None
+        self._switch(mode)
+
+    def run(self) -> int:
+        """Read and answer until the user leaves; returns the exit status."""
+        note(f"mode {self._mode}; /help lists the commands, Ctrl-D leaves")
+        if self._verbose and shows_colors():
+            err_console.print(legend())
+        leaving = False
+        while True:
+            try:
+                line = read_message()
+            except EOFError:
+                if sys.stdin.isatty():
+                    note("")
+                return 0
+            except KeyboardInterrupt:
+                if leaving:
+                    return 0
+                leaving = True
+                note("\nCtrl-C again leaves, and so does Ctrl-D")
+                continue
+            leaving = False
+            try:
+                if not self._handle(line):
+                    return 0
+            except KeyboardInterrupt:
+                note("\nstopped")
+            except ValueError as error:
+                note(str(error))
+
+    def _handle(self, line: str) -> bool:
+        """Do what a line says; False to leave."""
+        command, _, text = line.strip().partition(" ")
+        if not line.startswith("/"):
+            if command:
+                self._answer(line)
+            return True
+        match command, text.strip():
+            case "/exit", "":
+                return False
+            case "/help", "":
+                self._help()
+            case "/reset", "":
+                self._messages.clear()
+                note("the conversation is forgotten")
+            case "/stats", "":
+                self._stats()
+            case "/mode", name:
+                self._set_mode(name)
+            case "/system", name:
+                self._system = name or None
+                note("the system prompt is " + ("set" if name else "removed") + "; /reset forgets what was said before")
+            case _:
+                note(f"there is no command {line.strip()!r}; /help lists them, and a space before / makes it a message")
+        return True
+
+    def _answer(self, message: str) -> None:
+        """Ask the model, show what it says, remember both."""
+        head = [] if self._system is None else [{"role": "system", "content": self._system}]
+        asked = [*self._messages, {"role": "user", "content": message}]
+        ids = self._runtime.tokenizer.chat([*head, *asked])
+        engine = self._engines[self._mode]
+        if len(ids) >= engine.max_context:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens and the context holds {engine.max_context}; "
+                "/reset forgets it, a larger --max-context makes room"
+            )
+        writer = AnswerWriter(self._runtime.tokenizer, titles=[message], by_source=self._verbose)
+        try:
+            (done,) = answer(engine, [ids], self._params, writer.write, reuse=True)
+        finally:
+            writer.end()
+        self._last = engine.stats
+        self._totals.setdefault(self._mode, Stats()).merge(engine.stats)
+        if done.text or done.finish_reason:
+            self._messages = [*asked, {"role": "assistant", "content": done.text}]
+        self._tell_end(done, len(ids) + len(done.token_ids))
+        if self._verbose:
+            note(one_line(engine.stats))
+
+    def _tell_end(self, done: Completion, num_tokens: int) -> None:
+        """Why an answer ended, if not by itself."""
+        limit = self._engines[self._mode].max_context
+        if done.finish_reason is None:
+            note("stopped")
+        elif done.finish_reason == "length" and num_tokens >= limit:
+            note(f"cut: the context holds {limit} tokens; /reset forgets the conversation")
+        elif done.finish_reason == "length":
+            note(f"cut at {self._params.max_new_tokens} tokens; --max-new-tokens allows more")
+
+    def _set_mode(self, name: str) -> None:
+        loaded = self._runtime.modes
+        if not name:
+            note(f"mode {self._mode}; loaded are {', '.join(loaded)}")
+        elif name not in get_args(Mode):
+            note(f"there is no mode {name!r}; loaded are {', '.join(loaded)}")
+        elif name not in loaded:
+            note(f"mode {name} is not loaded; start with --mode {name}")
+        else:
+            self._switch(name)  # type: ignore[arg-type]
+            note(f"mode {name}")
+
+    def _switch(self, mode: Mode) -> None:
+        """Go on with a mode's engine."""
+        if mode not in self._engines:
+            self._engines[mode] = start_engine(self._runtime, mode, self._params)
+        self._mode = mode
+
+    def _stats(self) -> None:
+        if self._last is None:
+            note("nothing was decoded yet")
+        else:
+            columns = {"last answer": self._last} | {f"all {mode}": total for mode, total in self._totals.items()}
+            err_console.print(stats_table(columns, self._runtime.report(self._mode)))
+
+    def _help(self) -> None:
+        width = max(map(len, HELP))
+        for command, meaning in HELP.items():
+            note(f"{command:{width}}  {meaning}")
+        note(TIPS)
+
+
+def note(text: str) -> None:
+    """A line for the user that is no answer."""
+    err_console.print(Text(text, style="dim"), soft_wrap=True)
+
+
+def read_message() -> str:
+    """One message from the terminal or a pipe; raises EOFError at the end of the input."""
+    lines = [_read_line("> ")]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        try:
+            lines.append(_read_line(". "))
+        except EOFError:
+            break
+    return "\n".join(lines)
+
+
+def _read_line(prompt: str) -> str:
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # Windows has its own line editing
+            import readline  # noqa: F401 (input() uses it)
+        return input(prompt)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")

@@ -1,0 +1,178 @@
+"""The command line: `python -m sharesd generate | chat | cache`.
+
+torch is imported only once all arguments are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+from sharesd import __version__
+from sharesd.cli import cache as cache_command
+from sharesd.cli.console import err_console
+from sharesd.cli.options import (
+    Parser,
+    add_mode_option,
+    add_model_options,
+    add_sampling_options,
+    engine_config,
+    main_guard,
+    modes_of,
+    parse,
+    sampling_params,
+)
+from sharesd.config import MODES, Mode
+
+if TYPE_CHECKING:
+    from sharesd.models.tokenizer import Tokenizer
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells expect it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status."""
+    return main_guard(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = parse(_parser(), argv)
+    return args.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m sharesd", description="Lossless speculative decoding with one shared model.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer prompts",
+        description="Answer prompts and stream the text to stdout. A prompt is an instruction, put to the model "
+        "through its chat template if it has one; --raw takes it as the beginning of a text to go on with.",
+    )
+    generate.set_defaults(run=_generate, parser=generate)
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text, or - for stdin; several run together")
+    add_mode_option(generate, several=False)
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument("--system", default=argparse.SUPPRESS, metavar="TEXT", help="system prompt")
+    generate.add_argument(
+        "--json", action="store_true", help="print a JSON object per prompt (statistics: of all) instead of text"
+    )
+    generate.add_argument("--logprobs", action="store_true", help="with --json: log-probability of every token")
+    generate.add_argument(
+        "-v", "--verbose", action="store_true", help="color tokens by where they came from; end with statistics"
+    )
+    add_model_options(generate)
+    add_sampling_options(generate, max_new_tokens=512)
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk with the model",
+        description="Talk with the model. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.",
+    )
+    chat.set_defaults(run=_chat, parser=chat)
+    add_mode_option(chat, several=False)
+    chat.add_argument("--system", default=argparse.SUPPRESS, metavar="TEXT", help="system prompt")
+    chat.add_argument(
+        "-v", "--verbose", action="store_true", help="color tokens by where they came from; statistics of each answer"
+    )
+    add_model_options(chat)
+    add_sampling_options(chat, max_new_tokens=1024)
+
+    cache_command.add_parser(commands)
+    return parser
+
+
+def _version() -> str:
+    return f"sharesd {__version__}, torch {metadata.version('torch')}, transformers {metadata.version('transformers')}"
+
+
+def _mode(args: argparse.Namespace) -> Mode:
+    """The one mode asked for."""
+    modes = modes_of(args, default=MODES) if hasattr(args, "mode") else ("share",)  # type: ignore[arg-type]
+    if len(modes) != 1:
+        raise ValueError(f"--mode is {args.mode!r}; give one mode")
+    return modes[0]  # type: ignore[return-value]
+
+
+def _generate(args: argparse.Namespace) -> int:
+    mode = _mode(args)
+    system = getattr(args, "system", None)
+    if args.raw and system is not None:
+        raise ValueError("--system has no effect on --raw; drop one of the two")
+    if args.logprobs and not args.json:
+        raise ValueError("--logprobs has no effect on plain text; add --json or drop --logprobs")
+    params = replace(sampling_params(args), logprobs=args.logprobs)
+    config = replace(engine_config(args, modes=(mode,)), max_batch=len(args.prompts))
+    prompts = _read_prompts(args.prompts)
+
+    from sharesd.cli.start import load_runtime, start_engine
+
+    runtime = load_runtime(config, (mode,))
+    ids = [_encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
+    engine = start_engine(runtime, mode, params)
+
+    from sharesd.cli.answer import answer
+    from sharesd.cli.show import AnswerWriter, legend, shows_colors, stats_dict, stats_table
+
+    if args.verbose and not args.json and shows_colors():
+        err_console.print(legend())
+    titles = [shorten(prompt, 80, placeholder=" …") for prompt in prompts]
+    writer = AnswerWriter(runtime.tokenizer, titles=titles, by_source=args.verbose)
+    answers = answer(engine, ids, params, (lambda chunk: None) if args.json else writer.write)
+    writer.end()
+    report = runtime.report(mode)
+    if args.json:
+        common = {"mode": mode, "stats": stats_dict(engine.stats, report)}
+        for prompt, done in zip(prompts, answers, strict=True):
+            print(json.dumps({"prompt": prompt, **asdict(done), **common}, ensure_ascii=False), flush=True)
+    if args.verbose:
+        err_console.print(stats_table({mode: engine.stats}, report))
+    return 0 if all(done.finish_reason for done in answers) else INTERRUPTED
+
+
+def _read_prompts(given: Sequence[str]) -> list[str]:
+    """The prompts, with - replaced by what stdin holds (without the last line end)."""
+    if given.count("-") > 1:
+        raise ValueError("the prompt - is given twice; stdin can be read once")
+    prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
+    empty = next((given[i] for i, prompt in enumerate(prompts) if not prompt.strip()), None)
+    if empty is not None:
+        raise ValueError("stdin is empty; pipe a prompt into it" if empty == "-" else f"the prompt {empty!r} is empty")
+    return prompts
+
+
+def _encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None) -> list[int]:
+    if raw or not tokenizer.has_chat_template:
+        if system is not None:
+            raise ValueError(
+                "this checkpoint has no chat template, and so no place for --system; put it into the prompt"
+            )
+        return tokenizer.encode(prompt)
+    if system is None:
+        return tokenizer.ask(prompt)
+    return tokenizer.chat([{"role": "system", "content": system}, {"role": "user", "content": prompt}])
+
+
+def _chat(args: argparse.Namespace) -> int:
+    mode = _mode(args)
+    params = sampling_params(args)
+    second = mode == "classic" or hasattr(args, "draft")  # a model of its own is loaded where asked for
+    modes: tuple[Mode, ...] = tuple(m for m in MODES if m != "classic" or second)  # type: ignore[misc]
+    config = engine_config(args, modes=modes)
+
+    from sharesd.cli.start import load_runtime
+
+    runtime = load_runtime(config, modes)
+
+    from sharesd.cli.chat import Chat
+
+    return Chat(runtime, mode, params, system=getattr(args, "system", None), verbose=args.verbose).run()

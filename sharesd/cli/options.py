@@ -1,0 +1,396 @@
+"""The options which `python -m sharesd` and `python -m benchmark` share, and the way from them to the dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, get_args
+
+from quant.config import QuantConfig
+from sharesd.cli.console import main_guard
+from sharesd.config import (
+    MODEL_DRAFTERS,
+    MODES,
+    TABLES,
+    Acceptance,
+    CompileMode,
+    DType,
+    EngineConfig,
+    Mode,
+    SamplingParams,
+)
+
+__all__ = [
+    "Parser",
+    "add_model_options",
+    "add_mode_option",
+    "add_sampling_options",
+    "engine_config",
+    "main_guard",
+    "modes_of",
+    "parse",
+    "sampling_params",
+]
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names of dtypes."""
+MODE_ALIASES = {"sd-classic": "classic", "sd-share": "share"}
+"""Names that users of the original project type."""
+_DEFAULTS = EngineConfig()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, where flags are never abbreviated and a mistake costs one line on stderr and exit status 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {' '.join(message.split())}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(2)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not those that say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        idle = action.default is None or action.default is False or action.default == []
+        return action.help if idle else super()._get_help_string(action)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. A subcommand which sets the default `parser` to itself reports its own unknown flags."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        getattr(args, "parser", parser).error(f"unknown argument {unknown[0]!r}")
+    return args
+
+
+def run_command(prog: str, description: str, kind: str, modules: Sequence[str], argv: Sequence[str] | None) -> int:
+    """A program of subcommands, one in each module; returns the exit status.
+
+    Modules have `add_parser(subparsers)`, which sets the defaults `run` (args -> exit status) and `parser`.
+    """
+    parser = Parser(prog=prog, description=description)
+    subparsers = parser.add_subparsers(metavar=kind, required=True)
+    for name in modules:
+        importlib.import_module(name).add_parser(subparsers)
+    args = parse(parser, argv)
+    return main_guard(lambda: args.run(args))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, where and how it runs."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--target",
+        "-llm",
+        metavar="MODEL",
+        help="checkpoint folder, .gguf file or hub id of the model that decides (default: the embedded "
+        "SmolLM2-135M-Instruct)",
+        default=argparse.SUPPRESS,
+    )
+    group.add_argument(
+        "--draft",
+        "-ssm",
+        metavar="MODEL",
+        help="second model of mode classic, with the same vocabulary (default: a quantized copy of the target)",
+        default=argparse.SUPPRESS,
+    )
+    group.add_argument(
+        "--num-draft",
+        type=_length,
+        default="auto",
+        metavar="K",
+        help="draft tokens per round; auto: what pays best at the moment, 0 included",
+    )
+    group.add_argument(
+        "--max-draft",
+        type=_whole,
+        default=_DEFAULTS.max_draft,
+        metavar="K",
+        help="draft tokens per round at most, with --num-draft auto",
+    )
+    group.add_argument(
+        "--tree",
+        type=_tree,
+        default=argparse.SUPPRESS,
+        metavar="K:DEPTH:BUDGET",
+        help="models draft trees: the K likeliest nodes of each level have K children each, and of all the BUDGET "
+        "likeliest are verified; --num-draft auto takes chains and smaller trees where they pay more",
+    )
+    group.add_argument(
+        "--draft-window",
+        type=_window,
+        default=_DEFAULTS.draft_window,
+        metavar="N",
+        help="mode share: draft steps look at the last N tokens and the first few; auto: in long contexts; off: at all",
+    )
+    group.add_argument(
+        "--with",
+        dest="hybrid_with",
+        default=",".join(_DEFAULTS.hybrid_with),
+        metavar="NAMES",
+        help=f"what mode hybrid chooses from: one of {', '.join(MODEL_DRAFTERS)}, and any of {', '.join(TABLES)}",
+    )
+    group.add_argument(
+        "--ngram-min", type=_whole, default=_DEFAULTS.ngram_min, metavar="N", help="mode ngram: shortest match"
+    )
+    group.add_argument(
+        "--ngram-max", type=_whole, default=_DEFAULTS.ngram_max, metavar="N", help="mode ngram: longest match"
+    )
+    group.add_argument("--ngram-recent", action="store_true", help="mode ngram: the most recent match, not the first")
+    group.add_argument(
+        "--corpus",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="mode suffix: datastore of texts to look into as well, or `empty` (`python -m train corpus` makes one; "
+        "default: the one of the embedded model, for that model)",
+    )
+    group.add_argument(
+        "--recycle-table",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="mode recycle: table to start from, or `empty` (default: the one of the embedded model, for that model)",
+    )
+    group.add_argument(
+        "--quant",
+        default=_DEFAULTS.quant.spec,
+        metavar="SPEC",
+        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best",
+    )
+    group.add_argument(
+        "--quant-skip",
+        action="append",
+        default=[],
+        metavar="SKIP",
+        help="keep these at full precision: layers=0,29 or proj=down (repeatable)",
+    )
+    group.add_argument(
+        "--dtype", type=_dtype, default=_DEFAULTS.dtype, help=f"{', '.join(get_args(DType))}, or {', '.join(DTYPES)}"
+    )
+    group.add_argument("--device", default=_DEFAULTS.device, help="cpu, cuda, cuda:N, or auto: cuda where there is one")
+    group.add_argument(
+        "--compile", choices=get_args(CompileMode), default=_DEFAULTS.compile, help="how steps are compiled"
+    )
+    group.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.exact,
+        help="give a row the same bits in all modes; --no-exact takes the fastest steps, and texts may differ",
+    )
+    group.add_argument(
+        "--steady-cublas",
+        action="store_true",
+        help="on a GPU, keep cuBLAS from splitting sums, so that steps may have any width more often",
+    )
+    group.add_argument(
+        "--threads",
+        type=_length,
+        default="auto",
+        metavar="N",
+        help="CPU threads that share a step; auto: one per core, fewer while other programs keep cores busy",
+    )
+    group.add_argument(
+        "--max-context",
+        type=_whole,
+        default=_DEFAULTS.max_context,
+        metavar="N",
+        help="tokens of prompt and answer that the KV cache holds",
+    )
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run modelling code that a checkpoint brings along"
+    )
+
+
+def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> None:
+    """`--mode`: one mode, or (`several`) a list, all by default. Read it with `modes_of`."""
+    names = ", ".join((*MODES, *MODE_ALIASES))
+    if several:
+        parser.add_argument(
+            "--mode",
+            action="append",
+            default=argparse.SUPPRESS,
+            help=f"{names} or all (default); repeatable, or with commas",
+        )
+    else:
+        parser.add_argument("--mode", default=argparse.SUPPRESS, help=f"{names} (default: share)")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int = 128) -> None:
+    """How tokens are chosen and where texts end."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--do-sample", action="store_true", help="sample; without it decoding is greedy")
+    group.add_argument(
+        "--temp",
+        type=_number,
+        default=argparse.SUPPRESS,
+        metavar="T",
+        help="temperature, with --do-sample (default: 1.0)",
+    )
+    group.add_argument(
+        "--top-p", type=_number, default=1.0, metavar="P", help="likeliest tokens whose probability reaches P"
+    )
+    group.add_argument("--top-k", type=_whole, default=0, metavar="K", help="K likeliest tokens; 0 = all")
+    group.add_argument(
+        "--min-p", type=_number, default=0.0, metavar="P", help="tokens at least P times as likely as the first"
+    )
+    group.add_argument(
+        "--seed",
+        type=_whole,
+        default=0,
+        help="seed of the noise: equal seeds give equal texts, in all modes; each of several prompts has its own noise",
+    )
+    group.add_argument("--repetition-penalty", type=_number, default=1.0, metavar="X", help="1 = none")
+    group.add_argument("--presence-penalty", type=_number, default=0.0, metavar="X", help="0 = none")
+    group.add_argument("--frequency-penalty", type=_number, default=0.0, metavar="X", help="0 = none")
+    group.add_argument(
+        "--acceptance",
+        choices=get_args(Acceptance),
+        default="match",
+        help="match: the text of naive decoding; rejection, block: only its distribution",
+    )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    group.add_argument(
+        "--max-new-tokens", type=_whole, default=max_new_tokens, metavar="N", help="tokens per answer at most"
+    )
+
+
+def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
+    """The modes asked for, each once, in the order of first mention; ValueError for an unknown one."""
+    given = getattr(args, "mode", None)
+    if given is None:
+        return tuple(default)  # type: ignore[arg-type]
+    modes: list[Mode] = []
+    for name in [part.strip() for text in ([given] if isinstance(given, str) else given) for part in text.split(",")]:
+        plain = MODE_ALIASES.get(name, name)
+        if plain != "all" and plain not in MODES:
+            raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
+        modes += default if plain == "all" else [plain]  # type: ignore[list-item,arg-type]
+    return tuple(dict.fromkeys(modes))
+
+
+def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: bool = False) -> EngineConfig:
+    """The model options as a config; its mode is the last of `modes`. ValueError for what does not fit together."""
+    draft = getattr(args, "draft", None)
+    if draft is not None and "classic" not in modes:
+        raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
+    tree = getattr(args, "tree", None)
+    if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
+        raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
+    shares = "share" in modes or ("hybrid" in modes and "share" in map(str.strip, args.hybrid_with.split(",")))
+    if args.draft_window != "auto" and not shares:
+        raise ValueError(
+            f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
+        )
+    auto = args.quant == "auto"
+    if auto and args.quant_skip:
+        raise ValueError(
+            f"--quant auto chooses what to skip, and --quant-skip is {args.quant_skip[0]!r}; drop one of the two"
+        )
+    config = EngineConfig(
+        target=getattr(args, "target", None),
+        mode="classic" if draft is not None else modes[-1],
+        draft=draft,
+        num_draft=None if args.num_draft == "auto" else args.num_draft,
+        max_draft=args.max_draft,
+        draft_window=args.draft_window,
+        tree=tree,
+        hybrid_with=tuple(dict.fromkeys(name.strip() for name in args.hybrid_with.split(","))),
+        ngram_min=args.ngram_min,
+        ngram_max=args.ngram_max,
+        ngram_recent=args.ngram_recent,
+        corpus=getattr(args, "corpus", None),
+        recycle_table=getattr(args, "recycle_table", None),
+        dtype=args.dtype,
+        device=args.device,
+        quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
+        compile=args.compile,
+        exact=args.exact,
+        steady_cublas=args.steady_cublas,
+        threads=None if args.threads == "auto" else args.threads,
+        max_context=args.max_context,
+        trust_remote_code=args.trust_remote_code,
+        progress=progress,
+    )
+    if auto:
+        from sharesd.settings import best_quant  # torch takes seconds, mistakes should not
+
+        config = replace(config, quant=best_quant(config))
+    return config
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling options as parameters; ValueError where an option would have no effect."""
+    temperature = getattr(args, "temp", None)
+    if not args.do_sample:
+        idle = {
+            "--temp": temperature is not None,
+            "--top-p": args.top_p != 1,
+            "--top-k": args.top_k != 0,
+            "--min-p": args.min_p != 0,
+        }
+        flag = next((flag for flag, given in idle.items() if given), None)
+        if flag:
+            raise ValueError(f"{flag} has no effect on greedy decoding; add --do-sample or drop {flag}")
+    elif temperature == 0:
+        raise ValueError("--do-sample with --temp 0 contradict each other; drop --do-sample or raise --temp")
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=(1.0 if temperature is None else temperature) if args.do_sample else 0.0,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        acceptance=args.acceptance,
+    )
+
+
+def _checked(convert: Callable[[str], float], text: str, kind: str) -> float:
+    try:
+        value = convert(text)
+        finite = math.isfinite(value)
+    except (ValueError, OverflowError):
+        finite = False
+    if not finite:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+    return value
+
+
+def _whole(text: str) -> int:
+    return int(_checked(int, text, "a whole number"))
+
+
+def _length(text: str) -> int | str:
+    return text if text == "auto" else _whole(text)
+
+
+def _window(text: str) -> int | str:
+    return text if text in ("auto", "off") else _whole(text)
+
+
+def _tree(text: str) -> tuple[int, ...]:
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET; for example 2:4:8")
+    return tuple(map(_whole, parts))
+
+
+def _number(text: str) -> float:
+    return _checked(float, text, "a number")
+
+
+def _dtype(text: str) -> str:
+    name = DTYPES.get(text, text)
+    if name not in get_args(DType):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join((*get_args(DType), *DTYPES))}")
+    return name

@@ -1,0 +1,27 @@
+"""From options to an engine that is ready, with a display on stderr that vanishes when it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sharesd.cli.console import err_console, loading_bars
+from sharesd.config import EngineConfig, Mode, SamplingParams
+
+if TYPE_CHECKING:
+    from sharesd.decoding.engine import Engine
+    from sharesd.load import Runtime
+
+
+def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
+    """The models that `modes` need, loaded; ValueError for whatever cannot be honoured."""
+    with err_console.status("importing torch"):
+        from sharesd.load import Runtime
+    with loading_bars() as progress:
+        return Runtime(config, modes, progress=progress)
+
+
+def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams) -> Engine:
+    """The engine of a mode, compiled and warmed up for this way of sampling."""
+    with err_console.status(f"compiling mode {mode}"):
+        return runtime.engine(mode, warm=params)

@@ -1,0 +1,1 @@
+"""What is decoded, in which order, and why it is exact."""

@@ -1,0 +1,92 @@
+"""Where drafts lie that rounds are replayed with: tensors of one shape, which keep their place.
+
+Legend: B rows, N draft tokens at most, T = N + 1 verify rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from compile.attention import Branches
+from sharesd.decoding.tree import DraftTree
+
+ALIGNED = 16
+"""Parts of the one array begin at multiples of so many numbers: compiled code wants them where vectors may begin."""
+
+
+class DraftBuffers:
+    """A draft of at most N nodes for each row; -1 = no node. Model drafters write into it, tables' guesses are copied.
+
+    tokens [B, N], depth [B, T], path [B, T, T] (see `Branches`), all int64, in one array: one copy from the host.
+    """
+
+    def __init__(self, batch: int, most: int, vocab_size: int, device: torch.device) -> None:
+        B, N, T = batch, most, most + 1
+        sizes = [-(-size // ALIGNED) * ALIGNED for size in (B * N, B * T, B * T * T)]
+
+        def parts(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            tokens, depth, path = numbers.split(sizes)
+            return tokens[: B * N].view(B, N), depth[: B * T].view(B, T), path[: B * T * T].view(B, T, T)
+
+        self.most, self._vocab_size = most, vocab_size
+        self._on_host = torch.zeros(sum(sizes), dtype=torch.int64)
+        if device.type == "cuda":
+            self._on_host = self._on_host.pin_memory()
+        self._on_device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._host_parts = parts(self._on_host)
+        self.tokens_BN, self.depth_BT, self.path_BTT = parts(self._on_device)
+        self.row_T = torch.arange(T, device=device)
+        self._chain_TT, self._star_TT = (torch.zeros(T, T, dtype=torch.int64) for _ in range(2))
+        self._chain_TT[:] = torch.arange(T)  # paths of a chain's rows: the rows before, and their own
+        self._star_TT[:, 1:2] = torch.arange(T)[:, None]  # of children of the root: such are rows without a node
+        self.chain_TT, self.star_TT = self._chain_TT.to(device), self._star_TT.to(device)
+        self.places_BT = self.row_T.repeat(B, 1)
+        """Where a model drafter wrote root and nodes, from the root's slot on."""
+        self.lay_chain()
+
+    @cached_property
+    def probs_BNV(self) -> Tensor:
+        """The distributions that tokens were drawn from, float32, where acceptance asks for them."""
+        return torch.zeros(*self.tokens_BN.shape, self._vocab_size, device=self.tokens_BN.device)
+
+    def tree(self, *, branches: bool, probs: bool) -> DraftTree:
+        """Whatever is in here, as the largest of drafts."""
+        return DraftTree(
+            self.tokens_BN,
+            Branches(self.depth_BT, self.path_BTT) if branches else None,
+            self.probs_BNV if probs else None,
+            depth=self.most,
+            num_steps=self.most,
+            places=self.places_BT if branches else None,
+        )
+
+    def clear(self) -> None:
+        """No nodes; chains may follow."""
+        self.tokens_BN.fill_(-1)
+
+    def lay_chain(self) -> None:
+        """No nodes, and paths are those of a chain."""
+        self.clear()
+        self.depth_BT.copy_(self.row_T)
+        self.path_BTT.copy_(self.chain_TT)
+        self.places_BT.copy_(self.row_T)
+
+    def put(self, tree: DraftTree) -> None:
+        """A draft that lies elsewhere: one copy, for which nobody waits."""
+        tokens_BN, depth_BT, path_BTT = self._host_parts
+        num_nodes = tree.tokens.shape[1]
+        tokens_BN.fill_(-1)
+        tokens_BN[:, :num_nodes] = tree.tokens
+        if tree.branches is None:
+            depth_BT[:], path_BTT[:] = self._chain_TT[0], self._chain_TT
+        else:
+            T = 1 + num_nodes
+            depth_BT[:], path_BTT[:] = 1, self._star_TT
+            depth_BT[:, :T], path_BTT[:, :T, :T] = tree.branches
+        self._on_device.copy_(self._on_host, non_blocking=True)
+        if "probs_BNV" in self.__dict__:  # tables draw from nothing: what they guess, they guess for sure
+            assert tree.probs is None
+            self.probs_BNV.zero_().scatter_(2, self.tokens_BN.clamp(min=0)[..., None], 1.0)

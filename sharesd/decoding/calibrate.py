@@ -1,0 +1,283 @@
+"""Warming up an engine: every form of a round runs until it is compiled, then rounds are timed for the policy."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from compile.graphs import WARM_CALLS
+from sharesd.config import SamplingParams
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, pack
+from sharesd.drafters.base import Drafter
+from sharesd.drafters.tables.base import Guess
+
+log = logging.getLogger(__name__)
+
+SWEEPS, SECONDS = (3, 12), 0.5
+"""All rounds are timed at least and at most so often, and no more once this has passed and the times agree."""
+PATIENCE = 3
+"""Times that disagree are taken for so many times longer; those that still do are not kept."""
+AGREE = 1.25
+"""The middle half of the repeats of a round, relative to a plain step, may differ by this factor."""
+STARTS = 3
+"""Starts at which costs are measured: one of them may fall into a bad moment of the machine."""
+SLOWER = 1.3
+"""Costs from a moment when plain steps took so many times as long as they do now are not used."""
+FAR = 2048
+"""Live slots, at most, at which rounds are timed besides those right behind the text."""
+
+
+def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) -> None:
+    """Compile what this way of sampling needs; where the policy chooses lengths, give it costs.
+
+    `kept` is the file of costs measured before under the same conditions. Those of the first few starts are joined;
+    later starts measure nothing but a plain step, which tells whether the machine was in a bad way then.
+    """
+    policy = engine.way(params).policy
+    short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
+    shapes = _shapes(engine, params)
+    prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
+    before = policy.pinned
+    for shape in shapes:
+        policy.pinned = shape
+        engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + shape.depth)))
+    policy.pinned = before
+    if engine.graphs is not None:
+        _capture(engine, params)
+    if engine.drafter is not None and engine.drafter.on_host:
+        _verify_tree(engine, params)
+    if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
+        earlier = _read(kept) if kept else []
+        if earlier:
+            engine.state.active_B.zero_()
+            now = min(_timed(_step(engine, params, 0)) for _ in range(SWEEPS[0]))
+            earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
+        if len(earlier) < STARTS:
+            fresh, agree = measure_costs(engine, params)
+            if kept and agree:
+                _write(kept, [*earlier, fresh])
+            earlier.append(fresh)
+        policy.use(typical(earlier))
+    engine.forget()
+
+
+@torch.inference_mode()
+def _capture(engine: Engine, params: SamplingParams) -> None:
+    """Run every form of a round until it is replayed, with idle rows, which change nothing."""
+    engine.state.active_B.zero_()
+    way, model = engine.way(params), _model_drafter(engine)
+    kinds = {(shape.is_tree, shape.recent): shape for shape in model.shapes} if model is not None else {}
+    for _ in range(1 + WARM_CALLS):
+        way.round.verify(way.draft(PLAIN))
+        for shape in kinds.values():  # the largest of each kind
+            assert model is not None
+            way.round.verify(model.draft(shape))
+        if engine.num_draft:
+            way.round.verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
+
+
+@torch.inference_mode()
+def _verify_tree(engine: Engine, params: SamplingParams) -> None:
+    """Verify a tree, where the target takes such: no table may have guessed one so far."""
+    if not engine.target.takes_trees or params.acceptance != "match" or engine.num_draft < 2:
+        return
+    engine.state.active_B.zero_()
+    siblings = Guess(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
+    tree = pack([siblings] * engine.cache.batch, engine.num_draft, "")
+    engine.way(params).round.verify(tree)
+
+
+@torch.inference_mode()
+def measure_costs(engine: Engine, params: SamplingParams) -> tuple[Costs, bool]:
+    """Seconds of steps and draft steps, behind whatever text the engine decoded last; and whether they can be trusted.
+
+    Leaves that text alone, and writes behind it. Every round is compared with the plain steps around it, at two
+    contexts: what slows the machine down meanwhile slows both.
+    """
+    engine.state.active_B.zero_()  # steps of idle rows cost the same and change nothing
+    model = _model_drafter(engine)
+    lengths = {id(cache): cache.lengths for cache in (engine.cache, getattr(model, "cache", engine.cache))}
+    before = {name: lengths_B.clone() for name, lengths_B in lengths.items()}
+    near = float(engine.cache.lengths.double().mean())
+    room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
+    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 else None
+    timers = _timers(engine, params)
+    plain = _step(engine, params, 0)
+    ratios: dict[tuple[str, int, bool], list[float]] = {}
+    bases: dict[bool, list[float]] = {False: [], True: []}
+    started = time.perf_counter()
+    agree = False
+    for sweep in range(SWEEPS[1] * PATIENCE):
+        passed = time.perf_counter() - started
+        agree = all(_spread(times) < AGREE for times in ratios.values())
+        if sweep >= SWEEPS[0] and (passed > PATIENCE * SECONDS or (agree and (passed > SECONDS or sweep >= SWEEPS[1]))):
+            break
+        for is_far in (False, *([True] if far is not None else [])):
+            if is_far and far is not None:
+                for lengths_B in lengths.values():
+                    lengths_B.fill_(far)
+            plain()
+            base = _timed(plain)
+            for key, seconds in timers.items():
+                took = seconds()
+                after = _timed(plain)
+                ratios.setdefault((*key, is_far), []).append(2 * took / (base + after))
+                bases[is_far].append(after)
+                base = after
+            for name, lengths_B in lengths.items():
+                lengths_B.copy_(before[name])
+    return _fit(ratios, bases, near, far), agree
+
+
+def _timers(engine: Engine, params: SamplingParams) -> dict[tuple[str, int], Callable[[], float]]:
+    """What is compared with a plain step: kind and width, and a function that does it and tells the seconds it took."""
+    model = _model_drafter(engine)
+    timers: dict[tuple[str, int], Callable[[], float]] = {}
+    for num_nodes in _lengths(engine.num_draft)[1:]:
+        timers["step", 1 + num_nodes] = partial(_timed, _step(engine, params, num_nodes))
+    if model is not None:
+        timers["draft", 0] = partial(_seconds_per_step, model, engine, chain(max(1, engine.num_draft // 2)))
+        if model.shapes[-1].is_tree:
+            timers["level", 0] = partial(_seconds_per_step, model, engine, model.shapes[-1])
+    return timers
+
+
+def _model_drafter(engine: Engine) -> Drafter | None:
+    drafter = engine.drafter
+    return getattr(drafter, "model_drafter", None) if drafter and drafter.on_host else drafter
+
+
+def _step(engine: Engine, params: SamplingParams, num_nodes: int) -> Callable[[], object]:
+    """A round of idle rows with so many draft tokens."""
+    way = engine.way(params)
+    tree = DraftTree(torch.zeros(engine.cache.batch, num_nodes, dtype=torch.int64))
+
+    @torch.inference_mode()
+    def step() -> object:
+        return way.round.verify(tree).counted_BX.tolist()
+
+    return step
+
+
+def _spread(times: list[float]) -> float:
+    """How much the middle half of some times differs."""
+    low, _, high = quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+    return high / low
+
+
+def _fit(
+    ratios: Mapping[tuple[str, int, bool], list[float]],
+    bases: Mapping[bool, list[float]],
+    near: float,
+    far: float | None,
+) -> Costs:
+    """Lines through what was measured at both contexts; a wider step takes no less time than a narrower one."""
+    plain = {is_far: min(times) for is_far, times in bases.items() if times}
+
+    def line(kind: str, width: int) -> tuple[float, float]:
+        at_near, at_far = (
+            plain[is_far] * (median(ratios[kind, width, is_far]) if (kind, width) != ("step", 1) else 1.0)
+            for is_far in (False, far is not None)
+        )
+        slot = max(0.0, at_far - at_near) / (far - near) if far is not None else 0.0
+        return at_near - slot * near, slot
+
+    costs = Costs()
+    for width in sorted({1, *(width for kind, width, _ in ratios if kind == "step")}):
+        at, slot = line("step", width)
+        costs.step[width] = max([at, *costs.step.values()])
+        costs.step_slot[width] = max([slot, *costs.step_slot.values()])
+    if ("draft", 0, False) in ratios:
+        costs.draft, costs.draft_slot = line("draft", 0)
+    if ("level", 0, False) in ratios:
+        costs.level, costs.level_slot = line("level", 0)
+    return costs
+
+
+def typical(measured: Sequence[Costs]) -> Costs:
+    """Of several measurements of the same rounds, the medians relative to a plain step, at the pace of the quickest."""
+    plain = min(costs.step[1] for costs in measured)
+
+    def middle(of: Callable[[Costs], float]) -> float:
+        return plain * median(of(costs) / costs.step[1] for costs in measured)
+
+    def middles(name: str) -> dict[int, float]:
+        return {width: middle(lambda costs, width=width: getattr(costs, name)[width]) for width in measured[0].step}  # type: ignore[misc]
+
+    return Costs(
+        middles("step"),
+        middle(attrgetter("draft")),
+        middle(attrgetter("level")),
+        middles("step_slot"),
+        middle(attrgetter("draft_slot")),
+        middle(attrgetter("level_slot")),
+    )
+
+
+def _seconds_per_step(drafter: Drafter, engine: Engine, shape: Shape) -> float:
+    return _timed(lambda: drafter.draft(shape).tokens.tolist()) / shape.depth
+
+
+def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
+    """Those whose rounds have compiled forms of their own; no draft among them, where that may be chosen."""
+    drafter = engine.drafter
+    if drafter is None:
+        return [PLAIN]
+    if not engine.way(params).policy.chooses:
+        return [shape for shape in drafter.shapes if shape[:2] == drafter.shapes[-1][:2]]
+    longest = (chain(engine.num_draft), drafter.shapes[-1])
+    windows = {shape.recent for shape in drafter.shapes}
+    return [PLAIN, *dict.fromkeys(shape._replace(recent=recent) for recent in windows for shape in longest)]
+
+
+def _read(file: Path) -> list[Costs]:
+    """The costs of earlier starts."""
+    try:
+        return [_checked(found) for found in json.loads(file.read_text())]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is measured again, it cannot be read (%s: %s)", file, type(error).__name__, error)
+        return []
+
+
+def _checked(found: dict[str, Any]) -> Costs:
+    step, step_slot = ({int(width): float(s) for width, s in found[name].items()} for name in ("step", "step_slot"))
+    draft, level, draft_slot, level_slot = (float(found[n]) for n in ("draft", "level", "draft_slot", "level_slot"))
+    if min(step.values()) <= 0 or min(draft, level, draft_slot, level_slot, *step_slot.values()) < 0:
+        raise ValueError("times must be positive")
+    if 1 not in step or step.keys() != step_slot.keys():
+        raise ValueError("a width is missing")
+    return Costs(step, draft, level, step_slot, draft_slot, level_slot)
+
+
+def _write(file: Path, measured: Sequence[Costs]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = file.with_name(f".{file.name}.{os.getpid()}")
+    partial_file.write_text(json.dumps([asdict(costs) for costs in measured]))
+    partial_file.replace(file)
+
+
+def _timed(function) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def _lengths(most: int) -> list[int]:
+    """0, 1, 2, 4 ... and the longest: between them costs are nearly linear."""
+    doubling = [2**i for i in range(most.bit_length()) if 2**i < most]
+    return [0, *doubling, most]

@@ -1,0 +1,119 @@
+"""Does a row of a step get the same bits whatever the step's width and the row's place? Found out at start-up.
+
+Legend: B rows of the batch, T tokens of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compile.attention import Branches, pack_kv
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.models.base import CausalModel
+from sharesd.models.decoder import Decoder
+
+WIDTHS = (1, 2, 5, 8)
+"""Numbers of rows that are compared where steps may have any."""
+LENGTH = 126
+"""Live slots before the rows, some of which lie in the next chunk of slots then; besides, nearly all that there are."""
+NOISE_SLOTS = 96
+"""Slots after which the contents of the cache repeat themselves."""
+
+
+class RowBits(NamedTuple):
+    """Which rows have the bits of plain steps."""
+
+    chains: bool
+    """Those of a chain, whichever of the widths the step has."""
+    trees: bool
+    """Those of a tree, wherever its paths lie. Not looked at, and False, unless chains agree."""
+
+
+def shallow(model: Decoder) -> Decoder:
+    """The model with its first block alone, which runs as it does in the model (but for `run_stack`)."""
+    twin = copy.copy(model)
+    twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
+    twin.config = replace(model.config, layers=model.config.layers[:1])
+    twin.run_stack = twin._run_stack
+    return twin
+
+
+@torch.inference_mode()
+def check_rows(model: CausalModel, cache: StaticKVCache, widths: Sequence[int], *, trees: bool) -> RowBits:
+    """Compare the logits of random rows in steps as rounds run them: of these widths, the narrowest of which is that of
+    plain steps. Overwrites the cache, and leaves it empty.
+
+    Takes as long as a few dozen steps of the model do: milliseconds, where it is a `shallow` one.
+    """
+    _fill(cache)
+    check = _Check(model, cache, min(widths))
+    last = cache.slots - 2 * max(widths)
+    lengths = sorted({min(LENGTH, last), last})
+    chains_agree = all(check.chains_agree(length, sorted(widths)) for length in lengths)
+    trees_agree = trees and chains_agree and all(check.trees_agree(length, max(widths)) for length in lengths)
+    cache.lengths.zero_()
+    return RowBits(chains_agree, trees_agree)
+
+
+class _Check:
+    def __init__(self, model: CausalModel, cache: StaticKVCache, plain_width: int) -> None:
+        self._model, self._cache, self._plain_width = model, cache, plain_width
+        self._dice = torch.Generator().manual_seed(0)
+
+    def chains_agree(self, length: int, widths: Sequence[int]) -> bool:
+        tokens_BT = self._tokens(widths[-1])
+        plain_BTV = self._plainly(tokens_BT, length)
+        for width in widths:
+            self._cache.lengths.fill_(length)
+            if not torch.equal(
+                self._model.forward(tokens_BT[:, :width].contiguous(), self._cache), plain_BTV[:, :width]
+            ):
+                return False
+        return True
+
+    def trees_agree(self, length: int, width: int) -> bool:
+        """Two chains from the root on, whose rows take turns."""
+        tokens_BT, device = self._tokens(width), self._cache.lengths.device
+        row_T = torch.arange(width)
+        depth_T = (row_T + 1) // 2
+        path_TT = (row_T[None, :] * 2 - row_T[:, None] % 2).clamp(min=0).where(row_T <= depth_T[:, None], 0)
+        B = len(tokens_BT)
+        branches = Branches(depth_T.repeat(B, 1).to(device), path_TT.repeat(B, 1, 1).to(device))
+        self._cache.lengths.fill_(length)
+        rows_BTV = self._model.forward(tokens_BT, self._cache, branches=branches)
+        for side in (row_T[row_T % 2 == 1], row_T[(row_T % 2 == 0) & (row_T > 0)]):
+            rows = [0, *side.tolist()]
+            if not torch.equal(self._plainly(tokens_BT[:, rows], length), rows_BTV[:, rows]):
+                return False
+        return True
+
+    def _tokens(self, num: int) -> Tensor:
+        size = (self._cache.batch, num)
+        return torch.randint(self._model.vocab_size, size, generator=self._dice).to(self._cache.lengths.device)
+
+    def _plainly(self, tokens_BT: Tensor, length: int) -> Tensor:
+        """Logits [B, T, V] of tokens that are read one by one, each in a step of its own."""
+        self._cache.lengths.fill_(length)
+        rows = []
+        for token_B1 in tokens_BT.split(1, 1):
+            step_BW = F.pad(token_B1, (0, self._plain_width - 1)).contiguous()
+            rows.append(self._model.forward(step_BW, self._cache)[:, :1])
+            self._cache.lengths += 1
+        return torch.cat(rows, 1)
+
+
+def _fill(cache: StaticKVCache) -> None:
+    """Make slots differ, as those of a text do."""
+    dice = torch.Generator().manual_seed(1)
+    for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True):
+        noise = torch.randn(2, 1, k.shape[1], NOISE_SLOTS, size, generator=dice).to(k.device, k.dtype)
+        plain = noise.repeat(1, cache.batch, 1, -(-cache.slots // NOISE_SLOTS), 1)[:, :, :, : cache.slots]
+        for tensor, noise_of in zip((k, v), plain if k.ndim == 4 else pack_kv(*plain), strict=True):
+            tensor.copy_(noise_of)

@@ -1,0 +1,133 @@
+"""Which draft tokens of a chain the target keeps. Branch-free tensor functions; noise is an input.
+
+`accept_match` emits the target's own choices and so the text of plain decoding. `accept_rejection` and `accept_block`
+emit another text of the same distribution; they need three independent sources: the draft's samples, `u_BN` and
+`noise_BV` (`sampling.Stream`), all of them new in every round (`sampling.fork`). Where a draft ends early, tokens of -1
+follow.
+
+Legend: B rows of the batch, N >= 1 draft tokens, T = N + 1 verify rows (row t predicts the token after t drafts),
+V vocabulary; p is the target's distribution, q the draft's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compile.attention import Branches
+from compile.walk import walk, walks
+from sharesd.decoding.tree import DraftTree, Verdict
+
+
+def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> Verdict:
+    """Keep draft tokens up to the first that differs from the target's choice, then add the target's."""
+    kept_BN = draft_BN == target_tokens_BT[:, :-1]
+    return _verdict(target_tokens_BT, kept_BN.cumprod(-1).sum(-1))
+
+
+def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> Verdict:
+    """Walk from the root to the child that equals the target's choice, as far as there is one; then add the target's.
+
+    Children of a node differ, so at most one is kept, and a path's rows ascend since parents come before children.
+    """
+    assert tree.branches is not None
+    if walks(target_tokens_BT.device):
+        num_new_B, tokens_BT, path_BT = walk(tree.tokens, tree.branches, target_tokens_BT)
+        return Verdict(tokens_BT, num_new_B, path_BT)
+    return accept_tree_reference(tree, tree.branches, target_tokens_BT)
+
+
+def accept_tree_reference(tree: DraftTree, branches: Branches, target_tokens_BT: Tensor) -> Verdict:
+    """`accept_tree` in tensor operations, for every device."""
+    depth_BT, path_BTT = branches
+    B, T = depth_BT.shape
+    row_T = torch.arange(T, device=depth_BT.device)
+    parent_BT = path_BTT.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[..., 0]
+    right_BT = torch.cat([tree.tokens[:, :1], tree.tokens], 1) == target_tokens_BT.gather(1, parent_BT)
+    right_BT[:, 0].fill_(True)
+    on_path_BTT = right_BT[:, None].expand(B, T, T).gather(2, path_BTT) | (row_T > depth_BT[..., None])
+    kept_BT = on_path_BTT.all(-1)
+    num_new_B = kept_BT.sum(-1)
+    path_BT = torch.where(kept_BT, row_T, T).sort(-1).values.clamp(max=T - 1)
+    return Verdict(tokens=target_tokens_BT.gather(1, path_BT), num_new=num_new_B, path=path_BT)
+
+
+def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
+    """Speculative sampling (Leviathan et al. 2022; Chen et al. 2023): keep a draft token with probability min(1, p/q).
+
+    After the first miss one token is recovered from the normalised max(0, p - q); after none a bonus is drawn from p.
+    `u_BN` is uniform in (0, 1), `noise_BV` Gumbel.
+    """
+    p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
+    num_accepted_B = ((u_BN * q_BN < p_BN) & (tree.tokens >= 0)).cumprod(-1).sum(-1)
+    tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, torch.ones_like(u_BN[:, 0]), noise_BV)
+    return _verdict(tokens_BT, num_accepted_B)
+
+
+def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): the longest prefix that a joint test allows.
+
+    Never shorter than `accept_rejection` on average. With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the rule is
+    built so that at least i tokens are kept with probability w_i given x_1..x_i. What the next token takes of that is
+    sum_x min(w_i p(x), q(x)) = w_i - r_i with r_i = sum_x max(0, w_i p(x) - q(x)); so stopping at i must have
+    probability r_i, which the test u < h_i = r_i / (r_i + 1 - w_i) gives (h_N = w_N). The token after a stop comes from
+    the normalised max(0, w_i p - q), after full acceptance from p.
+    """
+    p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
+    # log w_i = S_i - max_{j<=i} S_j where S sums log p/q: clipping at 1 restarts the product.
+    ratio_BN = p_BN.double().log() - q_BN.double().clamp(min=torch.finfo(torch.float32).tiny).log()
+    sums_BT = F.pad(ratio_BN, (1, 0)).cumsum(-1)
+    weight_BT = (sums_BT - sums_BT.cummax(-1).values).exp()
+    weight_BN = weight_BT[:, :-1]
+    if tree.probs is None:
+        rest_BN = weight_BN * (1 - p_BN)
+    else:
+        rest_BN = (weight_BN[..., None] * target_probs_BTV[:, :-1] - tree.probs).clamp(min=0).sum(-1)
+    stop_BN = rest_BN + 1 - weight_BN  # probability of not going on beyond i
+    h_BN = (rest_BN / stop_BN).where(stop_BN > 0, 1.0)
+    h_BN = torch.cat([h_BN[:, 1:], weight_BT[:, -1:]], 1)
+    num_N = torch.arange(1, u_BN.shape[1] + 1, device=u_BN.device)
+    num_B1 = _num_drafted(tree)[:, None]
+    h_BN = h_BN.where(num_N < num_B1, weight_BT[:, 1:].where(num_N == num_B1, 0.0))
+    num_accepted_B = num_N.where(u_BN < h_BN, 0).amax(-1)
+    weight_B = weight_BT.gather(1, num_accepted_B[:, None])[:, 0]
+    tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, weight_B, noise_BV)
+    return _verdict(tokens_BT, num_accepted_B)
+
+
+def _verdict(tokens_BT: Tensor, num_accepted_B: Tensor) -> Verdict:
+    B, T = tokens_BT.shape
+    path_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
+    return Verdict(tokens=tokens_BT, num_new=num_accepted_B + 1, path=path_BT)
+
+
+def _chain_probs(tree: DraftTree, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q of the draft tokens, each [B, N]."""
+    assert tree.branches is None, "only match accepts trees"
+    index_BN1 = tree.tokens.clamp(min=0)[..., None]
+    p_BN = target_probs_BTV[:, :-1].gather(-1, index_BN1)[..., 0]
+    q_BN = torch.ones_like(p_BN) if tree.probs is None else tree.probs.gather(-1, index_BN1)[..., 0]
+    return p_BN, q_BN
+
+
+def _num_drafted(tree: DraftTree) -> Tensor:
+    return (tree.tokens >= 0).sum(-1)
+
+
+def _finish(
+    tree: DraftTree, target_probs_BTV: Tensor, num_accepted_B: Tensor, weight_B: Tensor, noise_BV: Tensor
+) -> Tensor:
+    """Tokens [B, T]: the draft's, with the recovered or bonus token at `num_accepted`."""
+    (B, N), device = tree.tokens.shape, tree.tokens.device
+    rows_B, at_B = torch.arange(B, device=device), num_accepted_B.clamp(max=N - 1)
+    p_BV = target_probs_BTV[rows_B, num_accepted_B]
+    if tree.probs is None:
+        q_BV = torch.zeros_like(p_BV).scatter_(1, tree.tokens.gather(1, at_B[:, None]).clamp(min=0), 1.0)
+    else:
+        q_BV = tree.probs[rows_B, at_B]
+    q_BV = q_BV * (num_accepted_B < _num_drafted(tree))[:, None]  # no draft beyond the last: the bonus is drawn from p
+    rest_BV = (weight_B[:, None] * p_BV - q_BV).clamp(min=0)
+    rest_BV = rest_BV.where(rest_BV.sum(-1, keepdim=True) > 0, p_BV)  # p == q: such a miss has probability 0
+    last_B1 = (rest_BV.log() + noise_BV).argmax(-1, keepdim=True)
+    return torch.cat([tree.tokens, last_B1], 1).scatter(1, num_accepted_B[:, None], last_B1)

@@ -1,0 +1,115 @@
+"""Noise: what makes a choice random, and yet a function of seed and position.
+
+A 32-bit integer hash of (seed, stream, absolute position, token id) in int64 arithmetic that never overflows:
+the same bits on every device, eager or compiled. Only the logarithm of Gumbel noise may differ, by units in the last
+place, between devices and between eager and compiled code; a round shall therefore draw a position's noise once, or
+always through the same compiled function.
+
+Legend: B rows of the batch, T logit rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from compile.noise import hashed_gumbel
+
+_WORD = 0xFFFFFFFF
+_STREAM_SHIFT = 29  # positions stay below 2^29
+_MULTIPLIERS = (0x735A2D97, 0x61C88647, 0x31848BAB, 0x6C8E9CF5) * 2  # odd and below 2^31: products fit int64
+_SALTS = (  # digits of pi: what tells the two words of a key apart
+    (0x00000000, 0x243F6A88, 0x05A308D3, 0x13198A2E, 0x03707344, 0x24093822),
+    (0x299F31D0, 0x082EFA98, 0x6C4E6C89, 0x452821E6, 0x38D01377, 0x3E5466CF),
+)
+
+
+class Stream(IntEnum):
+    """Independent noises of one position. `rejection` and `block` would be biased if two of their parts shared one."""
+
+    TARGET = 0  # match: the target's choice, and the drafter's guess of it
+    DRAFT = 1  # rejection, block: the draft's own sample
+    ACCEPT = 2
+    RECOVER = 3  # the recovered or bonus token
+    FORK = 4
+    PROMPT = 5  # seeds of a call's prompts after the first
+
+
+def gumbel(
+    seeds_B: Tensor,
+    positions_BT: Tensor,
+    vocab_size: int,
+    *,
+    stream: Stream = Stream.TARGET,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Gumbel noise [B, T, V], finite, a function of (seed, stream, position, token id) alone.
+
+    `seeds_B` int64 in 0..2^63-1, `positions_BT` int64 in 0..2^29-1. The noise of a token is -log(-log(1 - w)) with w in
+    (0, 1) of 32 bits, fine near 0, where the likely winners are: rare tokens keep their true probability down to 2^-32.
+    """
+    low_BT1, high_BT1 = (word_BT[..., None] for word_BT in _keys(seeds_B, positions_BT, stream))
+    token_V = torch.arange(vocab_size, device=positions_BT.device)
+    word_BTV = _scramble(token_V, (low_BT1, high_BT1, low_BT1, high_BT1, low_BT1))
+    return -torch.log(-torch.log1p(-_unit(word_BTV, dtype)))
+
+
+def native_gumbel(seeds_B: Tensor, positions_BT: Tensor, vocab_size: int, *, stream: Stream = Stream.TARGET) -> Tensor:
+    """`gumbel` in float32 by the CPU kernel: a tenth of the time, equal but for units in the last place."""
+    low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
+    keys_RJ = torch.stack([low_BT, high_BT, low_BT, high_BT, low_BT], -1).view(-1, 5)
+    return hashed_gumbel(keys_RJ, _MULTIPLIERS, vocab_size).view(*positions_BT.shape, vocab_size)
+
+
+def uniform(
+    seeds_B: Tensor, positions_BT: Tensor, *, stream: Stream = Stream.ACCEPT, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Uniform noise [B, T] in (0, 1), both ends excluded; the same bits on every device."""
+    low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
+    return _unit(low_BT ^ high_BT, dtype)
+
+
+def fork(seeds_B: Tensor, positions_B: Tensor, *, stream: Stream = Stream.FORK) -> Tensor:
+    """New seeds [B] for the round whose root is at these positions. Needed by `block`, harmless for `rejection`.
+
+    Block verification looks at the whole draft to decide how much of it to keep. What it threw away has thus told
+    something about the noise of those positions, and the next round must draw there afresh.
+    """
+    low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], stream)
+    return (((low_B1 >> 1) << 32) | high_B1)[:, 0]
+
+
+def seeds_of_prompts(seed: int, indices_B: Tensor) -> Tensor:
+    """Seeds [B] of the prompts at these places (int64, from 0) of a call with this seed: the first has the seed itself.
+
+    Equal prompts of one call thus have noises, and texts, of their own.
+    """
+    seeds_B = torch.full_like(indices_B, seed)
+    return torch.where(indices_B == 0, seeds_B, fork(seeds_B, indices_B, stream=Stream.PROMPT))
+
+
+def _scramble(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """A 32-bit hash of x and the keys: one round per key, which takes the middle word of a 63-bit product.
+
+    Five rounds pass the chi-square tests of tests/test_sampling.py at a hundred times their sample; three do not. A
+    round uses its argument once, on purpose: Inductor writes out `x ^ (x >> 16)`, the step of the usual hashes, 2^n
+    times after n of them, and then compiles for most of a minute.
+    """
+    for key, multiplier in zip(keys, _MULTIPLIERS, strict=False):
+        x = (((x ^ key) * multiplier) >> 16) & _WORD
+    return x
+
+
+def _keys(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> list[Tensor]:
+    """Two independent 32-bit words [B, T] for each seed, stream and position."""
+    place_BT = positions_BT | (int(stream) << _STREAM_SHIFT)
+    halves = (seeds_B[:, None] & _WORD, seeds_B[:, None] >> 32)
+    return [_scramble(place_BT, [halves[i % 2] ^ salt for i, salt in enumerate(salts)]) for salts in _SALTS]
+
+
+def _unit(word: Tensor, dtype: torch.dtype) -> Tensor:
+    """A 32-bit word as (word + 1/2) / 2^32, rounded to `dtype` but below 1."""
+    return ((word.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
