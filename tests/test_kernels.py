@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from compile import native
 from compile.attention import CHUNK, SLOT_MULTIPLE, attend, attend_reference, new_kv, pack_kv, unpack_kv
 from compile.linear import LOW_INPUTS, LowPackedLinear, PackedLinear, pack_linears
+from compile.topk import top_k
 
 pytestmark = pytest.mark.kernels
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -437,3 +438,10 @@ def test_kernels_are_built_once_and_a_damaged_file_again(
         assert damaged.read_bytes() == first.read_bytes()
     finally:
         native.library.cache_clear()
+
+
+def test_the_largest_where_few_are_above_minus_infinity() -> None:
+    """As after top-k: whole blocks of nothing must not be passed over before there are k."""
+    x = torch.full((2, 2000), -torch.inf)
+    x[0, 1999], x[1, 300] = 1.0, 2.0
+    assert top_k(x, 3).tolist() == [[1999, 0, 1], [300, 0, 1]]

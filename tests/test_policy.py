@@ -209,17 +209,24 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
     plain = policy.rate_of_shape(PLAIN)
 
+    learnt = 0
+
     def asked(rounds: int, rate: float) -> int:
+        nonlocal learnt
         times = 0
         for _ in range(rounds):
             looks = policy.looks()
+            learnt += policy.learns
             if looks:
                 policy.looked(rate, plain)
             policy.record(tree_of(PLAIN), [[]], 0.03 * looks, 1.0, 1)
             times += looks
         return times
 
-    assert asked(400, plain) < 150 and asked(320, plain) == 10
+    assert asked(400, plain) < 150
+    learnt = 0
+    assert asked(320, plain) == 10
+    assert learnt == 40, "they learn from a few rounds before they are asked"
     assert asked(80, 1.5 * plain) > 40, "one good guess, and they are asked again"
     asked(400, plain)
     policy.begin()

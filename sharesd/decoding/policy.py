@@ -49,6 +49,8 @@ RECHECK = 4
 PAUSE, LOOKS = (8, 32), 16
 """Rounds from one look into the tables to the next, at first and at most, where looking takes longer than it gains;
 looks that tell."""
+SOON = 4
+"""Rounds before a look whose logits tables learn from."""
 FRESH = 0.02
 """What looking is thought to gain on top of its cost when a text begins: some third of a plain step is spent on finding
 out, in few looks where one takes long and in many where it does not."""
@@ -255,9 +257,14 @@ class Policy:
                 self._until_look = self._rest - 1
                 self._rest = min(PAUSE[1], 2 * self._rest)
             else:
-                self._rest = PAUSE[0]
+                self._rest, self._until_look = PAUSE[0], 0
         self._looked = True
         return True
+
+    @property
+    def learns(self) -> bool:
+        """Whether tables shall learn from the logits of the coming round: not where it is long until they are asked."""
+        return self._until_look < SOON
 
     def looked(self, rate: float, without: float) -> None:
         """Tables were asked: the draft promises so many tokens per second with, and without what they said."""

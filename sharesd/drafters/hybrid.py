@@ -42,6 +42,8 @@ class HybridDrafter:
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
         self._policy, self._other_rule = policy, drafting.sampler.params.acceptance != "match"
+        self._replayed = drafting.graphs is not None
+        self._nothing = pack([nothing() for _ in prompts], 0, self._names)
         self._known = [len(row) for row in prompts]
         for table in self.tables:
             for row, tokens in enumerate(prompts):
@@ -57,6 +59,8 @@ class HybridDrafter:
 
     def draft(self, shape: Shape) -> DraftTree:
         policy, looks = self._policy, self._policy.looks()
+        if not looks and self.model_drafter is None:
+            return self._nothing
         guesses, num_nodes, rate = [nothing() for _ in self._known], 0, policy.rate_of_shape(PLAIN)
         if looks:
             self._read()
@@ -75,7 +79,7 @@ class HybridDrafter:
             policy.looked(rate, policy.rate_of_shape(PLAIN))
         if self._other_rule:  # which knows no rows with fewer nodes than others
             num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
-        return pack(guesses, num_nodes, self._names)
+        return pack(guesses, num_nodes, self._names) if num_nodes else self._nothing
 
     def _fill_up(self, draft: DraftTree, guesses: list[Guess]) -> DraftTree:
         """A model's draft with nodes of the tables, where that pays: after the root, and after its best chain."""
@@ -129,14 +133,14 @@ class HybridDrafter:
     def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
         if self.model_drafter is not None and tree.num_steps and not tree.added:
             self.model_drafter.commit(root_B, tree, verdict, logits_BTV)
-        if not self._num_successors:
+        if not self._num_successors or not (self._replayed or self._policy.learns):
             return None
         read_BT = torch.cat([root_B[:, None], tree.tokens], 1)
         successors_Rk = top_k(logits_BTV.flatten(0, 1), self._num_successors)
         return torch.cat([read_BT[..., None], successors_Rk.view(*read_BT.shape, -1)], 2).flatten(1)
 
     def told(self, rows: list[list[int]]) -> None:
-        if self._num_successors:
+        if rows[0]:
             self._seen += rows
 
     def extra_bytes(self) -> tuple[int, int]:
