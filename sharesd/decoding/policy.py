@@ -242,7 +242,9 @@ class Policy:
         plain = self.live.step(1)
         took = (self.live.draft(shape) + self.live.step(1 + shape.nodes)) / plain
         loss = took * (1 - self.rate_of_shape(shape) / self.rate_of_shape(PLAIN))
-        hope = (HOPED_TREE_ALPHA if shape.is_tree else HOPED_ALPHA) ** np.arange(1, shape.depth + 1)
+        usual, best = (FIRST_TREE_ALPHA, HOPED_TREE_ALPHA) if shape.is_tree else (FIRST_ALPHA, HOPED_ALPHA)
+        hoped = usual + (best - usual) / len(self.awaited) ** 0.5  # a mean over many rows is seldom far from the usual
+        hope = hoped ** np.arange(1, shape.depth + 1)
         doubt = 1.0 if self.live.tried(shape) else DOUBT
         return self.account.affords(loss) and doubt * (1 + hope.sum()) / took > MARGIN
 
