@@ -34,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
         "serve",
         help="load for a server that speaks OpenAI's protocol, and how fast it answers",
         description="Send requests to any server that speaks OpenAI's protocol and measure its answers, or start our "
-        "own in several modes and compare them (docs/benchmark-serve.md). The exit status is 1 if a load got no answer, or "
-        "if texts differ from those of mode naive.",
+        "own in several modes and compare them (docs/benchmark-serve.md). The exit status is 1 if a load got no "
+        "answer, or if texts differ from those of mode naive.",
     )
     parser.set_defaults(run=run, parser=parser)
     flags.add_server(parser.add_argument_group("server"))
@@ -57,12 +57,10 @@ def run(args: argparse.Namespace) -> int:
     rates: Sequence[float] = args.sweep or (args.request_rate or math.inf,)
     runs: list[Run] = []
     for mode in modes or (None,):
-        with (
-            err_console.status(f"starting the server in mode {mode}") as status,
-            spawned(mode, args.server_flags) if mode else nullcontext(args.base_url or BASE_URL) as url,
-            loading_bars() as progress,
-        ):
-            status.stop()
+        if mode is not None:
+            err_console.print(f"starting the server in mode {mode}", highlight=False)
+        server = spawned(mode, args.server_flags) if mode else nullcontext(args.base_url or BASE_URL)
+        with server as url, loading_bars() as progress:
             for step, rate in enumerate(rates):
                 done = partial(_tell, progress, f"{mode or 'asking'} at {rate:g}/s", settings.num_prompts)
                 load = asyncio.run(measure(settings, url, rate=rate, mode=mode, step=step, done=done))

@@ -22,11 +22,11 @@ URL = re.compile(r"http://[\w.\-]+:\d+")
 
 
 @contextmanager
-def spawned(mode: str, flags: Sequence[str], *, command: Sequence[str] = COMMAND) -> Iterator[str]:
+def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
     """The URL of a server in `mode` that is ready; it is stopped at the end. RuntimeError where it does not start."""
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
-        [*command, "--mode", mode, "--port", "0", *flags],
+        [*COMMAND, "--mode", mode, "--port", "0", *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
