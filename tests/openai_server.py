@@ -22,7 +22,7 @@ TOKENS = 4
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Prompts that begin with the name of a failure fail in that way; the others are answered."""
+    """Prompts that begin with ! and the name of a failure fail in that way; the others are answered."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
         chat = self.path == "/v1/chat/completions"
         prompt = body["messages"][0]["content"] if chat else body["prompt"]
-        name = prompt.split()[0] if isinstance(prompt, str) else ""
+        name = prompt.split()[0][1:] if isinstance(prompt, str) and prompt.startswith("!") else ""
         statuses = {"refused": 429, "full": 503, "rejected": 400, "broken": 500}
         if name in statuses:
             self._say(statuses[name], json.dumps({"error": {"message": f"it is {name}\nreally"}}))

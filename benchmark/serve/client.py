@@ -78,9 +78,10 @@ class Client:
     ) -> None:
         """`options` is what every request says beside its prompt and length; `timeout_s` bounds a whole answer."""
         self._endpoint, self._options, self._timeout_s = endpoint, options, timeout_s
+        self._url = base_url.rstrip("/").removesuffix("/v1")
         try:
             self._http = httpx.AsyncClient(
-                base_url=base_url.rstrip("/").removesuffix("/v1"),
+                base_url=self._url,
                 headers=dict(headers),
                 timeout=timeout_s,
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -97,7 +98,7 @@ class Client:
 
     async def first_model(self) -> str:
         """The first model that the server names; ValueError where it names none or cannot be reached."""
-        url = self._http.base_url
+        url = self._url
         try:
             answer = await self._http.get("/v1/models")
             return str(answer.raise_for_status().json()["data"][0]["id"])

@@ -19,6 +19,7 @@ from benchmark.serve import flags
 from benchmark.serve.flags import BASE_URL, LATENCIES, QUESTIONS, RANDOM, SAMPLING
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.config import MODES
 from sharesd.models.progress import Progress
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ValueError(f"--request-rate is {args.request_rate:g}, and --sweep names the rates; drop one of the two")
     if args.questions and args.dataset != QUESTIONS:
         raise ValueError(f"--questions is {args.questions} and --dataset {args.dataset}; add --dataset {QUESTIONS}")
+    if args.vocab_size is not None and (args.dataset != RANDOM or args.endpoint == "chat"):
+        raise ValueError(f"--vocab-size is {args.vocab_size} and is for random token ids; add --endpoint completions")
     try:
         from benchmark.serve.session import Settings
     except ModuleNotFoundError as error:
@@ -169,7 +172,7 @@ def _modes(args: argparse.Namespace) -> tuple[str, ...]:
         return ()
     if args.base_url is not None:
         raise ValueError(f"--base-url is {args.base_url}, and --spawn starts a server; drop one of the two")
-    asked = options.modes_of(argparse.Namespace(mode=args.spawn), default=())
+    asked = options.modes_of(argparse.Namespace(mode=args.spawn), default=MODES)
     return tuple(dict.fromkeys((NAIVE, *asked)))
 
 
@@ -215,7 +218,7 @@ def _asked(args: argparse.Namespace) -> str:
 def _show(runs: Sequence[Run], args: argparse.Namespace) -> None:
     from benchmark.serve.report import comparison, latencies, overview, remarks
 
-    title = f"{runs[0].result['model_id']}: {_asked(args)}"
+    title = f"{runs[0].result['model_id']}: {_asked(args)} (medians, milliseconds)"
     console.print(rich_table(title, *overview(runs, args.metric_percentiles)))
     if len(runs) == 1:
         console.print(rich_table("", *latencies(runs[0], args.percentile_metrics, args.metric_percentiles)))

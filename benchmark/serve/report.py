@@ -24,14 +24,18 @@ def overview(runs: Sequence[Run], percentiles: Sequence[float]) -> tuple[list[st
     tail = percentile_name(max(percentiles))
     goodput = any(run.result["request_goodput"] is not None for run in runs)
     drafts = any("spec_decode_acceptance_length" in run.result for run in runs)
-    head = ["load", "answered", "req/s", *(["good/s"] if goodput else []), "tok/s", "ttft ms", f"{tail}", "tpot ms"]
-    head += [f"itl {tail}", "e2el ms", *(["tokens/step"] if drafts else [])]
+    head = ["load", "done", "req/s", *(["good/s"] if goodput else []), "tok/s", "ttft", tail, "tpot", f"itl {tail}"]
+    head += ["e2el", *(["tau"] if drafts else [])]
     rows = []
     for run in runs:
         found = run.result
         row = [run.name, f"{found['completed']}/{found['num_prompts']}", number(found["request_throughput"], 2)]
         row += [number(found["request_goodput"], 2)] if goodput else []
-        row += [number(found["output_throughput"]), number(found["median_ttft_ms"]), number(found[f"{tail}_ttft_ms"])]
+        row += [
+            number(found["output_throughput"]),
+            number(found["median_ttft_ms"], 0),
+            number(found[f"{tail}_ttft_ms"], 0),
+        ]
         row += [number(found["median_tpot_ms"]), number(found[f"{tail}_itl_ms"]), number(found["median_e2el_ms"], 0)]
         row += [number(found.get("spec_decode_acceptance_length"), 2)] if drafts else []
         rows.append(row)

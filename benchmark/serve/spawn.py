@@ -48,7 +48,7 @@ def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        output.join()
+        output.join(STOP_S)
 
 
 class _Output(threading.Thread):
