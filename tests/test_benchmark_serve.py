@@ -18,6 +18,7 @@ from benchmark.serve import spawn
 from benchmark.serve.arrivals import departures
 from benchmark.serve.client import FAILURES, Answer
 from benchmark.serve.figures import count_tokens, figures, same_texts
+from benchmark.serve.plot import picture
 from benchmark.serve.session import Run, compare
 from benchmark.serve.speculation import read_counters, speculation
 from benchmark.serve.workload import RandomLengths, Request, from_file, from_questions, random_ids, random_words
@@ -367,6 +368,28 @@ def test_a_sweep_writes_a_file_per_rate_and_a_picture(tmp_path: Path, capsys: py
     prompts = [body["messages"][0]["content"] for body in server.bodies]
     assert len(set(prompts)) == len(prompts) == 15  # no rate asks what another has asked
     assert "8/s" in capsys.readouterr().out
+
+
+def test_the_picture_shows_every_point() -> None:
+    def load(mode: str, rate: float, seconds: float) -> Run:
+        answers = [answer(0.0, seconds, 3 * seconds, tokens=3), answer(0.0, 9 * seconds, 30 * seconds, tokens=3)]
+        return Run(mode=mode, rate=rate, result=figures(answers, 1.0, goodput={}, percentiles=(90, 99)))
+
+    empty = Run(mode="share", rate=math.inf, result=figures([], 1.0, goodput={}, percentiles=(90, 99)))
+    runs = [load("naive", 1.0, 0.1), load("naive", math.inf, 0.5), load("share", 1.0, 0.05), empty]
+    found = picture("title", runs, (90, 99))
+    for place, lines in zip(found.axes, (4, 4, 4, 2), strict=True):
+        bottom, top = place.get_ylim()
+        assert len(place.lines) == lines and bottom == 0
+        assert all(0 <= y < top for line in place.lines for y in line.get_ydata())
+    assert [list(line.get_xdata()) for line in found.axes[0].lines] == [[0, 1], [0, 1], [0], [0]]
+    [legend] = found.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "naive median",
+        "naive p99",
+        "share median",
+        "share p99",
+    ]
 
 
 @pytest.fixture

@@ -20,6 +20,11 @@ PANELS = {
 
 
 def draw(path: Path, title: str, runs: Sequence[Run], percentiles: Sequence[float]) -> None:
+    """Write the picture."""
+    save_figure(path, picture(title, runs, percentiles))
+
+
+def picture(title: str, runs: Sequence[Run], percentiles: Sequence[float]) -> Figure:
     """A panel for each latency and one for throughput; a colour per mode, medians solid, the last percentile dashed.
 
     Rates stand at equal distances, so that a sweep over powers of two, or up to `inf`, can be read.
@@ -39,9 +44,11 @@ def draw(path: Path, title: str, runs: Sequence[Run], percentiles: Sequence[floa
     _axes(last, rates, "output tokens per second")
     for mode in modes:
         _line(last, rates, runs, mode, "output_throughput", "")
+    for place in panels.flat:
+        place.set_ylim(bottom=0)  # only now: it ends the adjustment of the top
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    save_figure(path, figure)
+    return figure
 
 
 def _axes(place: Axes, rates: Sequence[float], label: str) -> None:
@@ -67,4 +74,3 @@ def _line(
     known = [(x, y) for x, y in points if y is not None]  # nothing was answered at the others
     colour = COLOURS.get(mode or "", COLOURS["share"])
     place.plot([x for x, _ in known], [y for _, y in known], linestyle, marker="o", color=colour, label=label)
-    place.set_ylim(bottom=0)
