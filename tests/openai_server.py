@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._event("[DONE]")
                 return
             if name == "slow":
-                sleep(2)
+                sleep(5)
             text += self.server.text if i == 2 else ""
             ids = {"token_ids": list(range(len(text.split())))} if self.server.ids else {}
             finish = "length" if i == 2 else None

@@ -264,9 +264,8 @@ def test_a_load_from_flags_to_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["backend"] == ("openai-chat" if endpoint == "chat" else "openai")
     assert found["generated_texts"] == ["".join(RUNS)] * 6 and found["errors"] == [""] * 6
     assert [len(gaps) for gaps in found["itls"]] == [len(RUNS) - 1] * 6  # the opening chunk of a chat holds no token
-    assert min(found["ttfts"]) >= 0.9 * GAP_S and found["median_itl_ms"] == pytest.approx(1e3 * GAP_S, rel=0.7)
-    tpot = (found["median_e2el_ms"] - found["median_ttft_ms"]) / (TOKENS - 1)
-    assert found["median_tpot_ms"] == pytest.approx(tpot, rel=0.3)
+    assert min(found["ttfts"]) >= 0.9 * GAP_S and found["mean_e2el_ms"] >= 0.9e3 * GAP_S * len(RUNS)
+    assert found["mean_tpot_ms"] == pytest.approx(1e3 * fmean(sum(gaps) / (TOKENS - 1) for gaps in found["itls"]))
     assert "p99.9_e2el_ms" in found and "mean_client_queue_time_ms" not in found
     body, headers = server.bodies[0], server.headers[0]
     assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["ignore_eos"] is True
@@ -323,7 +322,7 @@ def test_failures_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file = tmp_path / "prompts.jsonl"
     prompts = [*(f"!{name}" for name in KINDS), "fine"]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    flags = ["--dataset", str(file), "--num-warmups", "0", "--num-prompts", str(len(prompts)), "--timeout", "1"]
+    flags = ["--dataset", str(file), "--num-warmups", "0", "--num-prompts", str(len(prompts)), "--timeout", "3"]
     with serving() as server:
         found = load_of(server, tmp_path / "out", *flags, "--save-detailed")
     kinds = [error.partition(":")[0] for error in found["errors"]]
