@@ -10,6 +10,7 @@ from sharesd.cli.options import run_command
 COMMANDS = (
     "benchmark.questions.command",
     "benchmark.peers",
+    "benchmark.serve",
     "benchmark.studies.widen",
     "benchmark.studies.exact",
     "benchmark.studies.offline",

@@ -73,7 +73,7 @@ def load_mtbench(path: str | Path | None = None) -> QuestionSet:
     A line holds question_id, category and turns. Raises ValueError, see the module.
     """
     if path is None:
-        questions = _questions(BUILTIN_FILE, _json_rows(BUILTIN_FILE), _mtbench_question)
+        questions = _questions(BUILTIN_FILE, json_rows(BUILTIN_FILE), _mtbench_question)
         return QuestionSet(name="builtin", label=BUILTIN_LABEL, source="built-in", questions=questions)
     return _from_file("mtbench", path, _mtbench_question)
 
@@ -108,7 +108,7 @@ LOADERS: dict[str, Callable[[str | Path | None], QuestionSet]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
+class Row:
     """One line of a file or one row of a table."""
 
     where: str
@@ -132,35 +132,35 @@ class _Row:
         return value
 
 
-_ToQuestion = Callable[[_Row], Question]
+_ToQuestion = Callable[[Row], Question]
 
 
-def _mtbench_question(row: _Row) -> Question:
+def _mtbench_question(row: Row) -> Question:
     layout = "question_id, category and turns"
     id_ = row.need("question_id", layout)
     if isinstance(id_, bool) or not isinstance(id_, int | str) or id_ == "":
         raise ValueError(f"{row.where}: field 'question_id' is {id_!r}; write a whole number or a text")
-    category = _text(row, "category", row.need("category", layout))
+    category = text_field(row, "category", row.need("category", layout))
     turns = _texts(row, "turns", row.need("turns", layout))
     if not turns:
         raise ValueError(f"{row.where}: field 'turns' is empty; write at least one message")
     return Question(id=id_, category=category, turns=turns)
 
 
-def _gsm8k_question(row: _Row) -> Question:
-    question = _text(row, "question", row.need("question", "question"))
+def _gsm8k_question(row: Row) -> Question:
+    question = text_field(row, "question", row.need("question", "question"))
     return Question(id=row.index, category="math", turns=(question,))
 
 
-def _humaneval_question(row: _Row) -> Question:
+def _humaneval_question(row: Row) -> Question:
     layout = "task_id and prompt"
-    task = _text(row, "task_id", row.need("task_id", layout))
-    code = _text(row, "prompt", row.need("prompt", layout)).strip("\n")
+    task = text_field(row, "task_id", row.need("task_id", layout))
+    code = text_field(row, "prompt", row.need("prompt", layout)).strip("\n")
     turn = f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
     return Question(id=task, category="coding", turns=(turn,))
 
 
-def _text(row: _Row, field: str, value: object) -> str:
+def text_field(row: Row, field: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a text")
     if not value.strip():
@@ -173,10 +173,10 @@ def _text(row: _Row, field: str, value: object) -> str:
     return value
 
 
-def _texts(row: _Row, field: str, value: object) -> tuple[str, ...]:
+def _texts(row: Row, field: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a list of texts")
-    return tuple(_text(row, f"{field}[{i}]", item) for i, item in enumerate(value))
+    return tuple(text_field(row, f"{field}[{i}]", item) for i, item in enumerate(value))
 
 
 def _kind(value: object) -> str:
@@ -187,7 +187,7 @@ def _kind(value: object) -> str:
 
 def _from_file(name: str, path: str | Path, to_question: _ToQuestion) -> QuestionSet:
     path_ = Path(path)
-    questions = _questions(path, _json_rows(path_), to_question)
+    questions = _questions(path, json_rows(path_), to_question)
     return QuestionSet(name=name, label=path_.name, source=str(path), questions=questions)
 
 
@@ -208,13 +208,13 @@ def _from_hub(name: str, repo: str, file: str, to_question: _ToQuestion) -> Ques
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
         raise ValueError(f"cannot read {repo} ({file}) from the Hugging Face hub ({reason}); {remedy}") from error
     source = f"hub:{repo}/{file}"
-    numbered = (_Row(where=f"{source}:{i + 1}", index=i, fields=row) for i, row in enumerate(rows))
+    numbered = (Row(where=f"{source}:{i + 1}", index=i, fields=row) for i, row in enumerate(rows))
     return QuestionSet(
         name=name, label=f"{repo} (test)", source=source, questions=_questions(source, numbered, to_question)
     )
 
 
-def _questions(source: str | Path, rows: Iterable[_Row], to_question: _ToQuestion) -> tuple[Question, ...]:
+def _questions(source: str | Path, rows: Iterable[Row], to_question: _ToQuestion) -> tuple[Question, ...]:
     """All questions of a source; refuses none at all and ids that come twice."""
     questions: list[Question] = []
     seen: dict[str | int, str] = {}
@@ -231,7 +231,7 @@ def _questions(source: str | Path, rows: Iterable[_Row], to_question: _ToQuestio
     return tuple(questions)
 
 
-def _json_rows(path: Path) -> Iterable[_Row]:
+def json_rows(path: Path) -> Iterable[Row]:
     """The lines of a JSON Lines file that are not blank, with their true line numbers."""
     index = 0
     # Bytes are split at newlines alone: str.splitlines would also cut at U+2028 inside a text.
@@ -251,7 +251,7 @@ def _json_rows(path: Path) -> Iterable[_Row]:
             ) from error
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
             raise ValueError(f"{where}: not JSON that can be read ({error}); write plain fields") from error
-        yield _Row(where=where, index=index, fields=fields)
+        yield Row(where=where, index=index, fields=fields)
         index += 1
 
 

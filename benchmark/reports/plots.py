@@ -108,6 +108,11 @@ def _save(path: Path, draw: Callable[[Axes], None], *, width: float) -> None:
     axes.set_axisbelow(True)
     draw(axes)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    save_figure(path, figure)
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write a picture as a whole."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         figure.savefig(draft, format="png")

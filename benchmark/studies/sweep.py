@@ -7,7 +7,6 @@ other: a point's speedup is over the `naive` of the same minutes.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -191,6 +190,8 @@ def draw(path: Path, title: str, mode: str, axes: Sequence[Axis], cells: Sequenc
     """Write the picture as a whole: a line over one setting, a heat map over two."""
     from matplotlib.figure import Figure
 
+    from benchmark.reports.plots import save_figure
+
     figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
     place = figure.add_subplot()
     place.set_title(f"Speedup over naive decoding\n{title}", fontsize=10)
@@ -198,12 +199,7 @@ def draw(path: Path, title: str, mode: str, axes: Sequence[Axis], cells: Sequenc
         _line(place, mode, axes[0], cells)
     else:
         figure.colorbar(_heat_map(place, axes, cells), label="speedup")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(draft, format="png")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    save_figure(path, figure)
 
 
 def _line(place: Axes, mode: str, axis: Axis, cells: Sequence[Cell]) -> None:

@@ -1,0 +1,97 @@
+"""Our own server in a process of its own, for as long as it is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import httpx
+
+COMMAND = (sys.executable, "-m", "serve")
+READY_S, STOP_S = 900.0, 30.0
+"""Longest waits: until it answers (weights may have to be converted and kernels compiled), and until it has ended."""
+URL = re.compile(r"http://[\w.\-]+:\d+")
+
+
+@contextmanager
+def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
+    """The URL of a server in `mode` that is ready; it is stopped at the end. RuntimeError where it does not start."""
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [*COMMAND, "--mode", mode, "--port", "0", *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONUNBUFFERED": "1",  # its URL may go to stdout
+        },
+    )
+    output = _Output(process)
+    try:
+        yield _ready_url(mode, process, output)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        output.join(STOP_S)
+
+
+class _Output(threading.Thread):
+    """Reads what a server prints, so that it never waits for a reader; keeps its URL and its last lines."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        super().__init__(daemon=True)
+        self.url: str | None = None
+        self._process = process
+        self._lines: deque[str] = deque(maxlen=20)
+        self.start()
+
+    def run(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.strip():
+                    self._lines.append(line.strip())
+                if self.url is None and (found := URL.search(line)):
+                    self.url = found[0]
+
+    def last_words(self) -> str:
+        """The last line; complete once the process has ended."""
+        self.join(STOP_S)
+        return self._lines[-1] if self._lines else "it said nothing"
+
+
+def _ready_url(mode: str, process: subprocess.Popen[str], output: _Output) -> str:
+    """Waits until /health says 200."""
+    limit = monotonic() + READY_S
+    while monotonic() < limit:
+        if process.poll() is not None:
+            raise RuntimeError(
+                f"the server in mode {mode} ended with status {process.returncode}: {output.last_words()}"
+            )
+        if output.url is not None and _is_healthy(output.url):
+            return output.url
+        sleep(0.1)
+    raise RuntimeError(f"the server in mode {mode} was not ready within {READY_S:g} s")
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
