@@ -98,7 +98,17 @@ def test_a_slow_spell_of_the_machine_changes_nothing() -> None:
     live_chains(policy, costs, 0.9, 300)
     slow = Costs({width: 3 * s for width, s in costs.step.items()}, 3 * costs.draft)
     chosen = live_chains(policy, slow, 0.9, 100)
-    assert sorted(chosen)[1] > 1, "but for one plain step, which tells what those take"
+    assert sorted(chosen)[6] > 1, "but for a few plain steps, which tell what those take"
+    assert policy.live.drift == pytest.approx(3, rel=0.05)
+
+
+def test_drafts_dearer_than_believed_do_not_pass_for_a_slow_machine() -> None:
+    """A new engine drafts from the first round on: nothing else has told what plain steps take."""
+    policy = Policy(chains(8), costs=Costs({1: 1.0, 2: 1.05, 9: 1.5}, 0.3))
+    costs = Costs({1: 1.0, 2: 1.2, 9: 2.2}, 1.1)
+    for most in (12, 2, 2):
+        policy.begin()
+        assert sum(num > 0 for num in live_chains(policy, costs, 0.7, 40, noise=0.1)) <= most
 
 
 def test_costs_from_a_bad_moment_do_not_last() -> None:

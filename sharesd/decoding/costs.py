@@ -24,6 +24,11 @@ ANCHORED = 32
 """Rounds after a plain one in which costs are corrected: all are compared with what plain steps take. Later a slower
 machine cannot be told from a dearer draft, and each stall would leave the draft a little cheaper than it is."""
 
+OTHER_CONTEXT, OTHER_MOOD, SURPRISE = 1.5, 1.1, 1.15
+"""Factors by which context (and some slots) and drift must have moved for plain steps to be timed again, and by which
+the last one must have been off."""
+SOME_SLOTS = 512
+
 
 @dataclass(slots=True)
 class Costs:
@@ -107,6 +112,8 @@ class LiveCosts:
         """How much slower the machine is than the table says."""
         self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
         self._since_plain = 0  # rounds
+        self._plain_at: tuple[float, float, float] | None = None  # context, drift, what it took over what it should
+        self._used: Counter[int] = Counter()  # since then: how often entries took part, steps by width, drafts by kind
         self._threads = 0
         self._others: dict[int, tuple[Costs, float, Counter[object]]] = {}  # by number of threads
 
@@ -130,6 +137,15 @@ class LiveCosts:
     def settled(self) -> bool:
         """Whether `drift` has been learnt."""
         return self._timed["rounds"] >= SETTLING
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether plain steps were last timed in another context or mood, or took what nobody expected."""
+        if self._plain_at is None:
+            return True
+        context, drift, ratio = self._plain_at
+        moved = _apart(self.context + SOME_SLOTS, context + SOME_SLOTS)
+        return moved > OTHER_CONTEXT or _apart(self.drift, drift) > OTHER_MOOD or _apart(ratio, 1.0) > SURPRISE
 
     def step(self, width: float) -> float:
         """Seconds of a step, but for the drift."""
@@ -156,7 +172,15 @@ class LiveCosts:
         self._since_plain = 0 if width == 1 else self._since_plain + 1
         if settling or width == 1 or all(timed[entry] >= KNOWN for entry, _ in entries):
             ratio = _clip(measured / ((draft + step) * self.drift))
-            self.drift *= 1 + self._trust("rounds", 0.2) * (ratio - 1)
+            least = 0.4 if width == 1 and self._used else 0.2
+            factor = 1 + self._trust("rounds", least) * (ratio - 1)
+            self.drift *= factor
+            if width == 1:
+                self._keep_pace(1 / factor)
+                self._plain_at = self.context, self.drift, ratio
+        if width > 1:
+            self._used.update(entry for entry, _ in entries if entry > 1)
+            self._used.update([shape.is_tree] if shape.nodes else [])
         if settling or self._since_plain > ANCHORED:
             return
         error = _clip(step_s / (step * self.drift)) - 1
@@ -165,6 +189,17 @@ class LiveCosts:
         if shape.nodes:
             error = _clip(draft_s / (draft * self.drift)) - 1
             costs.scale_draft(shape.is_tree, 1 + self._trust("level" if shape.is_tree else "draft", 0.05) * error)
+
+    def _keep_pace(self, factor: float) -> None:
+        """The drift has followed a plain step; what other rounds took of late is known, and stays."""
+        for entry, times in self._used.items():
+            if times < 2:
+                continue
+            if isinstance(entry, bool):
+                self.table.scale_draft(entry, factor)
+            else:
+                self.table.scale_step(entry, factor)
+        self._used.clear()
 
     def _trust(self, entry: object, least: float) -> float:
         """How far a round corrects an entry: by a running mean at first, which the table opens with one vote."""
@@ -175,3 +210,7 @@ class LiveCosts:
 def _clip(ratio: float) -> float:
     """One slow round says little; a quick one shows what is possible."""
     return min(1.5, max(0.1, ratio))
+
+
+def _apart(a: float, b: float) -> float:
+    return max(a / b, b / a)

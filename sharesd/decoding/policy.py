@@ -54,9 +54,10 @@ SOON = 4
 FRESH = 0.02
 """What looking is thought to gain on top of its cost when a text begins: some third of a plain step is spent on finding
 out, in few looks where one takes long and in many where it does not."""
-THIN, PROBE, LATE_PROBE = 1.15, 32, 128
+THIN, EARLY_PROBE, PROBE, LATE_PROBE = 1.15, 4, 32, 128
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
-tells what those take at present. Where they promise more, one that is wrong has to be noticed, too."""
+tells what those take at present. Early where that is in doubt; late where drafts promise more, since a promise that is
+wrong has to be noticed, too."""
 ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.015, 4.0, (1.0, 6.0), 12.0, 0.5
 """Of the account, in plain steps: what a round adds; what it holds at first, at least and at most when a text begins,
 and at most; what it must hold before there are drafts again."""
@@ -235,7 +236,8 @@ class Policy:
 
     def must_probe(self, promise: float) -> bool:
         """Whether a plain step is due, to learn what it takes; `promise`: of the draft, over a plain step."""
-        return self._since_plain >= (PROBE if promise < THIN else LATE_PROBE)
+        due = EARLY_PROBE if self.live.doubtful else PROBE if promise < THIN else LATE_PROBE
+        return self._since_plain >= due
 
     def affords(self, shape: Shape) -> bool:
         """Whether a try of this shape, which does not seem to pay, can be afforded, and might turn out to pay."""
