@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compile.linear import LAYOUT
 from compile.native import kernel
-from compile.ops import LIBRARY, runs_triton
+from compile.ops import LIBRARY, on_its_device, runs_triton
 from compile.rotary import rotate
 from compile.sight import CHUNK, SINKS
 
@@ -42,6 +42,16 @@ _DENSE = torch.contiguous_format
 _SHAPE, _STRIDES = c_int64 * 8, c_int64 * 6
 _ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_int64, c_double)
 _KEEP_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
+
+
+class Norm(Protocol):
+    """An RMSNorm of heads. With `gemma`, its weight multiplies before the cast, else after it."""
+
+    weight: Tensor
+    eps: float
+    gemma: bool
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Branches(NamedTuple):
@@ -112,6 +122,7 @@ def attend(
     softcap: float = 0.0,
     branches: Branches | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
 
@@ -119,18 +130,35 @@ def attend(
     drafts) it sees the first SINKS of these and the last `recent` ones, more of them to the next multiple of CHUNK
     (Xiao et al. 2023, arXiv 2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before
     masking (Gemma 2). With `branches` a row is written to the last slot of its path, and sees slots < lengths and its
-    path. With `rotary`, cosines and sines [B, T, r], queries and keys are rotated first. Where `reads_live_slots` the
-    result of a query is the same bits whatever T, S, B, the number of threads, and its place in a tree.
+    path. Before, queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all
+    positions (rows of padding may lie behind them). Where `reads_live_slots` the result of a query is the same bits
+    whatever T, S, B, the number of threads, and its place in a tree.
     """
     (T, _, d), device = q_BTHd.shape[1:], q_BTHd.device
     is_step = T <= MAX_STEP or branches is not None
     has_kernel = device.type == "cpu" or (is_step and reads_live_slots(device, q_BTHd.dtype, d))
-    if rotary is not None and not (has_kernel and device.type == "cuda"):  # the CUDA kernels rotate by themselves
-        q_BTHd, k_BTKd, rotary = rotate(q_BTHd, *rotary), rotate(k_BTKd, *rotary), None
+    if not has_kernel or device.type == "cpu":  # the CUDA kernels normalise and rotate by themselves
+        if norms is not None:
+            q_BTHd, k_BTKd, norms = norms[0](q_BTHd), norms[1](k_BTKd), None
+        if rotary is not None:
+            turn = turns(rotary, T, lengths_B, branches)
+            q_BTHd, k_BTKd, rotary = rotate(q_BTHd, *turn), rotate(k_BTKd, *turn), None
     new, old, sight = (q_BTHd, k_BTKd, v_BTKd), (k_cache, v_cache, lengths_B), (scale, window, recent, softcap)
     if has_kernel:
-        return torch.ops.sharesd.attend_(*new, *(rotary or (None, None)), *old, *(branches or (None, None)), *sight)
+        places = (*(rotary or (None, None)), *old, *(branches or (None, None)))
+        q_norm, k_norm = norms or (None, None)
+        how = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.gemma)
+        return torch.ops.sharesd.attend_(*new, *places, *sight, *how)
     return attend_reference(*new, *old, scale=scale, window=window, recent=recent, softcap=softcap, branches=branches)
+
+
+def turns(
+    rotary: tuple[Tensor, Tensor], num_rows: int, lengths_B: Tensor, branches: Branches | None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, T, r] of new tokens' positions."""
+    ahead = torch.arange(num_rows, device=lengths_B.device) if branches is None else branches.depth_BT
+    position_BT = (lengths_B[:, None] + ahead).clamp(max=len(rotary[0]) - 1)  # of padding, which nobody reads
+    return rotary[0][position_BT], rotary[1][position_BT]
 
 
 def attend_reference(
@@ -194,8 +222,8 @@ def attend_reference(
     return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
 
 
-def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap):
-    assert cos is None and sin is None, "rotate before"
+def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap, *norms):
+    assert cos is None and sin is None and not any(norms), "normalise and rotate before"
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
     K, S = k_cache.shape[1], k_cache.shape[2] * k_cache.shape[4]
@@ -232,10 +260,11 @@ def _attend_cuda(*arguments) -> Tensor:
 
 LIBRARY.define(
     "attend_(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor lengths, Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap) -> Tensor"
+    "Tensor lengths, Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap, "
+    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False) -> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
-LIBRARY.impl("attend_", _attend_cuda, "CUDA")
+LIBRARY.impl("attend_", on_its_device(_attend_cuda), "CUDA")
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
 
 
@@ -300,7 +329,7 @@ def _keep_cuda(*arguments) -> None:
 
 
 LIBRARY.define("keep_rows_(Tensor(a!)[] caches, Tensor addresses, Tensor lengths, Tensor path, Tensor num) -> ()")
-LIBRARY.impl("keep_rows_", _keep_cuda, "CUDA")
+LIBRARY.impl("keep_rows_", on_its_device(_keep_cuda), "CUDA")
 LIBRARY.impl("keep_rows_", lambda *_: None, "Meta")
 LIBRARY.define("addresses(Tensor[] caches) -> Tensor")
 LIBRARY.impl("addresses", _addresses, "CUDA")

@@ -1,8 +1,12 @@
 """The namespace in which this package registers its operators with torch, so that Inductor can call them."""
 
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library
 
 LIBRARY = Library("sharesd", "DEF")
@@ -14,3 +18,15 @@ HAS_TRITON = find_spec("triton") is not None
 def runs_triton(device: torch.device) -> bool:
     """Whether kernels in Triton run there."""
     return device.type == "cuda" and HAS_TRITON
+
+
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a kernel with the device of its first argument, a tensor or a list of them, as the current one: that is
+    where Triton launches."""
+
+    @wraps(kernel)
+    def launch(first: Tensor | list[Tensor], *rest: Any) -> Any:
+        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+            return kernel(first, *rest)
+
+    return launch

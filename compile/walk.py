@@ -9,25 +9,27 @@ from torch import Tensor
 
 from compile.attention import Branches
 from compile.native import kernel
-from compile.ops import LIBRARY, runs_triton
+from compile.ops import LIBRARY, on_its_device, runs_triton
 
 
-def walks(device: torch.device) -> bool:
-    """Whether `walk` has a kernel there."""
-    return device.type == "cpu" or runs_triton(device)
+def walks(device: torch.device, *, chains: bool = False) -> bool:
+    """Whether `walk` has a kernel there, for trees or for chains."""
+    return runs_triton(device) or (device.type == "cpu" and not chains)
 
 
-def walk(tokens_BN: Tensor, branches: Branches, target_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the root to the child that equals the target's choice, as long as there is one (where it `walks`).
+def walk(tokens_BN: Tensor, branches: Branches | None, target_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the root to the child that equals the target's choice, as long as there is one (where it `walks`). Without
+    branches, drafts are chains.
 
     Returns (num [B], tokens [B, T], rows [B, T]): how many rows were kept, the target's choice after each, the rows.
     Behind those the last row is repeated.
     """
     T = target_BT.shape[1]
     if target_BT.device.type == "cpu":
+        assert branches is not None
         out = _walk_cpu(tokens_BN.contiguous(), branches, target_BT.contiguous())
     else:
-        out = torch.ops.sharesd.walk(tokens_BN, *branches, target_BT)
+        out = torch.ops.sharesd.walk(tokens_BN, *(branches or (None, None)), target_BT)
     return out[:, 0], out[:, 1 : 1 + T], out[:, 1 + T :]
 
 
@@ -41,11 +43,11 @@ def _walk_cpu(tokens_BN: Tensor, branches: Branches, target_BT: Tensor) -> Tenso
 
 
 def _walk_cuda(*arguments) -> Tensor:
-    from compile.cuda.walk import walk_trees  # imports Triton, which not every machine has
+    from compile.cuda.walk import walk_drafts  # imports Triton, which not every machine has
 
-    return walk_trees(*arguments)
+    return walk_drafts(*arguments)
 
 
-LIBRARY.define("walk(Tensor tokens, Tensor depth, Tensor path, Tensor target) -> Tensor")
-LIBRARY.impl("walk", _walk_cuda, "CUDA")
+LIBRARY.define("walk(Tensor tokens, Tensor? depth, Tensor? path, Tensor target) -> Tensor")
+LIBRARY.impl("walk", on_its_device(_walk_cuda), "CUDA")
 LIBRARY.impl("walk", lambda tokens, depth, path, target: target.new_empty(len(target), 1 + 2 * target.shape[1]), "Meta")

@@ -23,10 +23,9 @@ import compile.attention
 import sharesd.decoding.cache
 from compile.graphs import Graphs
 from compile.rotary import rotate
-from sharesd import sampling
 from sharesd.drafters import hybrid
 from sharesd.models import decoder
-from sharesd.sampling import acceptance, sampler
+from sharesd.sampling import acceptance, logits, sampler
 
 T = TypeVar("T")
 READS = ("tolist", "numpy", "item", "cpu", "data_ptr", "__bool__", "__int__", "__index__", "__float__")
@@ -51,7 +50,7 @@ class Recording(TorchDispatchMode):
         self._alive: list[Any] = []  # storages are told apart by their addresses
         self._returned: set[int] = set()
         self.operations: Counter[str] = Counter()
-        """Names of what a replay runs, but for what is run within `RecordedGraphs.uncounted`."""
+        """Names of what a replay runs."""
         self.num_replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -69,8 +68,7 @@ class Recording(TorchDispatchMode):
         if fresh or func._schema.is_mutable:  # all else are views, which stay where they are
             self._steps.append((func, args, kwargs, fresh))
             self._made |= {_storage(t): t for t in fresh}
-            if self._pool.counting:
-                self.operations[name] += 1
+            self.operations[name] += 1
         return out
 
     def _keep_before(self, changed: Any) -> None:
@@ -112,7 +110,6 @@ class RecordedGraphs(Graphs):
     def __init__(self) -> None:
         super().__init__()
         self.recorded: list[Recording] = []
-        self.counting = True
 
     def _record(self, function: Callable[[], T]) -> tuple[Callable[[], object], T]:
         recording = Recording(self)
@@ -124,15 +121,6 @@ class RecordedGraphs(Graphs):
             recording.close(result)
         self.recorded.append(recording)
         return recording.replay, result
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Within the block, operations are recorded but not counted."""
-        self.counting = False
-        try:
-            yield
-        finally:
-            self.counting = True
 
     @property
     def num_replays(self) -> int:
@@ -170,11 +158,20 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
     """On a CPU, run the tensor operations that run on CUDA, in place of kernels for CPUs."""
 
     def attend(
-        q_BTHd: Tensor, k_BTKd: Tensor, *rest: Tensor, rotary: tuple[Tensor, Tensor] | None, **how: Any
+        q_BTHd: Tensor,
+        k_BTKd: Tensor,
+        v_BTKd: Tensor,
+        *old: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        norms: Any,
+        **how: Any,
     ) -> Tensor:
+        if norms is not None:
+            q_BTHd, k_BTKd = norms[0](q_BTHd), norms[1](k_BTKd)
         if rotary is not None:
-            q_BTHd, k_BTKd = rotate(q_BTHd, *rotary), rotate(k_BTKd, *rotary)
-        return compile.attention.attend_reference(q_BTHd, k_BTKd, *rest, **how)
+            turn = compile.attention.turns(rotary, q_BTHd.shape[1], old[2], how.get("branches"))
+            q_BTHd, k_BTKd = rotate(q_BTHd, *turn), rotate(k_BTKd, *turn)
+        return compile.attention.attend_reference(q_BTHd, k_BTKd, v_BTKd, *old, **how)
 
     patch.setattr(decoder, "attend", attend)
     patch.setattr(sharesd.decoding.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
@@ -183,9 +180,9 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         "row_keeper",
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )
-    patch.setattr(sampling, "arg_max", lambda x: x.argmax(-1))
+    patch.setattr(logits, "arg_max", lambda x: x.argmax(-1))
     for module in (sampler, hybrid):
-        patch.setattr(module, "top_k", lambda logits_RV, k: logits_RV.topk(k).indices)
+        patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
     walk = acceptance.accept_tree_reference
     patch.setattr(sampler, "accept_tree", lambda tree, target_BT: walk(tree, tree.branches, target_BT))
 

@@ -43,7 +43,7 @@ def arguments(W: int, K: int, bits: int, arch: int, *, group: int = 0, **given: 
         **{"M": "i32", "N": "i32", "eps": "fp32", "K": K, "GROUP": group, "GATED": ""},
         "COLUMNS": -(-K // (4 * group)) * group if bits == 4 else K,
         **{"ROWS": 16, "BN": tile.outputs, "BK": tile.inputs, "SPLIT": tile.split, "STAGES": tile.stages},
-        **{"DEPENDENT": arch >= 90, "PACKED_MATH": True},
+        **{"PDL": arch >= 90, "PACKED_MATH": True},
         **given,
     }
 

@@ -289,22 +289,6 @@ def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: 
     chunks.close()
 
 
-def test_what_a_plain_round_launches_beside_its_blocks(way_of_cuda: None) -> None:
-    """Operations, of which compilers and kernels may join some."""
-    graphs = RecordedGraphs()
-    engine = new_engine(tiny_decoder(3), widths=[1], graphs=graphs)
-    block = engine.target.run_block  # type: ignore[attr-defined]
-
-    def uncounted(*args: Any, **kwargs: Any) -> Tensor:
-        with graphs.uncounted():
-            return block(*args, **kwargs)
-
-    engine.target.run_block = uncounted  # type: ignore[attr-defined]
-    warm_up(engine, GREEDY)
-    [recording] = graphs.recorded
-    assert recording.operations.total() <= 20, recording.operations
-
-
 def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None) -> None:
     engine = new("share", 1, widths=[7], graphs=RecordedGraphs())
     first = weakref.ref(engine.way(GREEDY))

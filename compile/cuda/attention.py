@@ -1,19 +1,18 @@
 """Attention over live slots in Triton: a query's bits depend on its own prefix only, in chains and in trees.
 
-Three launches: turn and write (rotary embedding of new queries and keys; new keys and values into the cache), parts
-(each SPLIT slots by themselves), join (parts in order). Parts lie at absolute multiples of SPLIT, blocks within them at
-multiples of BLOCK, and a tile of queries has a constant number of rows: so T, S, B and the length change which programs
-have work, and never the sums that a query's row is made of. Where the slots of a part hold new rows of a tree, each row
-has a program of its own, which gathers its path into the order of plain decoding.
+Three launches: turn and write (norms and rotary embedding of new queries and keys; new keys and values into the
+cache), parts (each SPLIT slots by themselves), join (parts in order). Parts lie at absolute multiples of SPLIT, blocks
+within them at multiples of BLOCK, and a tile of queries has a constant number of rows: so T, S, B and the length change
+which programs have work, and never the sums that a query's row is made of. Where the slots of a part hold new rows of a
+tree, each row has a program of its own, which gathers its path into the order of plain decoding.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, G = H / K, S slots, P slots that a path may
-name, d head size, D the power of two above it, R rotated half, X parts.
+name, d head size, D the power of two above it, R rotated half, N positions that have an angle, X parts.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 import triton
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.launch import launch_options
 from compile.sight import CHUNK, SINKS
 
 SPLIT = 128
@@ -31,7 +31,7 @@ FAR = 1 << 30
 """A window that sees everything."""
 # One binary serves all steps: what differs between them must not make another.
 _PLACES = ["length_ptr", "depth_ptr", "path_ptr"]
-_INTS = ["T", "S", "P", "X", "window", "recent", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
+_INTS = ["T", "S", "P", "X", "N", "window", "recent", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
@@ -39,8 +39,10 @@ def turn_and_write(
     q_ptr,
     k_ptr,
     v_ptr,
-    cos_ptr,
+    cos_ptr,  # [N, R]
     sin_ptr,
+    q_norm_ptr,  # [d] or None
+    k_norm_ptr,
     k_cache_ptr,
     v_cache_ptr,
     length_ptr,
@@ -50,17 +52,20 @@ def turn_and_write(
     T,
     S,
     P,
+    N,
     q_b,
     q_t,
     k_b,
     k_t,
     v_b,
     v_t,
+    eps,
     H: tl.constexpr,
     K: tl.constexpr,
     d: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
+    GEMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head of one new token. Grid (B * T, H + 2K). R = 0: nothing is turned. Rounds as the plain composition."""
@@ -69,11 +74,13 @@ def turn_and_write(
         gdc_launch_dependents()
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = (token // T).to(tl.int64), token % T
-    place = t
+    place, ahead = t, t
     if P > 0:
         depth = tl.load(depth_ptr + token)
         place = tl.load(path_ptr + token.to(tl.int64) * P + depth).to(tl.int32)
-    slot = tl.load(length_ptr + b) + place
+        ahead = depth.to(tl.int32)
+    length = tl.load(length_ptr + b)
+    slot = length + place
     writes = slot < S  # rows of padding may lie behind the cache
     if head < H:
         source, target = q_ptr + b * q_b + t * q_t + head * d, out_ptr + (token.to(tl.int64) * H + head) * d
@@ -86,18 +93,36 @@ def turn_and_write(
         target = v_cache_ptr + ((b * K + head - H - K) * S + slot) * d
     i = tl.arange(0, D)
     x = tl.load(source + i, mask=i < d, other=0.0)
-    if R > 0:  # noqa: SIM102 (known when compiled)
-        if head < H + K:
+    if head < H + K:
+        root = 0.0
+        if q_norm_ptr is not None:
+            wide = x.to(tl.float32)
+            root = tl.rsqrt(tl.sum(wide * wide, 0) / d + eps)
+            x = _normalised(x, root, q_norm_ptr, k_norm_ptr, head < H, i, i < d, GEMMA)
+        if R > 0:
             turned = i < 2 * R
-            other = tl.load(source + tl.where(i < R, i + R, i - R), mask=turned, other=0.0)
-            angle = token.to(tl.int64) * R + tl.where(i < R, i, i - R)
+            across = tl.where(i < R, i + R, i - R)
+            other = tl.load(source + across, mask=turned, other=0.0)
+            if q_norm_ptr is not None:
+                other = _normalised(other, root, q_norm_ptr, k_norm_ptr, head < H, across, turned, GEMMA)
+            angle = tl.minimum(length + ahead, N - 1) * R + tl.where(i < R, i, i - R)
             cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
             straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
-            across = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
-            y = tl.where(i < R, straight - across, straight + across)
+            crossed = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
+            y = tl.where(i < R, straight - crossed, straight + crossed)
             x = tl.where(turned, y.to(x.dtype), x)
     tl.store(target + i, x, mask=(i < d) & writes)
+
+
+@triton.jit
+def _normalised(x, root, q_norm_ptr, k_norm_ptr, is_query, at, there, GEMMA: tl.constexpr):
+    """Entries `at` of a head, times the reciprocal of its root mean square, times their weights."""
+    weight = tl.load(tl.where(is_query, q_norm_ptr, k_norm_ptr) + at, mask=there, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32) * root
+    if GEMMA:
+        return (wide * weight).to(x.dtype)
+    return (wide.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
 
 
 @triton.jit
@@ -267,8 +292,8 @@ def attend_live(
     q_BTHd: Tensor,
     k_BTKd: Tensor,
     v_BTKd: Tensor,
-    cos_BTr: Tensor | None,
-    sin_BTr: Tensor | None,
+    cos_Nr: Tensor | None,
+    sin_Nr: Tensor | None,
     k_cache_BKSd: Tensor,
     v_cache_BKSd: Tensor,
     lengths_B: Tensor,
@@ -278,8 +303,12 @@ def attend_live(
     window: int,
     recent: int,
     softcap: float,
+    q_norm_d: Tensor | None = None,
+    k_norm_d: Tensor | None = None,
+    eps: float = 0.0,
+    gemma: bool = False,
 ) -> Tensor:
-    """`compile.attention.attend`, with the rotary embedding where cosines and sines are given: [B, T, H, d].
+    """`compile.attention.attend`, with the norms and the rotary embedding where they are given: [B, T, H, d].
 
     Tensors of bfloat16, float16 or float32 on a GPU, or on a CPU under Triton's interpreter.
     """
@@ -292,14 +321,14 @@ def attend_live(
     if depth_BT is not None and path_BTP is not None:
         depth, path, P = depth_BT.contiguous(), path_BTP.contiguous(), path_BTP.shape[2]
     turned = q.new_empty((B, T, H, d))
-    cos, sin, R = turned, turned, 0
-    if cos_BTr is not None and sin_BTr is not None:
-        cos, sin, R = cos_BTr.contiguous(), sin_BTr.contiguous(), cos_BTr.shape[2]
-    launch = {"PDL": False} if q.device.type == "cpu" else dependent_launch(q.device)
+    cos, sin, N, R = turned, turned, 0, 0
+    if cos_Nr is not None and sin_Nr is not None:
+        cos, sin, (N, R) = cos_Nr.contiguous(), sin_Nr.contiguous(), cos_Nr.shape
+    launch = launch_options(q.device)
     turn_and_write[(B * T, H + 2 * K)](
-        *(q, k, v, cos, sin, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, turned),
-        *(T, S, P, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
-        **{"H": H, "K": K, "d": d, "D": D, "R": R},
+        *(q, k, v, cos, sin, q_norm_d, k_norm_d, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, turned),
+        *(T, S, P, N, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps),
+        **{"H": H, "K": K, "d": d, "D": D, "R": R, "GEMMA": gemma},
         **launch,
         num_warps=1,
         enable_fp_fusion=False,
@@ -339,10 +368,3 @@ def attend_live(
 def tile_of(G: int, D: int) -> tuple[int, int]:
     """Queries of a tile and slots of a block: functions of the model alone, since bits depend on them."""
     return (16 if G == 1 else 32), (64 if D <= 64 else 32)
-
-
-@cache
-def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that begins while the one before it ends, where the GPU can do that."""
-    able = torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}

@@ -5,8 +5,8 @@ split of K are those of the weights (`settings.Tile`); further rows are further 
 tile is masked. Where K is split, whichever program arrives last adds the parts up, first to last. No sum is made by
 atomics.
 
-On compute capability 9.0 and above a kernel begins before the one in front of it has ended (programmatic dependent
-launch): it fetches weights, which nobody writes, into the second level of cache, and then waits.
+Where a kernel begins before the one in front of it has ended (`launch`), it fetches weights, which nobody writes, into
+the second level of cache, and then waits.
 
 Legend: M rows, N outputs, K inputs, G groups of a row of 4-bit weights.
 """
@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.errors import OutOfResources
 
+from compile.cuda.launch import launch_options
 from compile.cuda.settings import ROWS, Tile
 
 LINE = tl.constexpr(128)
@@ -51,7 +52,7 @@ def row_gemm(
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
     PACKED_MATH: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of outputs, SPLIT): neighbours in time share weights."""
@@ -70,7 +71,7 @@ def row_gemm(
     there = outs < N
     w_base = w_ptr + w_rows[:, None].to(tl.int64) * COLUMNS
     STEPS: tl.constexpr = (COLUMNS + BK * SPLIT - 1) // (BK * SPLIT)
-    if DEPENDENT:
+    if PDL:
         _prefetch(w_base, there, part * STEPS * BK, COLUMNS, STEPS * BK, BN, BK, STAGES)
         gdc_wait()
         gdc_launch_dependents()
@@ -277,13 +278,11 @@ def multiply(
     if tile.split > 1:
         assert counters is not None and grid[0] * grid[1] <= len(counters), (grid, counters)
         parts = x_MK.new_empty(grid[0] * grid[1] * tile.split * (tile.outputs + 1) * ROWS, dtype=torch.float32)
-    on_cuda = x_MK.is_cuda
-    dependent = on_cuda and torch.cuda.get_device_capability(x_MK.device) >= (9, 0)
     row_gemm[grid](
         x_MK, weight, y_MN, bias, norm, residual, scale, parts, counters if tile.split > 1 else None, M, N, eps,
         K=K, COLUMNS=columns, GROUP=group, GATED=gated, ROWS=ROWS, BN=tile.outputs, BK=tile.inputs, SPLIT=tile.split,
-        STAGES=tile.stages, DEPENDENT=dependent, PACKED_MATH=on_cuda and x_MK.dtype != torch.float32,
-        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=dependent,
+        STAGES=tile.stages, PACKED_MATH=x_MK.is_cuda and x_MK.dtype != torch.float32,
+        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x_MK.device),
     )  # fmt: skip
     return y_MN
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compile.cuda.settings import ROWS, tile_of
 from compile.fused import compose
-from compile.ops import LIBRARY
+from compile.ops import LIBRARY, on_its_device
 
 MOST_ROWS = 64
 """Rows of a sequence which the kernel takes, unless told otherwise; prompts go to cuBLAS."""
@@ -102,20 +102,19 @@ def _row_linear(x, weight, bias, norm, eps, residual, gated, scale, group, count
     K = x.shape[-1]
     bits = _BITS.get(weight.dtype, 16)
     tile = tile_of(x.device.index if x.is_cuda else None, weight.shape[0], K, bits, group)
-    with torch.cuda.device_of(x):
-        y_MN = multiply(
-            x.reshape(-1, K).contiguous(),
-            weight,
-            tile,
-            bias=bias,
-            norm=norm,
-            eps=eps,
-            residual=None if residual is None else residual.contiguous(),
-            gated=gated,
-            scale=scale,
-            group=group,
-            counters=counters,
-        )
+    y_MN = multiply(
+        x.reshape(-1, K).contiguous(),
+        weight,
+        tile,
+        bias=bias,
+        norm=norm,
+        eps=eps,
+        residual=None if residual is None else residual.contiguous(),
+        gated=gated,
+        scale=scale,
+        group=group,
+        counters=counters,
+    )
     return y_MN.view(*x.shape[:-1], -1)
 
 
@@ -128,6 +127,6 @@ LIBRARY.define(
     "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, Tensor? residual, str gated, "
     "Tensor? scale, int group, Tensor counters) -> Tensor"
 )
-LIBRARY.impl("row_linear", _row_linear, "CUDA")
+LIBRARY.impl("row_linear", on_its_device(_row_linear), "CUDA")
 LIBRARY.impl("row_linear", _row_linear, "CPU")  # by Triton's interpreter, for tests
 LIBRARY.impl("row_linear", _row_linear_meta, "Meta")

@@ -1,4 +1,4 @@
-"""The walk through draft trees in one launch: as small tensor operations it takes a dozen and a half.
+"""The walk through drafts in one launch: as small tensor operations trees take a dozen and a half.
 
 Legend: B rows of the batch, T rows of a tree (the root and N = T - 1 nodes), P rows that a path may name.
 """
@@ -13,11 +13,13 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["T", "P"])
 def walk(token_ptr, depth_ptr, path_ptr, target_ptr, out_ptr, T, P, ROWS: tl.constexpr):
-    """One tree. Grid (B)."""
+    """One draft: a chain where there are no paths, else a tree. Grid (B)."""
     b = tl.program_id(0)
     t = tl.arange(0, ROWS)
-    depth = tl.load(depth_ptr + b * T + t, mask=t < T, other=0)
-    parent = tl.load(path_ptr + (b * T + t) * P + depth - 1, mask=(t < T) & (depth > 0), other=-1).to(tl.int32)
+    parent = tl.where(t < T, t - 1, -1)
+    if path_ptr is not None:
+        depth = tl.load(depth_ptr + b * T + t, mask=t < T, other=0)
+        parent = tl.load(path_ptr + (b * T + t) * P + depth - 1, mask=(t < T) & (depth > 0), other=-1).to(tl.int32)
     token = tl.load(token_ptr + b * (T - 1) + t - 1, mask=(t < T) & (t > 0), other=-1)
     choice = tl.load(target_ptr + b * T + t, mask=t < T, other=-2)
     rows = tl.where(t == 0, 0, T - 1)
@@ -35,10 +37,11 @@ def walk(token_ptr, depth_ptr, path_ptr, target_ptr, out_ptr, T, P, ROWS: tl.con
     tl.store(out_ptr + 1 + T + t, rows.to(tl.int64), mask=t < T)
 
 
-def walk_trees(tokens_BN: Tensor, depth_BT: Tensor, path_BTP: Tensor, target_BT: Tensor) -> Tensor:
+def walk_drafts(tokens_BN: Tensor, depth_BT: Tensor | None, path_BTP: Tensor | None, target_BT: Tensor) -> Tensor:
     """[B, 1 + 2T] int64: how many rows were kept, the target's choice after each, the rows; see `compile.walk`."""
     B, T = target_BT.shape
     out = torch.empty(B, 1 + 2 * T, dtype=torch.int64, device=target_BT.device)
-    inputs = (x.contiguous() for x in (tokens_BN, depth_BT, path_BTP, target_BT))
-    walk[(B,)](*inputs, out, T, path_BTP.shape[2], ROWS=triton.next_power_of_2(T), num_warps=1)
+    P = 0 if path_BTP is None else path_BTP.shape[2]
+    inputs = (None if x is None else x.contiguous() for x in (tokens_BN, depth_BT, path_BTP, target_BT))
+    walk[(B,)](*inputs, out, T, P, ROWS=triton.next_power_of_2(T), num_warps=1)
     return out

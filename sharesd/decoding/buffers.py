@@ -38,13 +38,14 @@ class DraftBuffers:
         self._on_device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._host_parts = parts(self._on_host)
         self.tokens_BN, self.depth_BT, self.path_BTT = parts(self._on_device)
-        self.row_T = torch.arange(T, device=device)
+        self._row_T = torch.arange(T, device=device)
         self._chain_TT, self._star_TT = (torch.zeros(T, T, dtype=torch.int64) for _ in range(2))
         self._chain_TT[:] = torch.arange(T)  # paths of a chain's rows: the rows before, and their own
         self._star_TT[:, 1:2] = torch.arange(T)[:, None]  # of children of the root: such are rows without a node
-        self.chain_TT, self.star_TT = self._chain_TT.to(device), self._star_TT.to(device)
-        self.places_BT = self.row_T.repeat(B, 1)
+        self.places_BT = self._row_T.repeat(B, 1)
         """Where a model drafter wrote root and nodes, from the root's slot on."""
+        self._lay_chain_on_host()
+        self._no_nodes = self._on_host.to(device, copy=True)
         self.lay_chain()
 
     @cached_property
@@ -69,20 +70,21 @@ class DraftBuffers:
 
     def lay_chain(self) -> None:
         """No nodes, and paths are those of a chain."""
-        self.clear()
-        self.depth_BT.copy_(self.row_T)
-        self.path_BTT.copy_(self.chain_TT)
-        self.places_BT.copy_(self.row_T)
+        self._on_device.copy_(self._no_nodes)
+        self.places_BT.copy_(self._row_T)
+
+    def _lay_chain_on_host(self) -> None:
+        tokens_BN, depth_BT, path_BTT = self._host_parts
+        tokens_BN.fill_(-1)
+        depth_BT[:], path_BTT[:] = self._chain_TT[0], self._chain_TT
 
     def put(self, tree: DraftTree) -> None:
         """A draft that lies elsewhere: one copy, for which nobody waits."""
         tokens_BN, depth_BT, path_BTT = self._host_parts
         num_nodes = tree.tokens.shape[1]
-        tokens_BN.fill_(-1)
+        self._lay_chain_on_host()
         tokens_BN[:, :num_nodes] = tree.tokens
-        if tree.branches is None:
-            depth_BT[:], path_BTT[:] = self._chain_TT[0], self._chain_TT
-        else:
+        if tree.branches is not None:
             T = 1 + num_nodes
             depth_BT[:], path_BTT[:] = 1, self._star_TT
             depth_BT[:, :T], path_BTT[:, :T, :T] = tree.branches

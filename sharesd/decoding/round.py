@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from compile.attention import Branches
 from compile.graphs import Replayed
+from compile.notes import note_round, step_tokens
 from sharesd import sampling
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.tree import DraftTree, Verdict
@@ -100,12 +101,11 @@ class Round:
         num_rows = 1 + tree.tokens.shape[1]
         if tree.tokens.device != root_B.device:
             tree = _moved(tree, root_B.device)
-        tokens_BW, branches = root_B[:, None], tree.branches
-        if num_rows > 1:
-            tokens_BW = torch.cat([tokens_BW, tree.tokens.clamp(min=0)], 1)
-        padding = self._width(num_rows) - num_rows
-        if padding:
-            tokens_BW = F.pad(tokens_BW, (0, padding))
+        if tree.branches is not None:  # part of the buffers, where rounds are not replayed
+            tree = tree._replace(branches=Branches(*(part.contiguous() for part in tree.branches)))
+        width = self._width(num_rows)
+        tokens_BW = root_B[:, None] if width == 1 else step_tokens(root_B, tree.tokens, width)
+        branches, padding = tree.branches, width - num_rows
         if branches is not None and padding:
             branches = _padded(branches, padding)
         logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]
@@ -114,16 +114,11 @@ class Round:
         self._sampler.commit(verdict.tokens, verdict.num_new)
         if branches is not None:
             cache.keep(verdict.path, verdict.num_new)
-        cache.lengths += verdict.num_new
         drafter, told_BX = self._drafter, None
         if drafter is not None and (num_rows > 1 or drafter.on_host):
             told_BX = drafter.commit(root_B, tree, verdict, logits_BTV)
-        newest_B = verdict.tokens[:, 0]
-        if num_rows > 1:
-            newest_B = verdict.tokens.gather(1, (verdict.num_new - 1).clamp(min=0)[:, None])[:, 0]
-        root_B.copy_(torch.where(active_B > 0, newest_B, root_B))
-        counted = [verdict.num_new[:, None], verdict.tokens, verdict.path if branches is not None else None, told_BX]
-        counted_BX = torch.cat([part for part in counted if part is not None], 1)
+        path_BT = verdict.path if branches is not None else None
+        counted_BX = note_round(root_B, cache.lengths, active_B, verdict.num_new, verdict.tokens, path_BT, told_BX)
         return RoundResult(counted_BX, self._logprobs(logits_BTV, verdict), num_rows, branches is not None)
 
     def _logprobs(self, logits_BTV: Tensor, verdict: Verdict) -> Tensor | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compile.graphs import Replayed
+from compile.notes import note_token
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.tree import DraftTree
 from sharesd.drafters.base import Drafting
@@ -60,14 +61,12 @@ class ChainDraft:
 
     def _step(self, tokens_BT: Tensor) -> None:
         ahead, buffers, (B, T) = self._ahead, self._drafting.buffers, tokens_BT.shape
-        last_B1 = torch.full((B, 1), T - 1, device=tokens_BT.device)
+        last_B1 = torch.full((B, 1), T - 1, device=tokens_BT.device) if T > 1 else None
         logits_BV = self._model.forward(tokens_BT, ahead, last_B1)[:, 0]
         ahead.lengths += T
         root_at_B = self._cache.lengths
         token_B, probs_BV = self._drafting.sampler.draft(logits_BV, buffers.tokens_BN, ahead.lengths, root_at_B)
-        place_B1 = (ahead.lengths - root_at_B - 1)[:, None]
-        self._last_B1.copy_(token_B[:, None])
-        buffers.tokens_BN.scatter_(1, place_B1, self._last_B1)
+        note_token(token_B, ahead.lengths, root_at_B, self._last_B1, buffers.tokens_BN)
         if probs_BV is not None:
-            at_B1V = place_B1[..., None].expand(B, 1, probs_BV.shape[1])
+            at_B1V = (ahead.lengths - root_at_B - 1)[:, None, None].expand(B, 1, probs_BV.shape[1])
             buffers.probs_BNV.scatter_(1, at_B1V, probs_BV[:, None].float())

@@ -4,7 +4,7 @@ Q, K, V and gate, up are merged into one linear each: fewer and larger matrix pr
 that others may be put in their place.
 
 Legend: B rows of the batch, T new tokens, R kept rows, D hidden size, H query heads, K key/value heads, S slots, d head
-size, r rotated half, V vocabulary.
+size, P positions, r rotated half, V vocabulary.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Attention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        cos_BTr: Tensor,
-        sin_BTr: Tensor,
+        cos_Pr: Tensor,
+        sin_Pr: Tensor,
         k_cache_BKSd: Tensor,
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
@@ -78,8 +78,6 @@ class Attention(nn.Module):
         """residual + attention over norm(x)."""
         heads = project(self.qkv, x_BTD, norm=norm).unflatten(-1, (-1, self.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHd, k_BTKd = self.q_norm(q_BTHd), self.k_norm(k_BTKd)
         out_BTHd = attend(
             q_BTHd,
             k_BTKd,
@@ -92,7 +90,8 @@ class Attention(nn.Module):
             recent=recent,
             softcap=self.softcap,
             branches=Branches(*branches) if branches else None,
-            rotary=(cos_BTr, sin_BTr) if self.use_rope else None,
+            rotary=(cos_Pr, sin_Pr) if self.use_rope else None,
+            norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
         )
         return project(self.o, out_BTHd.flatten(2), residual=residual)
 
@@ -129,18 +128,18 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        cos_BTr: Tensor,
-        sin_BTr: Tensor,
+        cos_Pr: Tensor,
+        sin_Pr: Tensor,
         k_cache_BKSd: Tensor,
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
         *branches: Tensor,
         recent: int = 0,
     ) -> Tensor:
-        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches. `recent`: how
-        far it looks back, see `attend`.
+        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches. Cosines and
+        sines are those of all positions. `recent`: how far it looks back, see `attend`.
         """
-        tensors = (cos_BTr, sin_BTr, k_cache_BKSd, v_cache_BKSd, lengths_B, *branches)
+        tensors = (cos_Pr, sin_Pr, k_cache_BKSd, v_cache_BKSd, lengths_B, *branches)
         if self.sandwiched:
             x_BTD = x_BTD + self.attn_out_norm(self.attn(x_BTD, *tensors, recent=recent, norm=self.attn_norm))
             return x_BTD + self.mlp_out_norm(self.mlp(x_BTD, self.mlp_norm))
@@ -221,12 +220,8 @@ class Decoder(nn.Module):
         return [(self.get_buffer(f"cos_{i}"), self.get_buffer(f"sin_{i}")) for i in range(len(self.config.ropes))]
 
     def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None) -> Tensor:
-        ahead = torch.arange(x_BTD.shape[1], device=x_BTD.device) if branches is None else branches.depth_BT
-        positions_BT = cache.lengths[:, None] + ahead
-        positions_BT = positions_BT.clamp(max=self.max_context - 1)  # padding rows may lie beyond; nobody reads them
-        turns = [(cos[positions_BT], sin[positions_BT]) for cos, sin in self.rope_tables]
+        tables = self.rope_tables
         for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
-            cos_BTr, sin_BTr = turns[max(kind.rope, 0)]
-            tensors = (cos_BTr, sin_BTr, k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
+            tensors = (*tables[max(kind.rope, 0)], k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
             x_BTD = self.run_block(block, x_BTD, *tensors, recent=cache.recent)
         return x_BTD if self._norm_in_head else self.norm(x_BTD)

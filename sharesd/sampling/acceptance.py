@@ -22,6 +22,9 @@ from sharesd.decoding.tree import DraftTree, Verdict
 
 def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> Verdict:
     """Keep draft tokens up to the first that differs from the target's choice, then add the target's."""
+    if walks(target_tokens_BT.device, chains=True):
+        num_new_B, tokens_BT, path_BT = walk(draft_BN, None, target_tokens_BT)
+        return Verdict(tokens_BT, num_new_B, path_BT)
     kept_BN = draft_BN == target_tokens_BT[:, :-1]
     return _verdict(target_tokens_BT, kept_BN.cumprod(-1).sum(-1))
 
