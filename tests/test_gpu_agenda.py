@@ -217,7 +217,7 @@ def test_outcomes_of_tests_are_noted_one_by_one(tmp_path: Path) -> None:
     file.write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
     job = Job("cpu", tmp_path / "found.json")
     with pytest.raises(RuntimeError, match="ended with status 1"):
-        gpu_tests.run(job, [str(file)])
+        gpu_tests.run(job, ["-c", str(agenda.ROOT / "pyproject.toml"), str(file)])
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["passed"], found["failed"]) == (1, 1) and "1 failed, 1 passed" in found["summary"]
     assert [row["test"].rpartition("::")[2] for row in found["tests that failed"]] == ["test_wrong"]

@@ -18,14 +18,16 @@ def measure(job: Job) -> None:
     job.require_gpu("tests marked cuda")
     if not (ROOT / "tests").is_dir():
         raise NotHere("the tests are not installed: run this in a checkout")
-    run(job, [str(ROOT), "-m", "cuda"])
+    run(job, ["-m", "cuda"])
 
 
 def run(job: Job, flags: Sequence[str]) -> None:
     """Note the outcome of each test as soon as it has one; all that pytest says goes to tests.txt."""
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider", *flags]
+    # -vv undoes the -q of our settings. Modules whose packages are missing here must not keep others from being tested.
+    options = ["-vv", "--tb=short", "-rs", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", *options, *flags]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    counts = Counter[str]()
+    counts, last = Counter[str](), ""
     with (
         (job.folder / "tests.txt").open("w") as log,
         subprocess.Popen(

@@ -159,17 +159,15 @@ class Attention:
 def _measure_attention(job: Job, kernels: SimpleNamespace, copied: float, slots: int, live: int) -> None:
     """Chains, a tree, sliding windows, and the windows of drafts: every row beside the same row in chains."""
     H, K, d = (66, 22, 64) if job.on_gpu else (4, 2, 16)
-    inputs = [
-        _random(job, *shape, seed=seed)
-        for seed, shape in enumerate(((1, MOST, H, d), (1, MOST, K, d), (1, K, slots, d), (1, K, slots, d)))
-    ]
+    shapes = ((1, MOST, H, d), (1, MOST, K, d), (1, K, slots, d), (1, K, slots, d))
+    q, new, k, v = (_random(job, *shape, seed=seed) for seed, shape in enumerate(shapes))
     for kind, window, recent in (
         ("chain", 0, 0),
         ("tree", 0, 0),
         ("window", slots // 4, 0),
         ("recent", 0, slots // 8),
     ):
-        step = Attention(kernels.attend, live, *inputs, window=window, recent=recent)
+        step = Attention(kernels.attend, live, q, new, k, v, window, recent)
         branches = _branches(job.device) if kind == "tree" else None
         together = step(range(MOST), branches)
         error = _error(together, step.exact(branches))
@@ -183,9 +181,9 @@ def _measure_attention(job: Job, kernels: SimpleNamespace, copied: float, slots:
             ]  # fmt: skip
         row: dict[str, object] = {"slots": slots, "live": live, "kind": kind, "error": error}
         row["rows that differ"] = listed(differ)
-        read = 2 * inputs[2].element_size() * K * d * min(live, window or live, recent or live)
+        read = 2 * k.element_size() * K * d * min(live, window or live, recent or live)
         for rows in (1, MOST) if branches is None else (MOST,):
-            parts = (step.q[:, :rows], step.new[:, :rows], torch.tensor([live], device=job.device))
+            parts = (q[:, :rows], new[:, :rows], torch.tensor([live], device=job.device))
             seconds = seconds_per_call([step.over(*parts, branches)] * 10)
             row |= {f"us, {rows} rows": 1e6 * seconds, f"of copy, {rows}": read / seconds / copied}
         job.add("attention", row)

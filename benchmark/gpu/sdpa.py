@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def _figures(job: Job, num_heads: int, num_kv: int, size: int, slots: int, share
         if shared:
             return lambda: F.scaled_dot_product_attention(queries, k, v, seen, enable_gqa=True)
         groups = num_heads // num_kv
-        return lambda: F.scaled_dot_product_attention(queries, *(x.repeat_interleave(groups, 1) for x in (k, v)), seen)
+        repeated = partial(torch.repeat_interleave, repeats=groups, dim=1)
+        return lambda: F.scaled_dot_product_attention(queries, repeated(k), repeated(v), seen)
 
     row: dict[str, object] = {}
     try:

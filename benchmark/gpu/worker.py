@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target")
     args = parser.parse_args(argv)
     [step] = agenda.named([args.name])
+    if args.device == "cpu":  # sizes are tiny, and where others keep a core busy threads wait for each other
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     module, _, function = step.measure.partition(":")
     job = Job(the_only_gpu(args.device), args.findings, args.target, step.limit_s - seconds_since_start())
     try:
