@@ -42,7 +42,7 @@ def run(job: Job, flags: Sequence[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", file=log, flush=True)
-            if found := re.match(r"(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
+            if found := re.match(r"(\S*::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
                 counts[found[2].lower()] += 1
                 if found[2] in ("FAILED", "ERROR"):
                     job.add("tests that failed", {"test": found[1]})
