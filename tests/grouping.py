@@ -43,12 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def on_the_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tests of Triton's kernels make their tensors, and dice, where the kernels run."""
+    """Tests of Triton's kernels make their tensors, and dice, where the kernels run; tensor operations, with which they
+    are compared, do not become kernels there."""
     if request.node.get_closest_marker("interpreted") is None or INTERPRETED:
         yield
         return
     dice = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device="cuda": dice(device))
+    monkeypatch.setattr("sharesd.sampling.logits.runs_triton", lambda device: False)
     with torch.device("cuda", torch.cuda.current_device()):
         yield
 
