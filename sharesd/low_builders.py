@@ -16,9 +16,6 @@ from quant.attach import Build
 from quant.kernels import GemliteLinear
 from quant.solver import QuantizedWeight
 
-_COLD_WEIGHTS = 2**29
-"""Weights that take turns in a measurement: more than a cache holds."""
-
 
 def packed_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLinear:
     """In the layout of the CPU kernel. ValueError where that takes no linear of this shape."""
@@ -50,16 +47,16 @@ def rows_for_cuda(
 
 def choose_for_cuda(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Seconds per product of one row, by our kernel and by gemlite's. The faster one is taken by later programs."""
-    from compile.cuda.tune import seconds_per_call
+    from compile.cuda.timing import seconds_per_call, turns
 
     builders: dict[str, Callable[..., nn.Module]] = {
         "own": partial(rows_for_cuda, most_rows=1),
         "gemlite": GemliteLinear,
     }
     x_MK = torch.randn(1, weight.q.shape[1], dtype=dtype, device=device)
-    seconds = {}
+    seconds, copies = {}, turns(weight.q.numel() * weight.bits // 8, device)
     for name, build in builders.items():
-        linears = [build(weight, None, dtype=dtype) for _ in range(max(1, _COLD_WEIGHTS // weight.q.numel()))]
+        linears = [build(weight, None, dtype=dtype) for _ in range(copies)]
         seconds[name] = seconds_per_call([partial(linear, x_MK) for linear in linears])
     file = _choice_file(device)
     file.parent.mkdir(parents=True, exist_ok=True)

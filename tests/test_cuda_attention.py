@@ -1,6 +1,6 @@
 """Attention on CUDA: every row has the bits of plain decoding, only live slots are read, and every GPU can hold it.
 
-Triton's interpreter runs the kernels on a CPU (`triton_cpu.py` mends its bfloat16 products).
+Triton's interpreter runs the kernels on a CPU (`triton_cpu.py` mends its bfloat16 products), unless there is a GPU.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value
 heads, S slots, d head size.
@@ -111,7 +111,7 @@ def test_values_are_those_of_float64(T: int, H: int, K: int, d: int, dtype: torc
         ours, exact = step.fresh(), Step(*(x.double() for x in step[:5]), step.lengths)
         out, wanted = live(ours, branches), attend_reference(*exact, scale=d**-0.5, branches=branches)
         assert out.dtype == dtype
-        tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
         assert all(torch.equal(a.double(), b) for a, b in zip(ours[3:5], exact[3:5], strict=True))
 

@@ -20,7 +20,7 @@ from sharesd import low_builders
 from sharesd.low_builders import rows_for_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-tune = importlib.import_module("compile.cuda.tune")
+timing = importlib.import_module("compile.cuda.timing")
 PROCESSORS = {80: 108, 89: 128, 90: 132}
 
 
@@ -112,9 +112,8 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
     device, seconds = torch.device("cpu"), iter([2.0, 1.0, 1.0, 2.0])
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB")
-    monkeypatch.setattr(tune, "seconds_per_call", lambda calls: next(seconds))
+    monkeypatch.setattr(timing, "seconds_per_call", lambda calls: next(seconds))
     monkeypatch.setattr(low_builders, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
-    monkeypatch.setattr(low_builders, "_COLD_WEIGHTS", 1)
     solved = solve(torch.randn(48, 256), 8, 64)
     assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
     assert low_builders.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
@@ -126,7 +125,9 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
 
 def test_groups_that_the_kernel_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="groups have 16 inputs; take one of 32, 64, 128, 256"):
-        LowRowLinear(torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4), torch.ones(8, 4), None, 4, torch.bfloat16)
+        LowRowLinear(
+            torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4), torch.ones(8, 4), None, 4, torch.bfloat16, 64
+        )
 
 
 def test_linears_are_replaced_in_place() -> None:
@@ -146,7 +147,7 @@ def test_traced_as_one_operator() -> None:
     with FakeTensorMode(), torch.no_grad():
         full = nn.Linear(64, 96, bias=False, device="meta")
         full.weight = nn.Parameter(torch.empty(96, 64, device="cuda", dtype=torch.bfloat16))
-        linear = RowLinear(full)
+        linear = RowLinear(full, 64)
         x = torch.empty(2, 3, 64, device="cuda", dtype=torch.bfloat16)
         y = linear(x, gated="silu", residual=torch.empty(2, 3, 48, device="cuda", dtype=torch.bfloat16))
     assert y.shape == (2, 3, 48) and y.device.type == "cuda" and y.dtype == torch.bfloat16
@@ -154,7 +155,7 @@ def test_traced_as_one_operator() -> None:
 
 @pytest.mark.inductor
 def test_compiled_as_one_operator() -> None:
-    linear, seen = RowLinear(nn.Linear(64, 96)), []
+    linear, seen = RowLinear(nn.Linear(64, 96), 64), []
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Any:
         seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")

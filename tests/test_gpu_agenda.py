@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,12 @@ from tiny import make_checkpoint
 from torch import Tensor, nn
 
 from benchmark.__main__ import main
-from benchmark.gpu import agenda, command, own_kernels, report
+from benchmark.gpu import agenda, command, gpu_tests, own_kernels, report, tiles
 from benchmark.gpu.agenda import STEPS, Step, run_step
-from benchmark.gpu.worker import Job, NotHere
+from benchmark.gpu.worker import FAILED, Job, NotHere, the_only_gpu
+from compile.attention import Branches, attend_reference
+from compile.cuda import settings
+from compile.cuda.settings import Tile
 from quant.solver import QuantizedWeight, solve
 from sharesd.load import _solve
 
@@ -91,7 +94,7 @@ def test_the_steps_fit_into_28_minutes_and_their_functions_exist() -> None:
 
 def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: Any) -> None:
     """On a CPU, in tiny sizes: a step that needs a GPU, one without time, two modes of a model widened in memory."""
-    options = ["--device", "cpu", "--target", target, "--out-dir", str(tmp_path / "out"), "--budget", "300"]
+    options = ["--device", "cpu", "--target", target, "--out-dir", str(tmp_path / "out"), "--budget", "250"]
     assert main(["gpu", *options, "--step", "7b,kernels,machine"]) == 0
     steps = json.loads((tmp_path / "out/gpu.json").read_text())["steps"]
     assert {name: outcome["state"] for name, outcome in steps.items()} == {
@@ -101,7 +104,9 @@ def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: An
     }
     assert steps["machine"]["found"]["copy_bytes_per_second"] > 0
     assert main(["gpu", *options, "--step", "classic"]) == 0
-    found = json.loads((tmp_path / "out/gpu.json").read_text())["steps"]["classic"]["found"]
+    steps = json.loads((tmp_path / "out/gpu.json").read_text())["steps"]
+    assert list(steps) == ["machine", "kernels", "7b", "classic"], "in the order of the agenda, earlier ones too"
+    found = steps["classic"]["found"]
     assert found["model"].endswith("widened to a little more")
     assert [(row["mode"], row["identical"]) for row in found["modes"]] == [("naive", "1 of 1"), ("classic", "1 of 1")]
     assert all(row["captures later"] == row["compiled later"] == 0 < row["tok/s"] for row in found["modes"])
@@ -122,7 +127,7 @@ def test_one_that_fails_is_noted_and_the_next_goes_on(tmp_path: Path, capsys: An
 class Library(nn.Module):
     """A linear of the library, in place of one of ours; `low` as if its codes had been put in place."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, most_rows: int) -> None:
         super().__init__()
         self.weight, self.nbytes = linear.weight, linear.weight.nbytes
 
@@ -131,47 +136,101 @@ class Library(nn.Module):
 
     @classmethod
     def low(cls, solved: QuantizedWeight, bias: None, *, dtype: torch.dtype, most_rows: int) -> Library:
+        if solved.bits == 8:
+            raise RuntimeError("no kernel image")
         linear = nn.Linear(1, 1, device="meta")
         linear.weight = nn.Parameter(solved.dequantize().to(dtype), requires_grad=False)
-        return cls(linear)
+        return cls(linear, most_rows)
 
 
-@dataclass(frozen=True)
-class Tile:
-    outputs: int
-    inputs: int
-    stages: int
-    split: int
+def test_what_is_asked_of_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """With others in their place: attention is wrong in the rows of wide steps, and 8 bits fail; the rest goes on."""
 
+    def attend(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap):  # type: ignore[no-untyped-def]
+        branches = None if depth is None else Branches(depth, path)
+        sight = {"scale": scale, "window": window, "recent": recent, "branches": branches}
+        out = attend_reference(q, k, v, k_cache, v_cache, lengths, **sight)
+        return out * (1 + (q.shape[1] > 9))
 
-def test_what_is_asked_of_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With others in their place, one of which is wrong in the rows of wide steps, and one which fails with a tile."""
-
-    def multiply(x: Tensor, weight: Tensor, tile: Tile, counters: Tensor) -> Tensor:
-        if tile.stages == 5:
-            raise RuntimeError("too much shared memory")
-        return nn.functional.linear(x, weight)
-
-    def attend(q: Tensor, *rest: Any) -> Tensor:
-        return q * (1 + (q.shape[1] > 8))
-
-    kernels = SimpleNamespace(
-        linear=Library,
-        low=Library.low,
-        multiply=multiply,
-        tile_of=lambda *_: Tile(32, 64, 4, 1),
-        attend=attend,
-    )
+    kernels = SimpleNamespace(linear=Library, low=Library.low, attend=attend, one_by_one=nullcontext)
     monkeypatch.setattr(own_kernels, "_kernels", lambda job: kernels)
     monkeypatch.setattr(own_kernels, "solve", lambda w, bits, group: (solve if bits == 8 else _solve)(w, bits, group))
-    job = Job("cpu", tmp_path / "found")
+    job, threads = Job("cpu", tmp_path / "found"), torch.get_num_threads()
+    torch.set_num_threads(1)  # operations this small are slower with more
     own_kernels.measure(job)
-    assert all(row["rows that differ"] == "1 2 3 4 5 8" for row in job.table("attention"))
-    assert [row["linear"] for row in job.table("linears")] == ["o"] and len(job.table("low-bit linears")) == 2
+    torch.set_num_threads(threads)
+    differ = {row["kind"]: row["rows that differ"] for row in job.table("attention")}
+    assert differ.keys() == {"chain", "tree", "window", "recent"} and len(job.table("attention")) == 8
+    assert {differ.pop("tree")} == {"0 2 4 6 8 10 12 14 0 1 3 5 7 9 11 13 15"}
+    assert set(differ.values()) == {"1 2 3 4 5 8 9"}
+    assert all(row["error"] > 0.5 for row in job.table("attention")), "as many rows are wrong"
+    assert [row["linear"] for row in job.table("linears")] == ["o"] and len(job.table("low-bit linears")) == 1
     assert all(row["error"] < 0.01 for row in job.table("linears") + job.table("low-bit linears"))
     assert len(job.table("dependent launch")) == 1
-    assert {row["error"] for row in job.table("tiles that fail")} == {"too much shared memory"}
-    assert "by rule" in [row["tile"] for row in job.table("tiles")]
+    assert job.table(FAILED) == [{"part": "o, 8 bits", "error": "RuntimeError: no kernel image"}]
+    assert "no kernel image" in capsys.readouterr().err
+
+
+def test_attention_that_is_right_is_said_to_be() -> None:
+    """The tree that is asked for has every row on one of the two paths that it is compared with."""
+    assert {node for path in own_kernels.PATHS[-2:] for node in path} == set(range(own_kernels.MOST))
+    for node, path in enumerate(own_kernels.PATHS):
+        assert path[-1] == node and path == own_kernels.PATHS[path[-2]] + (node,) if node else path == (0,)
+
+
+def test_tiles_are_measured_once_kept_and_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of a shape; what fails costs its own shape; another run measures what is not there yet."""
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    tune = importlib.import_module("compile.cuda.tune")
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    shapes = [("first", tune.Shape(96, 256)), ("second", tune.Shape(64, 512, 4, 64))]
+    tried: list[Any] = []
+
+    def measured(given: list[Any], device: torch.device) -> Any:
+        tried.extend(given)
+        if given[0].bits == 4 and len(tried) == 2:
+            raise RuntimeError("out of memory")
+        found = {given[0]: {Tile(32, 64, 1, 4, 4): 2e-6, Tile(64, 64, 1, 4, 4): 1e-6}}
+        settings.write_tiles(settings.own_file("interpreter"), tune.fastest(found))
+        return found
+
+    for run in (1, 2):
+        (tmp_path / f"{run}").mkdir()
+        job = Job("cpu", tmp_path / f"{run}" / "tiles.json")
+        tiles.run(job, measured, shapes, torch.device("cpu"))
+        kept = settings.read_tiles(tmp_path / f"{run}/measured/interpreter.json")
+        assert kept == {shape.key: Tile(64, 64, 1, 4, 4) for _, shape in shapes[:run]}
+        [row, *_] = job.table("tiles")
+        assert (row["linear"], row["us"], row["by rule"]) == (shapes[run - 1][0], 1.0, False)
+        assert len(job.table(FAILED)) == (run == 1)
+    assert tried == [shapes[0][1], shapes[1][1], shapes[1][1]]
+
+
+def test_every_shape_that_models_multiply_with_is_tuned() -> None:
+    names = [name for name, _ in tiles._sizes()]
+    assert len(set(names)) == len(names) == 3 * (5 + 4) and names[0] == "qkv, 7b, 16 bits"
+    assert ("gate_up, 7b, 4 bits", (22016, 4096, 4, 64)) in tiles._sizes()
+
+
+def test_outcomes_of_tests_are_noted_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
+    job = Job("cpu", tmp_path / "found.json")
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        gpu_tests.run(job, ["-c", str(agenda.ROOT / "pyproject.toml"), str(file)])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["passed"], found["failed"]) == (1, 1) and "1 failed, 1 passed" in found["summary"]
+    assert [row["test"].rpartition("::")[2] for row in found["tests that failed"]] == ["test_wrong"]
+    assert "assert 1 == 2" in (tmp_path / "tests.txt").read_text()
+
+
+def test_one_gpu_is_all_that_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [the_only_gpu(name) for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    the_only_gpu("cuda:1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_kernels_that_cannot_be_imported_are_said_not_to_be_there(
@@ -191,7 +250,7 @@ def test_all_steps_go_through_on_a_cpu(tmp_path: Path, target: str) -> None:
     values = json.loads((tmp_path / "gpu.json").read_text())
     states = {name: outcome["state"] for name, outcome in values["steps"].items()}
     assert states.keys() == {step.name for step in STEPS}
-    assert {name for name, state in states.items() if state != "done"} == {"kernels", "gemlite", "tests"}
+    assert {name for name, state in states.items() if state != "done"} == {"kernels", "tiles", "gemlite", "tests"}
     assert values["steps"]["135m"]["found"]["all_texts_identical"]
     assert report.markdown(values) == (tmp_path / "gpu.md").read_text()
 

@@ -179,23 +179,29 @@ def noisy(seed: int) -> Any:
     return model
 
 
-def new(kind: str, batch: int, **options: Any) -> Engine:
+Place = tuple[str, torch.dtype]
+CPU, GPU = ("cpu", torch.float64), ("cuda", torch.float32)
+"""Where models are, and in what: our kernels for GPUs take no float64."""
+
+
+def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
     """An engine with drafts of up to 6 nodes."""
     name, tree = kind.split()[0], (2, 3, 6) if "tree" in kind else None
     model, switch = switched(tiny_decoder(3), 0.2)
+    model.to(*place)
     options |= {"batch": batch, "auto_length": True}
     if name == "naive":
         return new_engine(model, **options)
     if name == "share":
         return share_engine(model, switch, num_draft=6, tree=tree, **options)
     if name == "classic":
-        return classic_engine(model, noisy(3), num_draft=6, tree=tree, **options)
+        return classic_engine(model, noisy(3).to(*place), num_draft=6, tree=tree, **options)
     cache = model.new_cache(batch, 160)
     shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
     inner: Any = None
     if name == "hybrid":
         inner = (
-            ClassicDrafter(noisy(3), batch=batch, slots=160, shapes=shapes, weight_bytes=0, top=top)
+            ClassicDrafter(noisy(3).to(*place), batch=batch, slots=160, shapes=shapes, weight_bytes=0, top=top)
             if "classic" in kind
             else ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
         )
@@ -217,21 +223,39 @@ def pins(engine: Engine) -> list[Any]:
     return [*shapes[-1:], PLAIN, *shapes[2:3], *shapes[-1:]] if shapes else [PLAIN, PLAIN]
 
 
-@pytest.mark.parametrize(
+IN_EACH = pytest.mark.parametrize(
     "kind, params, batch",
     CONFIGURATIONS,
     ids=[f"{kind}, {'T=1' if params.temperature else 'T=0'}, B={batch}" for kind, params, batch in CONFIGURATIONS],
 )
+
+
+@IN_EACH
 def test_captured_rounds_equal_uncaptured_ones(
     kind: str, params: SamplingParams, batch: int, way_of_cuda: None
 ) -> None:
     graphs = RecordedGraphs()
-    plain, captured = new(kind, batch, widths=[7]), new(kind, batch, widths=[7], graphs=graphs)
+    compare(kind, params, batch, graphs, CPU)
+    assert graphs.num_replays > 6
+
+
+@pytest.mark.cuda
+@IN_EACH
+def test_rounds_in_graphs_of_cuda_equal_uncaptured_ones(
+    kind: str, params: SamplingParams, batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Graphs.num_captures
+    compare(kind, params, batch, Graphs(), GPU)
+    assert Graphs.num_captures > before and not caplog.records
+
+
+def compare(kind: str, params: SamplingParams, batch: int, graphs: Graphs, place: Place) -> None:
+    """Outcomes with and without graphs are the same, whatever is drafted."""
+    plain, captured = (new(kind, batch, widths=[7], graphs=each, place=place) for each in (None, graphs))
     for pin in pins(plain):
         for engine in (plain, captured):
             engine.way(params).policy.pinned = pin
         assert outcome(captured, params) == outcome(plain, params), pin
-    assert graphs.num_replays > 6
 
 
 def new_pool(

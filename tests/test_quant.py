@@ -376,7 +376,6 @@ def test_gemlite_gets_few_rows_only(bits: int, adds_zero: bool, monkeypatch: pyt
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_gemlite_equals_dequantized_product(bits: int, dtype: torch.dtype) -> None:

@@ -38,21 +38,22 @@ class Step:
 
 
 STEPS = (
-    Step("machine", 60, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
-    Step("cublas", 90, "cublas:measure", "do rows of library products agree for 1 to 16 rows, and how quick are they"),
-    Step("cublas-steady", 60, "cublas:measure", "the same, kept from splitting sums", {"steady": "yes"}),
+    Step("machine", 40, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
+    Step("cublas", 80, "cublas:measure", "do rows of library products agree for 1 to 16 rows, and how quick are they"),
+    Step("cublas-steady", 50, "cublas:measure", "the same, kept from splitting sums", {"steady": "yes"}),
     Step("sdpa", 60, "sdpa:measure", "library attention: which backends run, their plans, speed and rows"),
-    Step("kernels", 120, "own_kernels:measure", "our Triton kernels: errors, bits of rows, speed, dependent launch"),
-    Step("gemlite", 120, "low_bits:measure", "low-bit products with 8, 4 and 2 bits: errors and speed"),
-    Step("tests", 120, "gpu_tests:measure", "the tests that need a GPU"),
-    Step("135m", 330, "embedded:measure", "the embedded model: texts, speed, captures and memory in all modes"),
-    Step("7b", 360, "widened:measure", "widened to 7B: naive, share, costs, long contexts, profile", {"size": "7b"}),
-    Step("1b", 120, "widened:measure", "widened to 1B: naive, share, costs", {"size": "1b"}),
-    Step("hybrid", 120, "widened:compare", "hybrid against naive, prompt by prompt, at 7B", {"modes": "naive,hybrid"}),
-    Step("starts", 60, "starts:measure", "seconds of whole processes to the first tokens, caches cold and warm"),
-    Step("classic", 60, "widened:compare", "classic against naive, at 1B", {"modes": "naive,classic", "size": "1b"}),
+    Step("kernels", 110, "own_kernels:measure", "our Triton kernels: errors, bits of rows, speed, dependent launch"),
+    Step("tiles", 130, "tiles:measure", "the fastest tiles of our products, kept for what follows and to be shipped"),
+    Step("gemlite", 100, "low_bits:measure", "low-bit products by gemlite, beside ours; the faster ones are used"),
+    Step("tests", 140, "gpu_tests:measure", "the tests that need a GPU, those of our kernels among them"),
+    Step("135m", 300, "embedded:measure", "the embedded model: texts, speed, captures and memory in all modes"),
+    Step("7b", 290, "widened:measure", "widened to 7B: naive, share, costs, long contexts, profile", {"size": "7b"}),
+    Step("1b", 110, "widened:measure", "widened to 1B: naive, share, costs", {"size": "1b"}),
+    Step("hybrid", 100, "widened:compare", "hybrid against naive, prompt by prompt, at 7B", {"modes": "naive,hybrid"}),
+    Step("starts", 120, "starts:measure", "seconds of whole processes to the first tokens, caches warm and cold"),
+    Step("classic", 50, "widened:compare", "classic against naive, at 1B", {"modes": "naive,classic", "size": "1b"}),
 )
-"""Most valuable first; together they take 28 minutes at most."""
+"""Most valuable first; together they take 28 minutes at most. docs/gpu.md says how to run them in three parts."""
 
 
 def named(names: Sequence[str]) -> tuple[Step, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmark import arguments
 from benchmark.gpu import agenda, report
 from benchmark.gpu.agenda import STEPS, Step
-from benchmark.questions.records import replace_file, write_json
+from benchmark.questions.records import read_json, replace_file, write_json
 from sharesd.cli.console import console, err_console
 
 BUDGET_S = 1680.0
@@ -22,7 +22,8 @@ def add_parser(subparsers: Any) -> None:
         "gpu",
         help="the whole agenda for a GPU in one go",
         description="Measure kernels, speed, acceptance, exactness, start and memory on a GPU, step by step, each in a "
-        "process with a time limit. --device cpu goes through the steps in tiny sizes, to try them out.",
+        "process with a time limit. --device cpu goes through the steps in tiny sizes, to try them out. Into an "
+        "--out-dir of before, steps are added.",
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu")
@@ -50,21 +51,25 @@ def run(args: argparse.Namespace) -> int:
 
     device_of(args.device)  # ValueError without a GPU, before anything else; only the steps' processes use it
     folder = arguments.out_folder(args.out_dir, "gpu")
-    outcomes: dict[str, Any] = {}
-    values = {"command": arguments.command(), "environment": environment("cpu"), "steps": outcomes}
-    started = time.perf_counter()
+    file = folder / "gpu.json"
+    outcomes: dict[str, Any] = read_json(file)["steps"] if file.exists() else {}
+    values = {"command": arguments.command(), "environment": environment("cpu")}
+    started, failed = time.perf_counter(), False
     for step in steps:
         left = args.budget - (time.perf_counter() - started)
         if step.limit_s > left:
             reason = f"it may take {step.limit_s:g} s, and {max(left, 0):.0f} of {args.budget:g} s were left"
-            outcomes[step.name] = {"state": "skipped", "reason": reason}
+            outcomes.setdefault(step.name, {"state": "skipped", "reason": reason})
         else:
-            err_console.print(f"measuring {step.name}, {step.limit_s:g} s at most: {step.about}", highlight=False)
+            said = f"measuring {step.name}, {step.limit_s:g} s at most: {step.about}"
+            err_console.print(said, highlight=False, soft_wrap=True)
             outcomes[step.name] = _outcome(step, folder, args)
-        write_json(folder / "gpu.json", values)
+            failed |= outcomes[step.name]["state"] == "failed"
+        values["steps"] = {each.name: outcomes[each.name] for each in STEPS if each.name in outcomes}
+        write_json(file, values)
         replace_file(folder / "gpu.md", report.markdown(values))
     console.print(f"report: {folder / 'gpu.md'}", highlight=False, soft_wrap=True)
-    return int(any(outcome["state"] == "failed" for outcome in outcomes.values()))
+    return int(failed)
 
 
 def _outcome(step: Step, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

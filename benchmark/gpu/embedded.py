@@ -14,16 +14,17 @@ def measure(job: Job) -> None:
     """Plain steps without compilation or graphs first: what goes wrong there goes wrong everywhere."""
     tables = {"corpus": "empty", "recycle_table": "empty"} if job.target else {}
     config = EngineConfig(target=job.target, device=job.device, **tables)  # type: ignore[arg-type]
+    ways = list(WAYS) if job.on_gpu else ["T=1"]
     _measure(job, replace(config, compile="off"), ("naive", "share", "classic"), ["T=0"], 48, "off")
-    _measure(job, config, ("naive", "share", "suffix", "hybrid"), list(WAYS) if job.on_gpu else ["T=1"], 96, "chains")
+    _measure(job, config, ("naive", "share", "suffix", "hybrid"), ways, 96, "chains")
     if job.has_time(60):
         _measure(job, replace(config, tree=(2, 4, 8)), ("naive", "share"), ["T=0", "T=1"], 96, "trees")
     identical = [row["identical"].split(" of ") for row in job.table("modes")]
-    job.put(all_texts_identical=all(same == asked for same, asked in identical))
+    job.put(all_texts_identical=bool(identical) and all(same == asked for same, asked in identical))
 
 
 def _measure(
     job: Job, config: EngineConfig, modes: Sequence[Mode], ways: Sequence[str], tokens: int, label: str
 ) -> None:
-    with loaded(job, config, modes, label=label) as runtime:
+    with job.part(label), loaded(job, config, modes, label=label) as runtime:
         compare_modes(job, runtime, modes, ways, prompts=3, tokens=tokens, label=label)

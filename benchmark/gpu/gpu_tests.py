@@ -1,9 +1,13 @@
-"""The tests that need a GPU."""
+"""The tests that need a GPU, and those of kernels that Triton's interpreter runs elsewhere."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 
 from benchmark.gpu.agenda import ROOT
 from benchmark.gpu.worker import Job, NotHere
@@ -14,10 +18,37 @@ def measure(job: Job) -> None:
     job.require_gpu("tests marked cuda")
     if not (ROOT / "tests").is_dir():
         raise NotHere("the tests are not installed: run this in a checkout")
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "--tb=short", "-rs", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = done.stdout.strip().splitlines()
-    job.put(summary=lines[-1] if lines else "pytest said nothing", exit_status=done.returncode)
-    if done.returncode:
-        print(done.stdout)
-        raise RuntimeError(f"pytest ended with status {done.returncode}")
+    run(job, ["-m", "cuda"])
+
+
+def run(job: Job, flags: Sequence[str]) -> None:
+    """Note the outcome of each test as soon as it has one; all that pytest says goes to tests.txt."""
+    # -vv undoes the -q of our settings. Modules whose packages are missing here must not keep others from being tested.
+    options = ["-vv", "--tb=short", "-rs", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", *options, *flags]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    counts, last = Counter[str](), ""
+    with (
+        (job.folder / "tests.txt").open("w") as log,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", file=log, flush=True)
+            if found := re.match(r"(\S*::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
+                counts[found[2].lower()] += 1
+                if found[2] in ("FAILED", "ERROR"):
+                    job.add("tests that failed", {"test": found[1]})
+                job.put(**counts)
+            last = line
+    job.put(summary=last.strip(" =\n"), exit_status=process.returncode)
+    if process.returncode:
+        print((job.folder / "tests.txt").read_text()[-4000:])
+        raise RuntimeError(f"pytest ended with status {process.returncode}")

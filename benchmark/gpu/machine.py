@@ -8,8 +8,9 @@ import subprocess
 import torch
 
 from benchmark.environment import environment
-from benchmark.gpu.timing import copy_bandwidth, seconds_per_call
+from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
+from compile.cuda.timing import seconds_per_call
 
 QUERY = "name,driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,power.limit,temperature.gpu,memory.used"
 
@@ -34,5 +35,9 @@ def _clocks() -> str:
     program = shutil.which("nvidia-smi")
     if program is None:
         return "unknown: there is no nvidia-smi"
-    done = subprocess.run([program, f"--query-gpu={QUERY}", "--format=csv"], capture_output=True, text=True, timeout=20)
+    try:
+        command = [program, f"--query-gpu={QUERY}", "--format=csv"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
     return done.stdout.strip() or done.stderr.strip()

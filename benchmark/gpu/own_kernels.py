@@ -1,4 +1,4 @@
-"""Our own CUDA kernels: errors against float64, bits of rows, tiles, dependent launch, attention.
+"""Our own CUDA kernels: errors against float64, bits of rows, speed, dependent launch.
 
 What is asked of them stands in `_kernels`, and nowhere else.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,56 +18,51 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmark.gpu.timing import (
-    ROWS,
-    UNCACHED_BYTES,
-    copies_of,
-    copy_bandwidth,
-    rows_that_differ,
-    seconds_per_call,
-    sizes,
-)
+from benchmark.gpu.timing import ROWS, copies_of, copy_bandwidth, listed, rows_that_differ, sizes
 from benchmark.gpu.worker import Job, NotHere
+from compile.attention import Branches, attend_reference
+from compile.cuda.timing import seconds_per_call, turns
 from quant.solver import QuantizedWeight, solve
 from sharesd.low_builders import rows_for_cuda
+
+MOST = max(ROWS)
 
 
 def _kernels(job: Job) -> SimpleNamespace:
     """The kernels by what they do; NotHere where they cannot be imported."""
     job.require_gpu("own kernels")
     try:
-        linear, gemm, settings = (
-            importlib.import_module(f"compile.cuda.{name}") for name in ("linear", "gemm", "settings")
-        )
+        linear = importlib.import_module("compile.cuda.linear")
         attention = importlib.import_module("compile.cuda.attention")
         return SimpleNamespace(
-            linear=linear.RowLinear,  # (nn.Linear) -> module
+            linear=linear.RowLinear,  # (nn.Linear, most_rows) -> module
             low=rows_for_cuda,  # (QuantizedWeight, bias, dtype=, most_rows=) -> module
-            multiply=gemm.multiply,  # (x, weight, tile, counters=) -> y
-            tile_of=settings.tile_of,  # (index of the device, N, K, bits) -> Tile
             attend=attention.attend_live,  # as compile.attention.attend_, cosines and sines before the caches
+            # Within it, products begin when all before them has ended.
+            one_by_one=partial(mock.patch, "compile.cuda.gemm.launch_options", lambda device: {"PDL": False}),
         )
     except (ImportError, AttributeError) as error:
         raise NotHere(f"own kernels cannot be imported ({error})") from error
 
 
 def measure(job: Job) -> None:
-    """Full and low-bit linears at their own tiles, attention, dependent launch; then other tiles, if time is left."""
+    """Full and low-bit linears at the tiles of this device, attention, dependent launch."""
     kernels, copied, models = _kernels(job), copy_bandwidth(job.device), sizes(job.on_gpu)
-    for size, named in models.items():
+    for size, named in reversed(models.items()):  # the largest model first
         for name, (N, K) in named.items():
-            _measure_linear(job, kernels, copied, size, name, N, K)
-    largest = list(models.values())[-1]
-    for bits in (4, 8):
-        for name, (N, K) in largest.items():
-            _measure_low(job, kernels, copied, bits, name, N, K)
+            with job.part(f"{name}, {size}"):
+                _measure_linear(job, kernels, copied, size, name, N, K)
     for slots in (2048, 8192) if job.on_gpu else (256,):
-        _measure_attention(job, kernels, copied, slots)
-    for width in (576, 2304, 4096) if job.on_gpu else (64,):
-        _measure_dependent_launch(job, kernels, width)
-    for name in ("gate_up", "down", "qkv", "o", "head"):
-        if name in largest and job.has_time(40):
-            _measure_tiles(job, kernels, copied, name, *largest[name])
+        for live in (slots // 2, slots - 64):
+            with job.part(f"attention, {live} of {slots} slots"):
+                _measure_attention(job, kernels, copied, slots, live)
+    for bits in (4, 8):
+        for name, (N, K) in list(models.values())[-1].items():
+            with job.part(f"{name}, {bits} bits"):
+                _measure_low(job, kernels, copied, bits, name, N, K)
+    for width in (4096, 2304, 576) if job.on_gpu else (64,):
+        with job.part(f"dependent launch, {width}"):
+            _measure_dependent_launch(job, kernels, width)
 
 
 def _random(job: Job, *shape: int, seed: int = 0) -> Tensor:
@@ -92,73 +87,123 @@ def _checked(module: Callable[[Tensor], Tensor], exact_NK: Tensor, x_MK: Tensor)
     if y_MN.is_cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    differ = " ".join(map(str, rows_that_differ(module, x_MK))) or "none"
+    differ = listed(rows_that_differ(module, x_MK))
     return {"first, s": seconds, "error": _error(y_MN, x_MK.double() @ exact_NK.double().T), "rows that differ": differ}
 
 
+def _timed(modules: Sequence[Callable[[Tensor], Tensor]], x_MK: Tensor, nbytes: int, copied: float) -> dict[str, float]:
+    """Microseconds of a product, and how much of the bandwidth of copying its weights come at."""
+    seconds = seconds_per_call([partial(module, x_MK) for module in modules])
+    return {f"us, {len(x_MK)} rows": 1e6 * seconds, f"of copy, {len(x_MK)}": nbytes / seconds / copied}
+
+
 def _measure_linear(job: Job, kernels: SimpleNamespace, copied: float, size: str, name: str, N: int, K: int) -> None:
-    weight_NK, x_MK = _random(job, N, K) * K**-0.5, _random(job, max(ROWS), K, seed=1)
-    row: dict[str, object] = {"model": size, "linear": name}
-    row |= _checked(kernels.linear(_linear(weight_NK)), weight_NK, x_MK)
-    weights = copies_of(weight_NK, job.on_gpu)
-    modules = [kernels.linear(_linear(weight)) for weight in weights]
-    for rows in (1, 9, 16):
-        seconds = seconds_per_call([partial(module, x_MK[:rows]) for module in modules])
-        row |= {f"us, {rows} rows": 1e6 * seconds, f"of copy, {rows}": weight_NK.nbytes / seconds / copied}
+    weight_NK, x_MK = _random(job, N, K) * K**-0.5, _random(job, MOST, K, seed=1)
+    weights = copies_of(weight_NK)
+    modules = [kernels.linear(_linear(weight), MOST) for weight in weights]
+    row: dict[str, object] = {"model": size, "linear": name, **_checked(modules[0], weight_NK, x_MK)}
+    for rows in (1, 9, MOST):
+        row |= _timed(modules, x_MK[:rows], weight_NK.nbytes, copied)
     library_s = seconds_per_call([partial(F.linear, x_MK[:1], weight) for weight in weights])
     job.add("linears", {**row, "us, cuBLAS": 1e6 * library_s})
 
 
 def _measure_low(job: Job, kernels: SimpleNamespace, copied: float, bits: int, name: str, N: int, K: int) -> None:
-    solved, x_MK = solve(_random(job, N, K) * K**-0.5, bits, 64), _random(job, max(ROWS), K, seed=1)
+    solved, x_MK = solve(_random(job, N, K) * K**-0.5, bits, 64), _random(job, MOST, K, seed=1)
     low = _low(kernels, solved)
     row: dict[str, object] = {"bits": bits, "linear": name, **_checked(low, solved.dequantize(), x_MK)}
-    modules = [low, *(_low(kernels, solved) for _ in range(UNCACHED_BYTES // low.nbytes if job.on_gpu else 0))]
+    modules = [low, *(_low(kernels, solved) for _ in range(turns(low.nbytes, x_MK.device) - 1))]
     for rows in (1, 2):
-        seconds = seconds_per_call([partial(module, x_MK[:rows]) for module in modules])
-        row |= {f"us, {rows} rows": 1e6 * seconds, f"of copy, {rows}": low.nbytes / seconds / copied}
+        row |= _timed(modules, x_MK[:rows], low.nbytes, copied)
     job.add("low-bit linears", row)
 
 
 def _low(kernels: SimpleNamespace, solved: QuantizedWeight) -> Any:
-    return kernels.low(solved, None, dtype=torch.bfloat16, most_rows=max(ROWS))
+    return kernels.low(solved, None, dtype=torch.bfloat16, most_rows=MOST)
 
 
-def _measure_attention(job: Job, kernels: SimpleNamespace, copied: float, slots: int) -> None:
-    """7B's heads behind half the slots, and behind all but a few."""
-    H, K, d = 66, 22, 64
-    k, v = _random(job, 1, K, slots, d, seed=2), _random(job, 1, K, slots, d, seed=3)
-    for live in (slots // 2, slots - 64):
-        lengths = torch.tensor([live], device=job.device)
-        q, new = _random(job, 1, max(ROWS), H, d, seed=4), _random(job, 1, max(ROWS), K, d, seed=5)
+PATHS = [(0, *range(node % 2 or 2, node + 1, 2)) for node in range(MOST)]
+"""A tree of as many rows as a step may have: two long branches, whose nodes take turns."""
 
-        def attend(rows: int) -> Tensor:
-            parts = (q[:, :rows], new[:, :rows], new[:, :rows], None, None, k, v, lengths, None, None)  # noqa: B023
-            return kernels.attend(*parts, d**-0.5, 0, 0, 0.0)
 
-        together = attend(max(ROWS))
-        differ = [rows for rows in ROWS if not torch.equal(attend(rows), together[:, :rows])]
-        read = 2 * K * live * d * k.element_size()
-        row: dict[str, object] = {
-            "slots": slots,
-            "live": live,
-            "rows that differ": " ".join(map(str, differ)) or "none",
-        }
-        for rows in (1, max(ROWS)):
-            seconds = seconds_per_call([partial(attend, rows)] * 10)
+@dataclass(frozen=True)
+class Attention:
+    """A step of 7B's heads behind so many live slots of a full cache."""
+
+    attend: Callable[..., Tensor]
+    live: int
+    q: Tensor
+    new: Tensor
+    k: Tensor
+    v: Tensor
+    window: int = 0
+    recent: int = 0
+
+    def __call__(self, rows: Sequence[int], branches: Branches | None = None) -> Tensor:
+        """Attention of these rows, as a chain or a tree: [1, T, H, d]."""
+        at, lengths = list(rows), torch.tensor([self.live], device=self.q.device)
+        return self.over(self.q[:, at], self.new[:, at], lengths, branches)()
+
+    def over(self, q: Tensor, new: Tensor, lengths: Tensor, branches: Branches | None) -> Callable[[], Tensor]:
+        """The call alone, its inputs made."""
+        inputs = (q, new, new, None, None, self.k, self.v, lengths, *(branches or (None, None)))
+        return partial(self.attend, *inputs, q.shape[3] ** -0.5, self.window, self.recent, 0.0)
+
+    def exact(self, branches: Branches | None) -> Tensor:
+        """All rows in float64."""
+        q, new, k, v = (x.double() for x in (self.q, self.new, self.k, self.v))
+        lengths, sight = torch.tensor([self.live], device=q.device), {"window": self.window, "recent": self.recent}
+        return attend_reference(q, new, new, k, v, lengths, scale=q.shape[3] ** -0.5, branches=branches, **sight)
+
+
+def _measure_attention(job: Job, kernels: SimpleNamespace, copied: float, slots: int, live: int) -> None:
+    """Chains, a tree, sliding windows, and the windows of drafts: every row beside the same row in chains."""
+    H, K, d = (66, 22, 64) if job.on_gpu else (4, 2, 16)
+    shapes = ((1, MOST, H, d), (1, MOST, K, d), (1, K, slots, d), (1, K, slots, d))
+    q, new, k, v = (_random(job, *shape, seed=seed) for seed, shape in enumerate(shapes))
+    for kind, window, recent in (
+        ("chain", 0, 0),
+        ("tree", 0, 0),
+        ("window", slots // 4, 0),
+        ("recent", 0, slots // 8),
+    ):
+        step = Attention(kernels.attend, live, q, new, k, v, window, recent)
+        branches = _branches(job.device) if kind == "tree" else None
+        together = step(range(MOST), branches)
+        error = _error(together, step.exact(branches))
+        if branches is None:
+            differ = [rows for rows in ROWS if not torch.equal(step(range(rows)), together[:, :rows])]
+        else:
+            chains = {path: step(path) for path in PATHS[-2:]}
+            differ = [
+                path[at] for path, chain in chains.items() for at in range(len(path))
+                if not torch.equal(chain[:, at], together[:, path[at]])
+            ]  # fmt: skip
+        row: dict[str, object] = {"slots": slots, "live": live, "kind": kind, "error": error}
+        row["rows that differ"] = listed(differ)
+        read = 2 * k.element_size() * K * d * min(live, window or live, recent or live)
+        for rows in (1, MOST) if branches is None else (MOST,):
+            parts = (q[:, :rows], new[:, :rows], torch.tensor([live], device=job.device))
+            seconds = seconds_per_call([step.over(*parts, branches)] * 10)
             row |= {f"us, {rows} rows": 1e6 * seconds, f"of copy, {rows}": read / seconds / copied}
         job.add("attention", row)
 
 
+def _branches(device: str) -> Branches:
+    longest = max(map(len, PATHS))
+    padded = [[*path, *[0] * (longest - len(path))] for path in PATHS]
+    depth = [[len(path) - 1 for path in PATHS]]
+    return Branches(torch.tensor(depth, device=device), torch.tensor([padded], device=device))
+
+
 def _measure_dependent_launch(job: Job, kernels: SimpleNamespace, width: int) -> None:
     """Square products in a row, as a graph, with and without."""
-    weights = copies_of(_random(job, width, width) * width**-0.5, job.on_gpu)
-    modules = [kernels.linear(_linear(weight)) for weight in weights]
+    weights = copies_of(_random(job, width, width) * width**-0.5)
+    modules = [kernels.linear(_linear(weight), MOST) for weight in weights]
     call = partial(_in_a_row, modules, _random(job, 1, width))
     row: dict[str, object] = {"width": width, "products": len(modules)}
     row["us, with"] = 1e6 * seconds_per_call([call]) / len(modules)
-    # The kernels ask which GPU this is: now it is one that has no such launch.
-    with mock.patch("torch.cuda.get_device_capability", lambda *_: (8, 0)):
+    with kernels.one_by_one():
         row["us, without"] = 1e6 * seconds_per_call([call]) / len(modules)
     job.add("dependent launch", row)
 
@@ -167,29 +212,3 @@ def _in_a_row(modules: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
     for module in modules:
         x = module(x)
     return x
-
-
-def _measure_tiles(job: Job, kernels: SimpleNamespace, copied: float, name: str, N: int, K: int) -> None:
-    """One row with other tiles than the rule's: bits may differ from tile to tile, never from row to row."""
-    weight_NK, x_1K = _random(job, N, K) * K**-0.5, _random(job, 1, K, seed=1)
-    weights = copies_of(weight_NK, job.on_gpu)
-    rule = kernels.tile_of(torch.device(job.device).index or 0, N, K, 16)
-    tiles = {"by rule": rule}
-    for outputs in (32, 64):
-        for inputs in (128, 256):
-            for stages in (3, 5):
-                tile = replace(rule, outputs=outputs, inputs=inputs, stages=stages)
-                tiles.setdefault(f"{outputs} x {inputs}, {stages} stages, split {tile.split}", tile)
-    counters = torch.zeros(-(-N // 16), dtype=torch.int32, device=job.device)
-    found = []
-    for label, tile in tiles.items():
-        try:
-            calls = [partial(kernels.multiply, x_1K, weight, tile, counters=counters) for weight in weights]
-            seconds = seconds_per_call(calls, repeats=5)
-        except Exception as error:  # tiles that do not fit are a finding; which error that is, only Triton knows
-            job.add("tiles that fail", {"linear": name, "tile": label, "error": str(error).splitlines()[0][:80]})
-            continue
-        found.append((seconds, label))
-    for seconds, label in [*sorted(found)[:3], *(entry for entry in found if entry[1] == "by rule")]:
-        moved = weight_NK.nbytes / seconds / copied
-        job.add("tiles", {"linear": name, "tile": label, "us": 1e6 * seconds, "of copy": moved})

@@ -1,22 +1,20 @@
-"""Seconds on a device, and the products that are timed: of weights which no cache holds."""
+"""The products that are timed, whether their rows agree, and the bandwidth that they are held against."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from benchmark.studies.wide_shapes import SHAPES, Shape
+from compile.cuda.timing import seconds_per_call, turns
 
 EMBEDDED_SHAPE = Shape(hidden_size=576, mlp_size=1536, num_heads=9, num_kv_heads=3, num_layers=30)
 HEAD_DIM, VOCAB = 64, 49_152
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16)
 """Rows of steps which are compared with each other; the last one is the most."""
-UNCACHED_BYTES = 2**28
-"""So many bytes of weights in turn: several times what caches of GPUs hold."""
 
 
 def linears(size: str) -> dict[str, tuple[int, int]]:
@@ -46,41 +44,14 @@ def rows_that_differ(function: Callable[[Tensor], Tensor], x_MK: Tensor) -> list
     return wrong if alone or 1 in wrong else [1, *wrong]
 
 
-def copies_of(tensor: Tensor, on_gpu: bool) -> list[Tensor]:
+def listed(rows: list[int]) -> str:
+    """As tables of the report have it."""
+    return " ".join(map(str, rows)) or "none"
+
+
+def copies_of(tensor: Tensor) -> list[Tensor]:
     """The tensor and copies of it, together more than caches hold."""
-    count = -(-UNCACHED_BYTES // tensor.nbytes) if on_gpu else 1
-    return [tensor, *(tensor.clone() for _ in range(count))]
-
-
-def seconds_per_call(calls: Sequence[Callable[[], object]], *, repeats: int = 10) -> float:
-    """The least seconds of a call among calls in a row; on a GPU they are one graph, so that launches cost little."""
-    for call in calls:
-        call()
-    if not torch.cuda.is_initialized():
-        return min(_host_seconds(calls) for _ in range(repeats)) / len(calls)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return min(event_seconds(graph.replay) for _ in range(repeats)) / len(calls)
-
-
-def event_seconds(function: Callable[[], object]) -> float:
-    """Seconds between two events of the GPU around a call."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    function()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1000
-
-
-def _host_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    started = time.perf_counter()
-    for call in calls:
-        call()
-    return time.perf_counter() - started
+    return [tensor, *(tensor.clone() for _ in range(turns(tensor.nbytes, tensor.device) - 1))]
 
 
 @cache

@@ -33,18 +33,19 @@ def measure(job: Job, size: str) -> None:
 
 
 def _measure_exact(job: Job, size: str) -> None:
-    with _model(job, size, ("naive", "share")) as runtime:
+    with job.part("exact"), _model(job, size, ("naive", "share")) as runtime:
         compare_modes(job, runtime, ("naive", "share"), ["T=0", "T=1"], prompts=3, tokens=128, label="exact")
-        engine = runtime.engine("naive")
-        steps = SamplingParams(max_new_tokens=17, ignore_eos=True)
-        prompt = prompts_of(runtime, 1)[0]
-        engine.complete([prompt], steps)
-        profile(job, lambda: engine.complete([prompt], steps))
-        job.put(profiled="a prompt and 16 plain steps")
+        with job.part("profile"):
+            engine = runtime.engine("naive")
+            steps = SamplingParams(max_new_tokens=17, ignore_eos=True)
+            prompt = prompts_of(runtime, 1)[0]
+            engine.complete([prompt], steps)
+            profile(job, lambda: engine.complete([prompt], steps))
+            job.put(profiled="a prompt and 16 plain steps")
 
 
 def _measure_naive(job: Job, size: str, label: str, *, exact: bool = True, max_context: int = SHORT) -> None:
-    with _model(job, size, ("naive",), exact=exact, max_context=max_context) as runtime:
+    with job.part(label), _model(job, size, ("naive",), exact=exact, max_context=max_context) as runtime:
         compare_modes(job, runtime, ("naive",), ["T=0"], prompts=2, tokens=128, label=label)
 
 

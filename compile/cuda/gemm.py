@@ -13,14 +13,11 @@ Legend: M rows, N outputs, K inputs, G groups of a row of 4-bit weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime.errors import OutOfResources
 
 from compile.cuda.launch import launch_options
 from compile.cuda.settings import ROWS, Tile
@@ -285,12 +282,3 @@ def multiply(
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(x_MK.device),
     )  # fmt: skip
     return y_MN
-
-
-def fits(product: Callable[[], object]) -> bool:
-    """Whether this device has what a product's tile needs."""
-    try:
-        product()
-    except OutOfResources:
-        return False
-    return True

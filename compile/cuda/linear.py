@@ -18,8 +18,6 @@ from compile.cuda.settings import ROWS, tile_of
 from compile.fused import compose
 from compile.ops import LIBRARY, on_its_device
 
-MOST_ROWS = 64
-"""Rows of a sequence which the kernel takes, unless told otherwise; prompts go to cuBLAS."""
 INPUT_MULTIPLE = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BITS = {torch.int16: 4, torch.int8: 8, torch.float32: 32}
@@ -72,7 +70,7 @@ class FewRows(nn.Module):
 class RowLinear(FewRows):
     """nn.Linear whose rows do not depend on each other's number; shares its weights."""
 
-    def __init__(self, linear: nn.Linear, most_rows: int = MOST_ROWS, batch: int = 1) -> None:
+    def __init__(self, linear: nn.Linear, most_rows: int, batch: int = 1) -> None:
         super().__init__(linear.out_features, linear.in_features, linear.weight.device, most_rows, batch)
         self.weight, self.bias, self.scale = linear.weight, linear.bias, None
 
@@ -80,7 +78,7 @@ class RowLinear(FewRows):
         return self.weight
 
 
-def use_row_linears(model: nn.Module, most_rows: int = MOST_ROWS, batch: int = 1) -> int:
+def use_row_linears(model: nn.Module, most_rows: int, batch: int = 1) -> int:
     """Replace every nn.Linear that the kernel takes, in place; returns how many. Weights stay where they are."""
     count = 0
     for parent in model.modules():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile.cuda.linear import MOST_ROWS, FewRows
+from compile.cuda.linear import FewRows
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Inputs that share a scale and an offset, with 4 bits."""
@@ -31,7 +31,7 @@ class LowRowLinear(FewRows):
         bias_N: Tensor | None,
         bits: int,
         dtype: torch.dtype,
-        most_rows: int = MOST_ROWS,
+        most_rows: int,
         batch: int = 1,
     ) -> None:
         """`codes_NK` is uint8, below 16 with 4 bits. ValueError for other groups."""

@@ -1,25 +1,26 @@
-"""Measures on a GPU which tile is fastest for a shape of weights, and keeps it. Nothing here runs at a start.
+"""Measures on a GPU which tile is fastest for a shape of weights, and keeps it. Nothing here runs at a start:
+`python -m benchmark gpu --step tiles` does.
 
 Another tile may be another order of summation, so what was measured once stays until somebody measures anew.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from compile.cuda import settings
-from compile.cuda.gemm import fits, multiply
+from compile.cuda.gemm import multiply
 from compile.cuda.settings import Tile
+from compile.cuda.timing import Calls, seconds_per_call, turns
 
-Calls = Sequence[Callable[[], object]]
-_COLD_BYTES = 2**28
-"""Weights that take turns, so that the second level of cache holds none of them when its turn comes."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,11 @@ class Shape:
     bits: int = 16
     group: int = 0
 
+    @property
+    def key(self) -> str:
+        """What it is called in files of tiles."""
+        return settings.key_of(self.outputs, self.inputs, self.bits, self.group)
+
 
 def tune(
     shapes: Sequence[Shape],
@@ -38,27 +44,37 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
     *,
     rows: int = 1,
-    measure: Callable[[Calls], float] | None = None,
+    measure: Callable[[Calls], float] = seconds_per_call,
 ) -> dict[Shape, dict[Tile, float]]:
-    """Seconds per product of every tile tried. The fastest of each shape is kept for this device, for later programs.
-
-    `measure` returns seconds per call (default: `seconds_per_call`).
+    """Seconds per product of every tile that runs. The fastest of each shape is kept for this device, for later
+    programs. `measure` returns seconds per call.
     """
-    index = None
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-    on = settings.device(index)
+    on = settings.device(_index(device))
     found: dict[Shape, dict[Tile, float]] = {}
     for shape in shapes:
         products = _products(shape, device, dtype, rows)
         found[shape] = {}
         for tile in candidates(shape, on):
             calls = [partial(product, tile=tile) for product in products]
-            if fits(calls[0]):
-                found[shape][tile] = (measure or seconds_per_call)(calls)
-    best = {_key(shape): min(times, key=times.__getitem__) for shape, times in found.items() if times}
-    settings.write_tiles(settings.own_file(on.name), best)
+            if runs(calls[0], shape, tile):
+                found[shape][tile] = measure(calls)
+    settings.write_tiles(settings.own_file(on.name), fastest(found))
     return found
+
+
+def fastest(found: Mapping[Shape, Mapping[Tile, float]]) -> dict[str, Tile]:
+    """The tiles to keep, as `settings.write_tiles` takes them."""
+    return {shape.key: min(times, key=times.__getitem__) for shape, times in found.items() if times}
+
+
+def runs(product: Callable[[], object], shape: Shape, tile: Tile) -> bool:
+    """Whether this device has what a product's tile needs; why not, is logged."""
+    try:
+        product()
+    except (TritonError, RuntimeError) as error:  # too little shared memory, or the compiler gives up
+        log.info("%s in %s cannot run: %s", shape.key, tile, str(error).strip().partition("\n")[0])
+        return False
+    return True
 
 
 def candidates(shape: Shape, on: settings.Device) -> list[Tile]:
@@ -74,8 +90,10 @@ def candidates(shape: Shape, on: settings.Device) -> list[Tile]:
     return list(dict.fromkeys(tiles))
 
 
-def _key(shape: Shape) -> str:
-    return settings.key_of(shape.outputs, shape.inputs, shape.bits, shape.group)
+def _index(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _products(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int) -> list[Callable[..., Tensor]]:
@@ -87,7 +105,6 @@ def _products(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int)
     elif shape.bits == 4:
         columns = -(-shape.inputs // (4 * shape.group)) * shape.group
         scale = torch.zeros(shape.inputs // shape.group, shape.outputs, dtype=torch.int32, device=device)
-    copies = max(1, _COLD_BYTES // (shape.outputs * columns * values.itemsize)) if device.type == "cuda" else 1
     counters = torch.zeros(-(-shape.outputs // settings.ROWS), dtype=torch.int32, device=device)
     x_MK = torch.randn(rows, shape.inputs, dtype=dtype, device=device)
 
@@ -97,24 +114,5 @@ def _products(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int)
         return torch.randint(-128, 128, (shape.outputs, columns), dtype=values, device=device)
 
     group = shape.group if shape.bits == 4 else 0
+    copies = turns(shape.outputs * columns * values.itemsize, device)
     return [partial(multiply, x_MK, weight(), scale=scale, group=group, counters=counters) for _ in range(copies)]
-
-
-def seconds_per_call(calls: Calls, repeats: int = 7) -> float:
-    """Median over replays of one graph that makes all calls in turn."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(repeats):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000 / len(calls))
-    return statistics.median(times)

@@ -16,8 +16,9 @@ from sharesd.models.base import CausalModel
 
 CHUNK = 512
 """Tokens per forward pass at most: long enough for full matrix speed, short enough for little memory."""
-PIECES = (64, 128, 256, CHUNK)
-"""Numbers of rows of a forward pass on a GPU, where kernels are chosen, planned and compiled for each number."""
+PIECES = (MAX_STEP, 128, 256, CHUNK)
+"""Numbers of rows of a forward pass on a GPU, where kernels are chosen, planned and compiled for each number. The
+shortest is the longest that steps' attention takes, which reads no slots but live ones."""
 
 
 def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], num_kept: list[int]) -> Tensor:

@@ -1,0 +1,67 @@
+"""The tiles of our matrix products: the fastest for each shape, for the steps that follow and to be shipped."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmark.gpu.timing import copy_bandwidth, linears
+from benchmark.gpu.worker import Job
+from compile.cuda import settings
+
+MODELS = ("7b", "1b", "135m")
+"""The dearest first."""
+WEIGHTS = ((16, 0), (4, 64))
+"""Bits and group size of what modes of the agenda multiply with; heads are full."""
+ONE_S = 20
+"""Seconds that a shape may take: some ten kernels are compiled for it."""
+
+
+def measure(job: Job) -> None:
+    """Of shapes that were not measured yet, so that another run goes on where this one ends."""
+    job.require_gpu("own kernels")
+    tune = importlib.import_module("compile.cuda.tune")  # imports Triton, which not every machine has
+    device = torch.device(job.device)
+    run(job, tune.tune, [(name, tune.Shape(*size)) for name, size in _sizes()], device)
+
+
+def run(job: Job, tune: Callable[..., dict], shapes: list[tuple[str, Any]], device: torch.device) -> None:
+    """Tune one shape after the other. The file to ship has all tiles that were measured for this device."""
+    on = settings.device(torch.cuda.current_device() if device.type == "cuda" else None)
+    own = settings.own_file(on.name)
+    copied = copy_bandwidth(job.device)
+    for name, shape in shapes:
+        if shape.key in settings.read_tiles(own):
+            continue
+        if not job.has_time(ONE_S):
+            break
+        with job.part(name):
+            times = tune([shape], device)[shape]
+            rule = settings.by_rule(shape.outputs, shape.inputs, shape.bits, shape.group, on)
+            nbytes = shape.outputs * shape.inputs * shape.bits / 8
+            for tile in list(dict.fromkeys([*sorted(times, key=times.__getitem__)[:3], rule])):
+                if tile not in times:
+                    continue
+                row = {"linear": name, "tile": _words(tile), "by rule": tile == rule, "us": 1e6 * times[tile]}
+                job.add("tiles", {**row, "of copy": nbytes / times[tile] / copied})
+    shipped = job.folder / "measured" / settings.device_file(on.name)
+    settings.write_tiles(shipped, settings.read_tiles(own))
+    job.put(measured=len(settings.read_tiles(shipped)), file=f"measured/{shipped.name}")
+
+
+def _sizes() -> list[tuple[str, tuple[int, int, int, int]]]:
+    """What a shape is called, and outputs, inputs, bits and group size of its weights."""
+    return [
+        (f"{name}, {model}, {bits} bits", (N, K, bits, group))
+        for model in MODELS
+        for bits, group in WEIGHTS
+        for name, (N, K) in linears(model).items()
+        if bits == 16 or name != "head"
+    ]
+
+
+def _words(tile: settings.Tile) -> str:
+    return f"{tile.outputs} x {tile.inputs}, split {tile.split}, {tile.stages} stages, {tile.warps} warps"
