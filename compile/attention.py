@@ -47,9 +47,12 @@ _KEEP_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p
 class Norm(Protocol):
     """An RMSNorm of heads. With `gemma`, its weight multiplies before the cast, else after it."""
 
-    weight: Tensor
-    eps: float
-    gemma: bool
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def gemma(self) -> bool: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
