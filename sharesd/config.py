@@ -156,6 +156,11 @@ class EngineConfig:
     Texts do not depend on it."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
+    max_queue: int | None = None
+    """Requests that may wait for a row; None = any number."""
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that are read between two rounds of other requests; None = 128 on a CPU. A GPU always reads
+    512."""
     max_context: int = 2048
     """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
     trust_remote_code: bool = False
@@ -187,6 +192,10 @@ class EngineConfig:
         _at_least("max_batch", self.max_batch, 1)
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
+        if self.max_queue is not None:
+            _at_least("max_queue", self.max_queue, 0)
+        if self.prefill_chunk is not None:
+            _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
         if self.draft is not None and self.mode != "classic":
             raise ValueError(

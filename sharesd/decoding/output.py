@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sharesd.config import SamplingParams
 from sharesd.models.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from sharesd.decoding.request import Request
 
 Source = Literal["target", "accepted", "recovered", "bonus"]
 """Where a token came from: `target` = a step without drafts; `accepted` = a draft token that the target confirmed;
@@ -16,10 +19,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens of one row that came out of one round."""
+    """Tokens of one request that came out of one round."""
 
-    row: int
-    """Index of the prompt."""
+    request: Request
     token_ids: list[int]
     """The tokens, in order; an end-of-sequence token is included."""
     sources: list[Source]
@@ -30,13 +32,20 @@ class TokenChunk:
     """Text that is final now; may lag behind the tokens (incomplete characters, possible stop strings)."""
     logprobs: list[float] | None = None
     """The target's log-probability of each token, if asked for."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The likeliest tokens at each place and their log-probabilities, if asked for."""
     finish_reason: FinishReason | None = None
     """`stop`: an end token or a stop string; `length`: max_new_tokens or the context is full. None = goes on."""
+
+    @property
+    def row(self) -> int:
+        """Number of the prompt among those of its call."""
+        return self.request.index
 
 
 @dataclass(slots=True)
 class Completion:
-    """All of one row's chunks."""
+    """All chunks of one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
@@ -44,16 +53,19 @@ class Completion:
     """Who drafted each token; None for tokens of the target itself."""
     text: str = ""
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: FinishReason | None = None
 
     def add(self, chunk: TokenChunk) -> None:
-        """Append a chunk of this row."""
+        """Append a chunk of this prompt."""
         self.token_ids += chunk.token_ids
         self.sources += chunk.sources
         self.drafters += chunk.drafters
         self.text += chunk.text
         if chunk.logprobs is not None:
             self.logprobs = (self.logprobs or []) + chunk.logprobs
+        if chunk.top_logprobs is not None:
+            self.top_logprobs = (self.top_logprobs or []) + chunk.top_logprobs
         self.finish_reason = chunk.finish_reason
 
 
