@@ -31,7 +31,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling import TokenCounts
+from sharesd.sampling import Kind, RowSampling
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
@@ -164,22 +164,34 @@ def logits_of(model: CausalModel, tokens: Sequence[int]) -> Tensor:
     return model.forward(torch.tensor([tokens]), model.new_cache(1, len(tokens)))[0]
 
 
+def placed(
+    params: Sequence[SamplingParams],
+    vocab_size: int,
+    prompts: Sequence[Sequence[int]] | None = None,
+    *,
+    first_index: int = 0,
+    replayed: bool = False,
+) -> tuple[Kind, RowSampling]:
+    """A row for each of these requests, and what a round over them must be able to do."""
+    rows = RowSampling(batch=len(params), vocab_size=vocab_size, device="cpu", replayed=replayed)
+    for row, (one, prompt) in enumerate(zip(params, prompts or [()] * len(params), strict=True)):
+        rows.place(row, one, first_index + row, prompt)
+    return rows.kind(range(len(params))), rows
+
+
 @torch.inference_mode()
 def continue_plainly(model: CausalModel, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
     """`match` decoding without an engine: the whole text is read anew for every token. Knows no end tokens.
 
     `index` is the prompt's place in a call.
     """
-    seeds_1 = sampling.seeds_of_prompts(params.seed, torch.tensor([index]))
     tokens, V = list(prompt), model.vocab_size
-    bias_V = sampling.bias_vector(params, V, device="cpu")
     for _ in range(params.max_new_tokens):
-        counts = TokenCounts(batch=1, vocab_size=V, device="cpu") if params.uses_penalties else None
-        if counts is not None:
-            counts.begin(torch.tensor([prompt]), torch.tensor([len(prompt)]))
-            counts.update(torch.tensor([[*tokens[len(prompt) :], 0]]), torch.tensor([len(tokens) - len(prompt)]))
-        logits_11V = sampling.process(logits_of(model, tokens)[None, -1:], params, bias_V=bias_V, counts=counts)
-        noise = sampling.gumbel(seeds_1, torch.tensor([[len(tokens)]]), V)
+        kind, rows = placed([params], V, [prompt], first_index=index)
+        if params.uses_penalties:
+            rows.counts.update(torch.tensor([[*tokens[len(prompt) :], 0]]), torch.tensor([len(tokens) - len(prompt)]))
+        logits_11V = sampling.process(logits_of(model, tokens)[None, -1:], kind, rows)
+        noise = sampling.gumbel(rows.seeds_B, torch.tensor([[len(tokens)]]), V)
         tokens.append(int(sampling.choose(logits_11V, None if params.greedy else noise)))
     return tokens[len(prompt) :]
 

@@ -244,7 +244,6 @@ class _Step:
             gumbel=engine.gumbel,
         )
         way = own.way(SamplingParams())
-        way.sampler.begin(0, torch.zeros_like(cache.lengths)[:, None], torch.ones_like(cache.lengths))
         drafts.begin([[0]] * point.batch, [0] * point.batch, way.drafting, way.policy)
         self._tree = DraftTree(torch.zeros(point.batch, point.width - 1, dtype=torch.int64))
         self._way: Any = way

@@ -33,6 +33,7 @@ from sharesd.device import use
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.models.base import CausalModel
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling import RowSampling
 from sharesd.sampling.sampler import Sampler
 
 Prompt = str | Sequence[int]
@@ -205,11 +206,9 @@ class Engine:
         self, prompts: list[list[int]], first_index: int, way: Way, params: SamplingParams, reuse: bool
     ) -> tuple[list[int], list[list[float]] | None]:
         """Read a prompt per row and choose each row's first token; also its log-probability, if asked for."""
-        lengths_B = torch.tensor([len(row) for row in prompts], device=self._device)
-        longest = max(map(len, prompts))
-        padded_BL = torch.tensor([row + [0] * (longest - len(row)) for row in prompts], device=self._device)
         sampler = way.sampler
-        sampler.begin(params.seed, padded_BL, lengths_B, first_index)
+        for row, prompt in enumerate(prompts):
+            sampler.rows.place(row, params, first_index + row, prompt)
         kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self.cache.held, strict=True)]
         if self._reread:
             known = zip(kept, self.cache.settled, prompts, strict=True)
@@ -247,20 +246,16 @@ class Way:
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
         self._engine = engine
-        self.sampler = Sampler(
-            params,
-            batch=engine.cache.batch,
-            vocab_size=engine.target.vocab_size,
-            device=engine.cache.lengths.device,
-            gumbel=engine.gumbel,
-            keep_noise=engine.graphs is None,
-        )
+        batch, vocab_size, device = engine.cache.batch, engine.target.vocab_size, engine.cache.lengths.device
+        rows = RowSampling(batch=batch, vocab_size=vocab_size, device=device, replayed=engine.graphs is not None)
+        for row in range(batch):
+            rows.place(row, params, row, ())
+        self.sampler = Sampler(rows.kind(range(batch)), rows, gumbel=engine.gumbel)
         shapes = engine.drafter.shapes if engine.drafter else (PLAIN,)
         self.policy = Policy(shapes, pinned=None if engine.auto_length else shapes[-1])
         most = engine.num_draft
         if engine.graphs is not None and engine.widths:
             most = max(most, engine.widths[-1] - 1)  # rows of padding are rows without a node: no shape of their own
-        batch, vocab_size, device = engine.cache.batch, engine.target.vocab_size, engine.cache.lengths.device
         buffers = DraftBuffers(batch, most, vocab_size, device)
         self.drafting = Drafting(self.sampler, engine.state.root_B, buffers, engine.graphs)
         self.round = Round(

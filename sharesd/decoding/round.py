@@ -127,7 +127,7 @@ class Round:
         return RoundResult(counted_BX, self._logprobs(logits_BTV, verdict), num_rows, branches is not None)
 
     def _logprobs(self, logits_BTV: Tensor, verdict: Verdict) -> Tensor | None:
-        if not self._sampler.params.logprobs:
+        if not self._sampler.kind.logprobs:
             return None
         rows_B1 = torch.arange(len(verdict.path), device=verdict.path.device)[:, None]
         return sampling.logprobs_of(logits_BTV[rows_B1, verdict.path], verdict.tokens)

@@ -41,7 +41,7 @@ class HybridDrafter:
         self._seen: list[list[int]] = []  # of each row of a round: tokens read, the likeliest ones after each
 
     def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
-        self._policy, self._other_rule = policy, drafting.sampler.params.acceptance != "match"
+        self._policy, self._other_rule = policy, drafting.sampler.wants_probs
         self._known = [len(row) for row in prompts]
         for table in self.tables:
             for row, tokens in enumerate(prompts):
