@@ -6,7 +6,7 @@ Legend: B rows, N draft tokens, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -215,7 +215,7 @@ class OracleDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         pass
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool) -> None:
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._at = {row: len(text) - self._starts[row] for row, text in texts.items()}
 
     def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:

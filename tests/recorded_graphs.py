@@ -23,10 +23,9 @@ import compile.attention
 import sharesd.decoding.cache
 from compile.graphs import Graphs
 from compile.rotary import rotate
-from sharesd import sampling
 from sharesd.drafters import hybrid
 from sharesd.models import decoder
-from sharesd.sampling import acceptance, sampler
+from sharesd.sampling import acceptance, logits, sampler
 
 T = TypeVar("T")
 READS = ("tolist", "numpy", "item", "cpu", "data_ptr", "__bool__", "__int__", "__index__", "__float__")
@@ -183,7 +182,7 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         "row_keeper",
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )
-    patch.setattr(sampling, "arg_max", lambda x: x.argmax(-1))
+    patch.setattr(logits, "arg_max", lambda x: x.argmax(-1))
     for module in (sampler, hybrid):
         patch.setattr(module, "top_k", lambda logits_RV, k: logits_RV.topk(k).indices)
     walk = acceptance.accept_tree_reference

@@ -70,7 +70,7 @@ def new(mode: str, *, batch: int = 4, **options: Any) -> Engine:
 def some_params(dice: random.Random) -> SamplingParams:
     """Greedy, sampled, truncated, penalised, biased, with logprobs, without speculation, of any length."""
     return SamplingParams(
-        max_new_tokens=dice.choice([1, 2, 5, 9, 14, 20]),
+        max_new_tokens=dice.choice([1, 2, 5, 9, 14]),
         temperature=dice.choice([0.0, 0.0, 0.7, 1.0, 1.3]),
         top_k=dice.choice([0, 0, 12]),
         top_p=dice.choice([1.0, 1.0, 0.8]),
@@ -139,7 +139,7 @@ def wanted() -> list[Completion]:
 def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: list[Completion]) -> None:
     """In any order, some cancelled while they wait, are read or are decoded; every row is free at the end."""
     dice = random.Random(mode)
-    engine = new(mode, batch=5, prefill_chunk=7)
+    engine = new(mode, batch=5, prefill_chunk=7, auto_length=False)
     todo = list(range(len(REQUESTS)))
     dice.shuffle(todo)
     done: dict[Request, Completion] = {}
@@ -147,10 +147,10 @@ def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: lis
     cancelled: set[Request] = set()
     most = accepted = 0
     while todo or engine.num_running or engine.num_waiting:
-        while todo and dice.random() < 0.5:
+        while todo and dice.random() < 0.75:
             at = todo.pop()
             number[engine.add(*REQUESTS[at])] = at
-        if dice.random() < 0.06 and number:
+        if dice.random() < 0.1 and number:
             request = dice.choice(list(number))
             if request.finish_reason is None:
                 engine.cancel(request)
@@ -162,7 +162,7 @@ def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: lis
             accepted += sum(source == "accepted" for source in chunk.sources)
             assert chunk.request.params.speculate or set(chunk.sources) == {"target"}
     assert most == 5 and engine.num_running == engine.num_waiting == 0 and len(engine._slots.free) == 5
-    assert 2 < len(cancelled) < 20
+    assert 0 < len(cancelled) < 30
     for request, at in number.items():
         if request in cancelled:
             count = len(request.tokens) - len(request.prompt_ids)
@@ -171,8 +171,7 @@ def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: lis
             assert same(done[request], wanted[at]), (mode, at, REQUESTS[at])
             assert request.stats.new_tokens == len(done[request].token_ids)
     assert any(request.cached_tokens > 5 for request in number), "beginnings are shared"
-    if mode not in ("naive", "ngram+recycle"):
-        assert accepted > 10, "drafts hit"
+    assert mode == "naive" or accepted > 10 * (mode in ("share", "classic", "hybrid")), "drafts hit"
 
 
 def test_kernels_keep_the_promise_too() -> None:

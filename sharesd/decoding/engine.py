@@ -99,7 +99,7 @@ class Engine:
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
         self.max_context, self.graphs, self.max_queue = max_context, graphs, max_queue
         self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
-        self.stats = Stats()
+        self.stats = self._new_stats()
         """Of the last call of `generate`, or of all steps since."""
         self.gumbel = gumbel
         self._device = cache.lengths.device
@@ -377,8 +377,9 @@ class Engine:
         live, started = self._live, time.perf_counter()
         if not live:
             return None
-        first, end = self._slots.span()
-        way = self._way([request.slot for request in live])  # type: ignore[misc]
+        rows: list[int] = [request.slot for request in live]  # type: ignore[misc]
+        first, end = (rows[0], rows[-1] + 1) if self.partial else (0, self.cache.batch)
+        way = self._way(rows)
         policy, round_ = way.policy, way.round(first, end)
         if self._stale:
             self._tell_rows(live)
@@ -388,13 +389,14 @@ class Engine:
         policy.awaited = [request.slot for request in counting]  # type: ignore[misc]
         context = sum(len(held) for held in self.cache.held[first:end]) / (end - first) + 1
         policy.live.at(context, CREW.size, end - first)
-        texts = {request.slot: request.tokens for request in live if request.params.speculate}
-        shape = way.shape(self._num_idle) if texts else PLAIN
+        plain = [row for row, request in zip(rows, live, strict=True) if not request.params.speculate]
+        shape = way.shape(self._num_idle) if len(plain) < len(live) else PLAIN
         tree = DraftTree(round_.drafting.root_B[:, None][:, :0])
         marks = [self._clock.mark()]
         if shape.nodes:
             assert self.drafter is not None
-            self.drafter.catch_up(texts, self._num_idle > 0)  # type: ignore[arg-type]
+            texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
+            self.drafter.catch_up(texts, self._num_idle > 0, plain)
             tree = self.drafter.draft(round_.drafting, shape)
         marks.append(self._clock.mark())
         result = round_.verify(tree)

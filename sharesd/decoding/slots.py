@@ -64,11 +64,6 @@ class Slots:
         for row in self.taken:
             self.release(self.requests[row])  # type: ignore[arg-type]
 
-    def span(self) -> tuple[int, int]:
-        """The first row of a round, and the one after its last."""
-        taken = self.taken
-        return (taken[0], taken[-1] + 1) if self._partial else (0, self._cache.batch)
-
     def _reach(self, row: int) -> int:
         """How many rows a round would have with this one."""
         if not self._partial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,9 +61,9 @@ class Drafter(Protocol):
         """Read the row's text up to here. Long texts come piece by piece: each time from the beginning, further on."""
         ...
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool) -> None:
-        """Before a draft: the tokens of each row that is drafted for, up to its root. `idle`: there were rounds without
-        this drafter.
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+        """Before a draft: the tokens of each row of the round, up to its root. `idle`: there were rounds without this
+        drafter. `plain`: those of the rows that take no drafts, whatever is guessed.
         """
         ...
 

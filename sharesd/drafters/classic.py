@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class ClassicDrafter:
         self.cache.held[row] = list(tokens)
         self._before_B[row : row + 1].fill_(tokens[-1])
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool) -> None:
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         for row, text in texts.items():
             held = self.cache.held[row]
             if idle:

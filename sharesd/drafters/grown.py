@@ -151,7 +151,7 @@ class TreeDraft:
         """
         sampler, top, level_1 = self._drafting.sampler, self._top, self._level_1
         root_at_B = self._cache.lengths
-        seen_BFC = _seen(paths_BFD, level_1, self._tokens_BC.shape[1]) if sampler.counts is not None else None
+        seen_BFC = _seen(paths_BFD, level_1, self._tokens_BC.shape[1]) if sampler.kind.penalized else None
         new_BFk, logp_BFk = sampler.spread(logits_BFV, top, root_at_B + 1 + level_1, self._tokens_BC, seen_BFC)
         new_BN, scores_BN = new_BFk.flatten(1), (scores_BF[..., None] + logp_BFk).flatten(1)
         node_N = first_1 + torch.arange(new_BN.shape[1], device=new_BN.device)

@@ -7,7 +7,7 @@ the tables fill up its draft: with branches beside it, and with what might come 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ class HybridDrafter:
         self._num_successors = max((table.num_successors for table in tables), default=0)
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
         self._texts: Mapping[int, list[int]] = {}
+        self._plain: Collection[int] = ()
         self._seen: list[list[int]] = []  # of each row of a round: tokens read, the likeliest ones after each
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
@@ -52,9 +53,9 @@ class HybridDrafter:
         if self.model_drafter is not None:
             self.model_drafter.read(row, tokens)
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool) -> None:
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._idle += idle
-        self._texts = texts
+        self._texts, self._plain = texts, plain
 
     def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
         policy, rows, guesses = drafting.policy, range(drafting.first, drafting.end), dict[int, Guess]()
@@ -63,7 +64,7 @@ class HybridDrafter:
         if looks:
             self._read()
             chains_only = other_rule or not self.trees
-            for row in self._texts:
+            for row in self._texts.keys() - set(self._plain):
                 guess = self._ask(row, shape.nodes)
                 guesses[row] = best_chain(guess) if chains_only else guess
             num_nodes, rate = policy.worth([_of(guesses, row).scores for row in policy.awaited])

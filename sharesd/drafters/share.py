@@ -10,7 +10,7 @@ up for wrong guesses (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec, Che
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -50,7 +50,7 @@ class ShareDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         pass  # the target's own steps write what it reads
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool) -> None:
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         pass
 
     def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
