@@ -15,10 +15,10 @@ from compile.attention import Branches
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.calibrate import typical
 from sharesd.decoding.costs import Costs, LiveCosts
-from sharesd.decoding.output import StopChecker
 from sharesd.decoding.policy import FIRST_TRY, Policy
 from sharesd.decoding.request import AHEAD, Request, advance, awaited
 from sharesd.decoding.stats import Stats
+from sharesd.decoding.stops import StopChecker
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
 from sharesd.load import Runtime
 from sharesd.models.tokenizer import load_tokenizer
@@ -242,7 +242,7 @@ def test_rows_that_lead_by_far_or_have_ended_are_not_awaited(tmp_path: Path) -> 
         live = [row for row in rows if row.finish_reason is None]
         before = [row.num_emitted for row in live]
         for row, num in zip(live, nums, strict=True):
-            row.emit([7] * num, ["target"] * num, [None] * num, None, None)
+            row.take([7] * num)
         return advance(live, before, True), advance(live, before, False)
 
     assert take(1, 1, 1) == (1, 1) and awaited(rows, True) == rows

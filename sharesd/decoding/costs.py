@@ -127,7 +127,7 @@ class LiveCosts:
         if place in self._others:
             self.table, self.drift, self._timed = self._others[place]
         elif rows:
-            self.table, self._timed = copy.deepcopy(self.measured[rows]), Counter(rounds=self._timed["rounds"])
+            self.table, self._timed = copy.deepcopy(self.measured[rows]), Counter({"rounds": self._timed["rounds"]})
         elif self._place is not None:
             self.table, self._timed = copy.deepcopy(self.table), Counter()
         self._place = place

@@ -24,13 +24,14 @@ from compile.threads import CREW
 from sharesd import sampling
 from sharesd.config import SamplingParams
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.output import Completion, Source, StopChecker, TokenChunk
+from sharesd.decoding.output import Completion, Source, TokenChunk
 from sharesd.decoding.policy import Policy
 from sharesd.decoding.prefill import CHUNK, next_padded_piece, next_piece, read_piece, reads_in_pieces, whole_chunks
 from sharesd.decoding.request import QueueFull, Request, advance, awaited
 from sharesd.decoding.round import RoundResult, RowState
 from sharesd.decoding.slots import Slots
 from sharesd.decoding.stats import Stats
+from sharesd.decoding.stops import StopChecker
 from sharesd.decoding.tree import PLAIN, DraftTree
 from sharesd.decoding.way import Way
 from sharesd.device import use
@@ -459,7 +460,11 @@ class Engine:
         logprobs: list[float] | None,
         top_logprobs: list[list[tuple[int, float]]] | None,
     ) -> TokenChunk:
-        chunk = request.emit(ids, sources, drafters, logprobs, top_logprobs)
+        """A row's tokens. Those after the end of its text are dropped and counted nowhere."""
+        count, text = request.take(ids)
+        logprobs, top_logprobs = logprobs and logprobs[:count], top_logprobs and top_logprobs[:count]
+        cut = ids[:count], sources[:count], list(drafters[:count])
+        chunk = TokenChunk(request, *cut, text, logprobs, top_logprobs, request.finish_reason)
         for stats in (self.stats, request.stats):
             stats.count_tokens(chunk.sources)
         assert request.slot is not None
@@ -508,7 +513,18 @@ class Engine:
     def _way_of(self, kind: Kind) -> Way:
         way = self._ways.pop(kind, None)
         if way is None:
-            way = Way(self, kind)
+            way = Way(
+                kind,
+                target=self.target,
+                cache=self.cache,
+                drafter=self.drafter,
+                sampling=self.sampling,
+                state=self.state,
+                auto_length=self.auto_length,
+                widths=self.widths,
+                graphs=self.graphs,
+                gumbel=self.gumbel,
+            )
             known = next((other.policy for other in reversed(self._ways.values()) if other.policy.live.known), None)
             if known is not None:  # sampling takes little of the time
                 way.policy.use(*copy.deepcopy((known.costs, known.live.measured)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sharesd.config import SamplingParams
-from sharesd.decoding.output import FinishReason, Source, StopChecker, TokenChunk
 from sharesd.decoding.stats import Stats
+from sharesd.decoding.stops import FinishReason, StopChecker
 
 AHEAD = 2
 """Tokens by which a request may lead the last one of its call and still be waited for."""
@@ -54,28 +54,11 @@ class Request:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt_ids)
 
-    def emit(
-        self,
-        ids: list[int],
-        sources: list[Source],
-        drafters: Sequence[str | None],
-        logprobs: list[float] | None,
-        top_logprobs: list[list[tuple[int, float]]] | None,
-    ) -> TokenChunk:
-        """A round's tokens. Those after the end of the text are dropped and counted nowhere."""
-        count, text, reason = self._checker.push(ids)
-        self.finish_reason = reason
+    def take(self, ids: list[int]) -> tuple[int, str]:
+        """Tokens that came out: how many of them belong to the answer, and the text that they complete."""
+        count, text, self.finish_reason = self._checker.push(ids)
         self.tokens += ids[:count]
-        return TokenChunk(
-            self,
-            ids[:count],
-            sources[:count],
-            list(drafters[:count]),
-            text,
-            None if logprobs is None else logprobs[:count],
-            None if top_logprobs is None else top_logprobs[:count],
-            reason,
-        )
+        return count, text
 
 
 def awaited(live: Sequence[Request], alone: bool) -> list[Request]:
