@@ -180,8 +180,8 @@ class EngineConfig:
     max_queue: int | None = None
     """Requests that may wait for a row; None = any number."""
     prefill_chunk: int | None = None
-    """Tokens of a prompt that are read between two rounds of other requests; None = 128 on a CPU. A GPU always reads
-    512."""
+    """Tokens of a prompt that are read between two rounds of other requests; None = 512, and on a CPU as many as the
+    others hardly notice. Where a prompt's bits depend on how it is cut, as on a GPU, it is always 512."""
     max_context: int = 2048
     """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
     trust_remote_code: bool = False

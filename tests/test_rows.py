@@ -139,7 +139,7 @@ def wanted() -> list[Completion]:
 def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: list[Completion]) -> None:
     """In any order, some cancelled while they wait, are read or are decoded; every row is free at the end."""
     dice = random.Random(mode)
-    engine = new(mode, batch=5, prefill_chunk=7, auto_length=False)
+    engine = new(mode, batch=5, prefill_chunk=16, auto_length=False)
     todo = list(range(len(REQUESTS)))
     dice.shuffle(todo)
     done: dict[Request, Completion] = {}
@@ -155,12 +155,12 @@ def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: lis
             if request.finish_reason is None:
                 engine.cancel(request)
                 cancelled.add(request)
-        most = max(most, engine.num_running)
         for chunk in engine.step():
             assert chunk.request not in cancelled, "no chunk follows"
             done.setdefault(chunk.request, Completion()).add(chunk)
             accepted += sum(source == "accepted" for source in chunk.sources)
             assert chunk.request.params.speculate or set(chunk.sources) == {"target"}
+        most = max(most, engine.num_running)
     assert most > 2 and engine.num_running == engine.num_waiting == 0 and len(engine._slots.free) == 5
     assert 0 < len(cancelled) < 30
     for request, at in number.items():

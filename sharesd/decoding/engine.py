@@ -44,8 +44,11 @@ from sharesd.sampling.sampler import Sampler
 Prompt = str | Sequence[int]
 MOST_WAYS = 24
 """Kinds of rounds whose graphs and policies are kept; the one that was used longest ago goes first."""
-PREFILL_CHUNK = 128
-"""Tokens of a prompt that a CPU reads between two rounds of others."""
+BEARABLE, LEAST_PIECE = 1.6, 16
+"""What a CPU reads of a prompt between two rounds of others: as much as takes so many times as long as a round, but at
+least so many tokens."""
+RECENT = 8
+"""Rounds, and pieces of prompts, over which their times are averaged."""
 
 
 class _Flight(NamedTuple):
@@ -94,7 +97,8 @@ class Engine:
         compiled form.
 
         At most `max_queue` requests wait (None = any number). While others are decoded, at most `prefill_chunk` tokens
-        of a prompt are read between two rounds (None = 128 on a CPU, else 512; any other number is for CPUs only).
+        of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
+        number is for CPUs only).
         `ahead` launches each round before the last one is read, where nothing on the host decides about its draft.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
@@ -120,7 +124,8 @@ class Engine:
             raise ValueError(
                 f"prefill_chunk is {prefill_chunk}, and this target reads prompts in pieces of {CHUNK}; leave it out"
             )
-        self._prefill_chunk = prefill_chunk or (CHUNK if self._in_pieces else PREFILL_CHUNK)
+        self._prefill_chunk = prefill_chunk
+        self._round_s, self._token_s = 0.0, 0.0  # running means: a round, a token of a prompt that is read
         self._ways: dict[Kind, Way] = {}
         self._slots = Slots(cache, reread=reread, partial=self.partial)
         self._waiting: deque[Request] = deque()
@@ -307,11 +312,18 @@ class Engine:
         started = time.perf_counter()
         while self._reading or (self._waiting and self._slots.free):
             alone = whole or not self._live
-            chunks += self._read_piece(self._reading or self._admit(), CHUNK if alone else self._prefill_chunk)
+            most = CHUNK if alone else self._prefill_chunk or self._bearable()
+            chunks += self._read_piece(self._reading or self._admit(), most)
             if not alone or (chunks and not whole):
                 break
         self.stats.prefill_s += time.perf_counter() - started
         return chunks
+
+    def _bearable(self) -> int:
+        """Tokens of a prompt to read between two rounds, so that those who wait for their next one hardly notice."""
+        if not self._token_s:
+            return LEAST_PIECE
+        return min(CHUNK, max(LEAST_PIECE, int(BEARABLE * self._round_s / self._token_s)))
 
     def _admit(self) -> Request:
         """The next request gets a row."""
@@ -333,7 +345,11 @@ class Engine:
             piece = next_padded_piece(self.target, cache, request.num_read, len(prompt))
         else:
             piece = next_piece(self.target, cache, request.num_read, len(prompt), most)
+        started = time.perf_counter()
         logits_1V = read_piece(self.target, cache, row, prompt, piece)
+        if piece.size >= LEAST_PIECE:
+            token_s = (time.perf_counter() - started) / piece.size
+            self._token_s += (token_s - self._token_s) / (RECENT if self._token_s else 1)
         cache.held[row] += prompt[request.num_read : piece.end]
         cache.settled[row] = whole_chunks(piece.end)
         request.num_read = piece.end
@@ -446,6 +462,8 @@ class Engine:
         moved = advance(live, before, alone)
         accepted_of = [paths[request] for request in counting if request in paths]
         policy.record(tree, accepted_of, draft_s, verify_s + overhead_s, moved)
+        round_s = draft_s + verify_s + overhead_s
+        self._round_s += (round_s - self._round_s) / (RECENT if self._round_s else 1)
         stats.draft_s += draft_s
         stats.verify_s += verify_s
         stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
