@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
     def joined(self, other: Kind) -> Kind:
         """What both can do; of the same acceptance."""
-        return Kind(*map(max, self[:-1], other[:-1]), acceptance=self.acceptance)  # type: ignore[arg-type]
+        return Kind(*map(max, self[:-1], other[:-1]), self.acceptance)  # type: ignore[arg-type]
 
     def rounded(self) -> Kind:
         """One of eight for each acceptance, which can do this and more: for rounds that are captured in advance."""
