@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -164,23 +165,27 @@ def _heat(x_BTV: Tensor, rows: RowSampling) -> Tensor:
 
 def _truncate(x_BTV: Tensor, rows: RowSampling) -> Tensor:
     """Top-k, then top-p of what is left, then min-p, each where it is asked for."""
-    k_B11, top_p_B11 = _column(rows, "top_k", torch.int64), _column(rows, "top_p", torch.float64)
-    most, nucleus = rows.most_k, bool(rows.asking("top_p"))
-    x_BTV = _of_rows(x_BTV, rows.asking("top_k"), lambda *parts: _top_k(*parts, most, nucleus), k_B11, top_p_B11)
-    x_BTV = _of_rows(x_BTV, rows.asking("top_p_alone"), _top_p, top_p_B11)
-    return _of_rows(x_BTV, rows.asking("min_p"), _min_p, _column(rows, "log_min_p", x_BTV.dtype))
+    if ranked := rows.asking("top_k"):
+        top_p_B11 = _column(rows, "top_p", torch.float64) if rows.asking("top_p") else None
+        k_B11 = _column(rows, "top_k", torch.int64)
+        x_BTV = _of_rows(x_BTV, ranked, partial(_top_k, most=rows.most_k), k_B11, top_p_B11)
+    if searched := rows.asking("top_p_alone"):
+        x_BTV = _of_rows(x_BTV, searched, _top_p, _column(rows, "top_p", torch.float64))
+    if bounded := rows.asking("min_p"):
+        x_BTV = _of_rows(x_BTV, bounded, _min_p, _column(rows, "log_min_p", x_BTV.dtype))
+    return x_BTV
 
 
 def _min_p(x_RTV: Tensor, log_min_p_R11: Tensor) -> Tensor:
     return x_RTV.masked_fill(x_RTV < x_RTV.amax(-1, keepdim=True) + log_min_p_R11, -math.inf)
 
 
-def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor, most: int, nucleus: bool) -> Tensor:
-    """Keep the k likeliest, of at most `most`, and with `nucleus` top-p of them, by their order."""
+def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, most: int) -> Tensor:
+    """Keep the k likeliest, of at most `most`; then top-p of them, if anybody asks for it, by their order."""
     ranked_RTK = x_RTV.topk(most).values
     last_RT1 = ranked_RTK.gather(-1, (k_R11 - 1).expand(-1, x_RTV.shape[1], 1))
     kept_RTV = x_RTV.masked_fill(x_RTV < last_RT1, -math.inf)
-    if not nucleus:
+    if top_p_R11 is None:
         return kept_RTV
     top_RT1, among_K = ranked_RTK[..., :1], torch.arange(most, device=x_RTV.device)
     is_kept_RTK = among_K < k_R11

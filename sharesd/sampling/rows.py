@@ -58,7 +58,15 @@ class Kind(NamedTuple):
 
     def joined(self, other: Kind) -> Kind:
         """What both can do; of the same acceptance."""
-        return Kind(*map(max, self[:-1], other[:-1]), acceptance=self.acceptance)  # type: ignore[arg-type]
+        return Kind(
+            self.sampled or other.sampled,
+            self.truncated or other.truncated,
+            self.penalized or other.penalized,
+            self.biased or other.biased,
+            self.logprobs or other.logprobs,
+            max(self.top_logprobs, other.top_logprobs),
+            self.acceptance,
+        )
 
     def rounded(self) -> Kind:
         """One of eight for each acceptance, which can do this and more: for rounds that are captured in advance."""
