@@ -44,7 +44,7 @@ from sharesd.sampling.sampler import Sampler
 Prompt = str | Sequence[int]
 MOST_WAYS = 24
 """Kinds of rounds whose graphs and policies are kept; the one that was used longest ago goes first."""
-BEARABLE, LEAST_PIECE = 1.6, 16
+BEARABLE, LEAST_PIECE = 1.6, 8
 """What a CPU reads of a prompt between two rounds of others: as much as takes so many times as long as a round, but at
 least so many tokens."""
 RECENT = 8
