@@ -23,6 +23,11 @@ class Clock:
         event.record()
         return event
 
+    def wait(self, mark: Mark) -> None:
+        """Until the device has reached it."""
+        if not isinstance(mark, float):
+            mark.synchronize()
+
     def seconds(self, start: Mark, end: Mark) -> float:
         """Time between two marks that the device has passed (the caller has synchronised since)."""
         if isinstance(start, float):

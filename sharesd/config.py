@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ MODEL_DRAFTERS = ("share", "classic")
 """Modes in which a model drafts."""
 TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
+MOST_TOP_LOGPROBS = 20
+"""Alternatives per token at most."""
 EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-instruct.npz"
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
@@ -27,6 +30,11 @@ EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 def _one_of(name: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}")
+
+
+def _finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; give a finite number")
 
 
 def _at_least(name: str, value: float, low: float) -> None:
@@ -55,7 +63,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtract, times their count, from logits of tokens that the output already has."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id -> amount added to its logit."""
+    """Token id -> amount added to its logit; -inf bans the token."""
     seed: int = 0
     """Seed of the noise; with acceptance `match` the text depends on nothing else. Of several prompts in one call the
     first has this seed, and the others have seeds derived from it and their place in the call, however many are decoded
@@ -68,12 +76,18 @@ class SamplingParams:
     """Do not stop at the model's end-of-sequence ids."""
     logprobs: bool = False
     """Return the target's log-probability of every emitted token (before any processing of logits)."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to return with their log-probabilities, at each place; needs `logprobs`."""
+    speculate: bool = True
+    """Whether drafts may be made for this request; the text is the same."""
     acceptance: Acceptance = "match"
     """`match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and
     `block` (Sun et al. 2024): only the same *distribution* as plain decoding, not the same text."""
 
     def __post_init__(self) -> None:
         _at_least("max_new_tokens", self.max_new_tokens, 1)
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _finite(name, getattr(self, name))
         _at_least("temperature", self.temperature, 0)
         _at_least("top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
@@ -82,6 +96,13 @@ class SamplingParams:
             raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+        for token, amount in self.logit_bias.items():
+            if not amount < math.inf:
+                raise ValueError(f"logit_bias of token {token} is {amount}; give a finite number, or -inf to ban it")
+        if not 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be between 0 and {MOST_TOP_LOGPROBS}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs} but logprobs is off; switch logprobs on")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
         if any(not s for s in self.stop):
@@ -156,6 +177,11 @@ class EngineConfig:
     Texts do not depend on it."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
+    max_queue: int | None = None
+    """Requests that may wait for a row; None = any number."""
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that are read between two rounds of other requests; None = 512, and on a CPU as many as the
+    others hardly notice. Where a prompt's bits depend on how it is cut, as on a GPU, it is always 512."""
     max_context: int = 2048
     """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
     trust_remote_code: bool = False
@@ -187,6 +213,10 @@ class EngineConfig:
         _at_least("max_batch", self.max_batch, 1)
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
+        if self.max_queue is not None:
+            _at_least("max_queue", self.max_queue, 0)
+        if self.prefill_chunk is not None:
+            _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
         if self.draft is not None and self.mode != "classic":
             raise ValueError(

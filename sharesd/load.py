@@ -130,7 +130,7 @@ class Runtime:
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
         self._slots = self.max_context + max(2 * self._fixed_width, 2 + top * depth)
-        if self.device.type == "cuda":
+        if self.compile != "native":  # prompts may have to be read in padded pieces
             self._slots = max(self._slots, slots_for(self.max_context))
         self.cache = self.target.new_cache(config.max_batch, self._slots)
         self._draft_widths = {1, *([top] if config.tree else [])}
@@ -174,7 +174,10 @@ class Runtime:
         """Where the costs of rounds are kept: a name for everything that they depend on."""
         what = (
             *(__version__, torch.__version__, self._folder.resolve(), self.dtype, self.compile, self._widths, mode),
-            *(replace(self.config, target=None, mode="naive", draft=None), self.config.draft),
+            *(
+                replace(self.config, target=None, mode="naive", draft=None, max_queue=None, prefill_chunk=None),
+                self.config.draft,
+            ),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
             (torch.cuda.get_device_name(self.device), settings.kernels_version())
             if self.device.type == "cuda"
@@ -199,7 +202,7 @@ class Runtime:
         target, most = self.target, 1 + self.config.most_draft
         compiled = self.compile in ("regional", "full") and isinstance(target, Decoder)
         widths: tuple[int, ...] | None = (1, most) if compiled else None
-        bits = RowBits(False, False)
+        bits, self._depends_on_width = RowBits(False, False), False
         self._step = self._compile(target, {*self._draft_widths, *(widths or ())})
         if isinstance(target, Decoder):
             bits = self._check_rows(target, widths or sorted({*WIDTHS, most}))
@@ -207,7 +210,7 @@ class Runtime:
         if bits.chains:
             log.info("exact: rows have the same bits in steps of any width")
         elif self.config.exact:
-            fixed = self._fixed_width
+            fixed, self._depends_on_width = self._fixed_width, True
             log.info("exact: rows depend on the width of their step, so every step of every mode has %d rows", fixed)
             widths = (fixed,)
             if isinstance(target, Decoder):
@@ -428,9 +431,11 @@ class Runtime:
             max_context=self.max_context,
             auto_length=self.config.num_draft is None,
             widths=self._widths,
-            reread=self.config.exact and self.device.type == "cuda",
+            reread=self.config.exact and (self.device.type == "cuda" or self._depends_on_width),
             graphs=self._graphs if isinstance(self.target, Decoder) else None,
             gumbel=self._gumbel,
+            max_queue=self.config.max_queue,
+            prefill_chunk=self.config.prefill_chunk,
         )
 
 

@@ -6,7 +6,7 @@ Legend: B rows, N draft tokens, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from sharesd import sampling
 from sharesd.config import SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.engine import Engine
-from sharesd.decoding.policy import Policy
 from sharesd.decoding.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.classic import ClassicDrafter
@@ -31,7 +30,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling import TokenCounts
+from sharesd.sampling import Kind, RowSampling
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
@@ -164,22 +163,34 @@ def logits_of(model: CausalModel, tokens: Sequence[int]) -> Tensor:
     return model.forward(torch.tensor([tokens]), model.new_cache(1, len(tokens)))[0]
 
 
+def placed(
+    params: Sequence[SamplingParams],
+    vocab_size: int,
+    prompts: Sequence[Sequence[int]] | None = None,
+    *,
+    first_index: int = 0,
+    replayed: bool = False,
+) -> tuple[Kind, RowSampling]:
+    """A row for each of these requests, and what a round over them must be able to do."""
+    rows = RowSampling(batch=len(params), vocab_size=vocab_size, device="cpu", replayed=replayed)
+    for row, (one, prompt) in enumerate(zip(params, prompts or [()] * len(params), strict=True)):
+        rows.place(row, one, first_index + row, prompt)
+    return rows.kind(range(len(params))), rows
+
+
 @torch.inference_mode()
 def continue_plainly(model: CausalModel, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
     """`match` decoding without an engine: the whole text is read anew for every token. Knows no end tokens.
 
     `index` is the prompt's place in a call.
     """
-    seeds_1 = sampling.seeds_of_prompts(params.seed, torch.tensor([index]))
     tokens, V = list(prompt), model.vocab_size
-    bias_V = sampling.bias_vector(params, V, device="cpu")
     for _ in range(params.max_new_tokens):
-        counts = TokenCounts(batch=1, vocab_size=V, device="cpu") if params.uses_penalties else None
-        if counts is not None:
-            counts.begin(torch.tensor([prompt]), torch.tensor([len(prompt)]))
-            counts.update(torch.tensor([[*tokens[len(prompt) :], 0]]), torch.tensor([len(tokens) - len(prompt)]))
-        logits_11V = sampling.process(logits_of(model, tokens)[None, -1:], params, bias_V=bias_V, counts=counts)
-        noise = sampling.gumbel(seeds_1, torch.tensor([[len(tokens)]]), V)
+        kind, rows = placed([params], V, [prompt], first_index=index)
+        if params.uses_penalties:
+            rows.counts.update(torch.tensor([[*tokens[len(prompt) :], 0]]), torch.tensor([len(tokens) - len(prompt)]))
+        logits_11V = sampling.process(logits_of(model, tokens)[None, -1:], kind, rows)
+        noise = sampling.gumbel(rows.seeds_B, torch.tensor([[len(tokens)]]), V)
         tokens.append(int(sampling.choose(logits_11V, None if params.greedy else noise)))
     return tokens[len(prompt) :]
 
@@ -195,30 +206,34 @@ class OracleDrafter:
     def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:
         """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""
         self.futures, self.shapes, self.accuracy = futures, chains(num_draft), accuracy
+        self._futures: dict[int, Sequence[int]] = {}
+        self._starts: dict[int, int] = {}
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
-        self._rows = [self.futures.get(tuple(prompt), ()) for prompt in prompts]
-        self._starts = [len(prompt) for prompt in prompts]
+    def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
+        self._futures[row], self._starts[row] = self.futures.get(tuple(tokens), ()), len(tokens)
+
+    def read(self, row: int, tokens: list[int]) -> None:
+        pass
+
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+        self._at = {row: len(text) - self._starts[row] for row, text in texts.items()}
+
+    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
         self._vocab = drafting.sampler.vocab_size
-
-    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
-        self._at = [len(text) - start for text, start in zip(texts, self._starts, strict=True)]
-
-    def draft(self, shape: Shape) -> DraftTree:
-        at_BN = [[at + i for i in range(shape.depth)] for at in self._at]
-        return DraftTree(
-            torch.tensor([[self._guess(b, i) for i in at] for b, at in enumerate(at_BN)]),
-            depth=shape.depth,
-            num_steps=shape.depth,
-            drafter=self.name,
-        )
+        rows = range(drafting.first, drafting.end)
+        tokens = [[self._guess(row, self._at.get(row, 0) + i) for i in range(shape.depth)] for row in rows]
+        return DraftTree(torch.tensor(tokens), depth=shape.depth, num_steps=shape.depth, drafter=self.name)
 
     def _guess(self, row: int, at: int) -> int:
-        token = self._rows[row][at] if at < len(self._rows[row]) else 0
+        future = self._futures.get(row, ())
+        token = future[at] if at < len(future) else 0
         right = (37 * at + 11 * row) % 64 < 64 * self.accuracy
         return token if right else (token + 1) % self._vocab
 
-    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def extra_bytes(self) -> tuple[int, int]:

@@ -20,6 +20,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.int8: "*i8",

@@ -159,7 +159,7 @@ class Talk:
         self.asked: list[list[int]] = []
         self.kept: list[int] = []
         self.answers: list[Completion] = []
-        real_prefill = sys.modules["sharesd.decoding.engine"].prefill  # type: ignore[attr-defined]
+        admit = Engine._admit
 
         def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, *, reuse: bool) -> list:
             done = answering.answer(engine, prompts, params, shown, reuse=reuse)
@@ -167,12 +167,13 @@ class Talk:
             self.answers += done
             return done
 
-        def prefill(model: Any, cache: Any, prompts: list, kept: list) -> Any:
-            self.kept.append(kept[0])
-            return real_prefill(model, cache, prompts, kept)
+        def noted(engine: Engine) -> Any:
+            request = admit(engine)
+            self.kept.append(request.cached_tokens)
+            return request
 
         monkeypatch.setattr(chat, "answer", spy)
-        monkeypatch.setattr("sharesd.decoding.engine.prefill", prefill)
+        monkeypatch.setattr(Engine, "_admit", noted)
 
     def __call__(self, *lines: str, args: tuple[str, ...] = (), status: int = 0) -> tuple[str, str]:
         self._monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))

@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import placed
+from test_row_sampling import REQUESTS
 from test_trees import random_tree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compile.logits import NUMBERS
 from compile.regions import CompiledForms
-from sharesd import sampling
 from sharesd.config import SamplingParams
 from sharesd.decoding.tree import pack
-from sharesd.sampling import Stream, TokenCounts, bias_vector, gumbel, process
+from sharesd.sampling import Kind, RowSampling, Stream, gumbel, process
+from sharesd.sampling import logits as logits_module
 from sharesd.sampling.acceptance import accept_tree_reference
 
 pytest.importorskip("triton")
@@ -38,11 +41,15 @@ V = 2 * kernels.BLOCK + 77
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`process` as it runs on CUDA, whatever the device."""
 
-    def run(logits: Tensor, params: SamplingParams, **context: Any) -> Tensor:
+    def run(x_BTV: Tensor, kind: Kind, rows: RowSampling, **context: Any) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(sampling, "runs_triton", lambda device: True)
-            patch.setattr(sampling, "process_logits", lambda x, **rest: kernels.process_logits(x, *rest.values()))
-            return process(logits, params, **context)
+            patch.setattr(logits_module, "runs_triton", lambda device: True)
+            patch.setattr(
+                logits_module,
+                "process_logits",
+                lambda x, numbers, **rest: kernels.process_logits(x, numbers, *rest.values()),
+            )
+            return process(x_BTV, kind, rows, **context)
 
     return run
 
@@ -67,8 +74,8 @@ def test_the_same_tokens_are_kept(settings: dict, by_kernel: Any) -> None:
     logits[1, 0, ::2] = -math.inf
     logits[1, 1] *= 20
     for temperature in (0.8, 0.001):
-        params = SamplingParams(temperature=temperature, **settings)
-        assert torch.equal(by_kernel(logits, params), process(logits, params))
+        way = placed([SamplingParams(temperature=temperature, **settings)] * 2, V)
+        assert torch.equal(by_kernel(logits, *way), process(logits, *way))
 
 
 @pytest.mark.interpreted
@@ -77,8 +84,8 @@ def test_ties_and_borders(by_kernel: Any) -> None:
     signs, banned = torch.tensor([[0.0, -0.0, -1.0, 1.0], [-math.inf, 1.0, -math.inf, 0.0]])
     logits = torch.stack([few, exact, signs, banned])[None]
     for p, k in product((0.41, 0.5, 1.0), (0, 2)):
-        params = SamplingParams(temperature=1.0, top_p=p, top_k=k)
-        assert torch.equal(by_kernel(logits, params), process(logits, params)), (p, k)
+        way = placed([SamplingParams(temperature=1.0, top_p=p, top_k=k)], 4)
+        assert torch.equal(by_kernel(logits, *way), process(logits, *way)), (p, k)
 
 
 @pytest.mark.interpreted
@@ -96,20 +103,34 @@ def test_bias_and_penalties_see_what_each_row_sees(temperature: float, dtype: to
         frequency_penalty=-0.9,
         logit_bias={2: 1.5, 5: -2.0, 7: -math.inf},
     )
-    counts = TokenCounts(batch=B, vocab_size=size, device="cpu")
-    counts.begin(torch.randint(0, size, (B, 9), generator=dice), torch.tensor([9, 4]))
-    counts.update(torch.randint(0, size, (B, 6), generator=dice), torch.tensor([6, 2]))
+    prompts = [torch.randint(0, size, (length,), generator=dice).tolist() for length in (9, 4)]
+    way = placed([params] * B, size, prompts)
+    way[1].counts.update(torch.randint(0, size, (B, 6), generator=dice), torch.tensor([6, 2]))
     draft = torch.randint(-1, 4, (B, N), generator=dice)
     logits = (torch.randn(B, N + 1, size, generator=dice) * 3).to(dtype)
     seen = torch.rand(B, N + 1, N, generator=dice) < 0.5
-    bias_V = bias_vector(params, size, device="cpu")
     for rows, context in ((6, {"draft_BN": draft}), (6, {"draft_BN": draft, "seen_BTN": seen}), (1, {})):
         some = logits[:, :rows]
-        expected = process(some, params, bias_V=bias_V, counts=counts, **context)
-        assert torch.equal(by_kernel(some, params, bias_V=bias_V, counts=counts, **context), expected)
+        expected = process(some, *way, **context)
+        assert torch.equal(by_kernel(some, *way, **context), expected)
     step = {"draft_BN": draft[:, :3]}  # a drafter's step sees all that was drafted
-    expected = process(logits[:, 3:4], params, bias_V=bias_V, counts=counts, **step)
-    assert torch.equal(by_kernel(logits[:, 3:4], params, bias_V=bias_V, counts=counts, **step), expected)
+    expected = process(logits[:, 3:4], *way, **step)
+    assert torch.equal(by_kernel(logits[:, 3:4], *way, **step), expected)
+
+
+@pytest.mark.interpreted
+def test_rows_are_processed_each_in_its_own_way(by_kernel: Any) -> None:
+    B, N, size = len(REQUESTS), 2, 203
+    dice = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 30, (3 + row,), generator=dice).tolist() for row in range(B)]
+    logits, draft = torch.randn(B, N + 1, size, generator=dice) * 3, torch.randint(-1, 30, (B, N), generator=dice)
+    kind, rows = placed(REQUESTS, size, prompts)
+    mixed = by_kernel(logits, kind, rows, draft_BN=draft)
+    assert torch.equal(mixed, process(logits, kind, rows, draft_BN=draft))
+    for row, params in enumerate(REQUESTS):
+        here = slice(row, row + 1)
+        own = by_kernel(logits[here], *placed([params], size, [prompts[row]]), draft_BN=draft[here])
+        assert torch.equal(own[0], mixed[row]), params
 
 
 @pytest.mark.interpreted
@@ -132,10 +153,9 @@ def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
 
 @pytest.mark.parametrize("arch", SHARED)
 def test_sampling_fits_every_gpu(arch: int, tmp_path: Path) -> None:
-    flags = ("BIAS", "PENALTIES", "PATHS", "HEAT", "COLD", "TOP_K", "TOP_P", "MIN_P")
+    flags = ("BIAS", "PENALTIES", "PATHS", "SAMPLED", "TRUNCATED")
     kinds: dict[str, Any] = {"BLOCK": kernels.BLOCK, **dict.fromkeys(flags, True), "ROWS": 64}
-    kinds |= dict.fromkeys(("repetition", "frequency", "presence", "temperature", "log_min_p"), "fp32")
-    kinds |= {"top_k": "fp64", "top_p": "fp64"}
+    kinds |= {"F": len(NUMBERS), "numbers_ptr": torch.float64, "cold": "fp64"}
     kinds |= {"logits_ptr": torch.bfloat16, "prompt_ptr": torch.int8, "count_ptr": torch.int32, "seen_ptr": torch.int8}
     kinds |= dict.fromkeys(("bias_ptr", "spare_ptr", "out_ptr"), torch.float32)
     for kernel, warps in ((kernels.process, kernels.WARPS), (walking.walk, 1)):
@@ -151,9 +171,11 @@ def test_sampling_fits_every_gpu(arch: int, tmp_path: Path) -> None:
 
 def test_sampling_on_cuda_calls_one_operator() -> None:
     params = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1)
-    with FakeTensorMode():
+    kind, rows = placed([params] * 2, 1003)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows.numbers_BF = torch.empty_like(rows.numbers_BF, device="cuda")
         logits = torch.empty(2, 5, 1003, dtype=torch.bfloat16, device="cuda")
-        out = process(logits, params)
+        out = process(logits, kind, rows)
     assert out.shape == logits.shape and out.dtype == torch.float32 and out.device.type == "cuda"
 
 

@@ -23,7 +23,7 @@ from sharesd.config import SamplingParams
 from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import prefill
-from sharesd.decoding.tree import PLAIN, chain, chains, pack, shapes_of
+from sharesd.decoding.tree import PLAIN, DraftTree, chain, chains, pack, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.base import Guess
@@ -106,15 +106,15 @@ def switched(model: Decoder) -> Switch:
 def rounds(engine: Engine, params: SamplingParams, shapes: Any) -> list[str]:
     """What was found in rounds with drafts of these shapes."""
     way, batch = engine.way(params), engine.cache.batch
-    drafter: Any = engine.drafter
+    round_, drafter = way.round(), engine.drafter
     with Watch() as prompt:
         prefill(engine.target, engine.cache, [[1, 2, 3]] * batch, [0] * batch)
     assert all("of two devices" in found for found in prompt.found), "prompts come from the host"
-    if drafter is not None:
-        drafter._drafting = way.drafting
     with Watch() as watch:
         for shape in shapes:
-            result = way.round.verify(way.draft(shape))
+            no_draft = DraftTree(engine.state.root_B[:, None][:, :0])
+            tree = drafter.draft(round_.drafting, shape) if drafter and shape.nodes else no_draft
+            result = round_.verify(tree)
             tensors = [t for t in tree_leaves(tuple(result)) if isinstance(t, torch.Tensor)]
             assert {t.device.type for t in tensors} == {DEVICE.type}
     return watch.found

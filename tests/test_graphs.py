@@ -20,7 +20,7 @@ from sharesd.config import SamplingParams
 from sharesd.decoding import calibrate
 from sharesd.decoding.calibrate import warm_up
 from sharesd.decoding.costs import Costs
-from sharesd.decoding.engine import MOST_WAYS, Engine
+from sharesd.decoding.engine import Engine
 from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.hybrid import HybridDrafter
@@ -189,7 +189,7 @@ def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
     name, tree = kind.split()[0], (2, 3, 6) if "tree" in kind else None
     model, switch = switched(tiny_decoder(3), 0.2)
     model.to(*place)
-    options |= {"batch": batch, "auto_length": True}
+    options = {"batch": batch, "auto_length": True} | options
     if name == "naive":
         return new_engine(model, **options)
     if name == "share":
@@ -258,6 +258,27 @@ def compare(kind: str, params: SamplingParams, batch: int, graphs: Graphs, place
         assert outcome(captured, params) == outcome(plain, params), pin
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("kind, params", [("naive", PENALISED), ("share", GREEDY), ("share", SAMPLED)])
+def test_rounds_launched_ahead_change_nothing(
+    kind: str, params: SamplingParams, graphs: bool, way_of_cuda: None
+) -> None:
+    """Rows end in the middle and are refilled; what the next round made of them is dropped."""
+    prompts = [[*prompt, i] for i in range(3) for prompt in PROMPTS]
+    params = replace(params, stop_token_ids=(5, 9, 21), max_new_tokens=17, logprobs=True)
+    options: dict[str, Any] = {"widths": [7], "auto_length": False}
+    found = []
+    for ahead in (False, True):
+        engine = new(kind, 2, graphs=RecordedGraphs() if graphs else None, ahead=ahead, **options)
+        assert engine.ahead == ahead
+        for _ in range(2):
+            done = engine.complete(prompts, params)
+        found.append(([(c.token_ids, c.logprobs, c.sources) for c in done], engine.stats.accept_lengths))
+        assert engine.num_running == 0 and engine.stats.rounds == sum(map(len, engine.stats.accept_lengths))
+    assert found[0] == found[1]
+    assert len({len(tokens) for tokens, _, _ in found[0][0]}) > 2, "rows shall end at different times"
+
+
 def new_pool(
     kind: str, batch: int, params: SamplingParams, widths: list[int], patch: pytest.MonkeyPatch
 ) -> tuple[Engine, RecordedGraphs]:
@@ -313,13 +334,18 @@ def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: 
     chunks.close()
 
 
-def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None) -> None:
+def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new("share", 1, widths=[7], graphs=RecordedGraphs())
     first = weakref.ref(engine.way(GREEDY))
-    for step in range(2 * MOST_WAYS):
-        engine.complete(PROMPTS[:1], replace(SAMPLED, temperature=0.5 + step / 100, max_new_tokens=3))
+    wishes: list[dict[str, Any]] = [{}, {"logprobs": True}, {"repetition_penalty": 1.2}, {"logit_bias": {1: 1.0}}]
+    for step in range(24):
+        params = replace(SAMPLED, temperature=step % 3 / 2, top_p=1 - step % 2 / 2, **wishes[step % 4])
+        engine.complete(PROMPTS[:1], replace(params, max_new_tokens=3))
+    assert 1 < len(engine._ways) <= 8, "kinds that are captured are few"
+    monkeypatch.setattr("sharesd.decoding.engine.MOST_WAYS", 2)
+    engine.complete(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.complete(PROMPTS[:1], SAMPLED)
     gc.collect()
-    assert first() is None and len(engine._ways) == MOST_WAYS
+    assert first() is None and len(engine._ways) < 9
 
 
 def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +372,7 @@ def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytes
 def test_a_stale_read_planted_in_rounds_shows(way_of_cuda: None) -> None:
     """Noise that a draft drew, read by the verify step: in Python it is there, in a replay it is not."""
     plain, captured = (new("share", 1, widths=[7], graphs=graphs) for graphs in (None, RecordedGraphs()))
-    captured.way(SAMPLED).sampler._keep_noise = True
+    captured.way(SAMPLED).round().drafting.sampler._keep_noise = True
     for engine in (plain, captured):
         engine.way(SAMPLED).policy.pinned = chain(4)
     assert [outcome(captured, SAMPLED) for _ in range(2)] != [outcome(plain, SAMPLED) for _ in range(2)]

@@ -16,6 +16,7 @@ from oracle import (
     kv_of,
     logits_of,
     new_engine,
+    placed,
     share_engine,
     switched,
     tiny_decoder,
@@ -64,11 +65,12 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
     model = tiny_decoder(3)
     cache = model.new_cache(len(PROMPTS), 96)
     prefill(model, cache, [list(prompt) for prompt in PROMPTS], [0] * len(PROMPTS))
-    sampler = Sampler(SamplingParams(), batch=len(PROMPTS), vocab_size=VOCAB, device=torch.device("cpu"))
+    sampler = Sampler(*placed([SamplingParams()] * len(PROMPTS), VOCAB))
     before = cache.lengths.clone()
     root = torch.tensor([7, 8, 9])
     buffers = DraftBuffers(len(PROMPTS), budget, VOCAB, root.device)
-    shape, drafting = Shape(depth, budget), Drafting(sampler, root, buffers, None)
+    shape = Shape(depth, budget)
+    drafting = Drafting(0, len(PROMPTS), sampler, root, buffers, Policy([shape]), None)
     draft = ModelDraft(model, cache, drafting, lambda: root[:, None], shapes=[shape], top=top).draft(shape)
     assert torch.equal(cache.lengths, before) and draft.branches is not None
     for b, prompt in enumerate(PROMPTS):

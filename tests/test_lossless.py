@@ -25,6 +25,7 @@ from oracle import (
     kv_of,
     logits_of,
     new_engine,
+    placed,
     put_kv,
     quantized,
     share_engine,
@@ -527,7 +528,8 @@ def joint_probabilities(model: Any, prompt: Sequence[int], params: SamplingParam
     with torch.inference_mode():
         for _ in range(NUM_TOKENS):
             logits_BV = model.forward(prefixes, model.new_cache(*prefixes.shape))[:, -1]
-            joint = (joint[:, None] * probs_of(process(logits_BV[:, None], params), params)[:, 0]).flatten()
+            kind, rows = placed([params] * len(prefixes), SMALL)
+            joint = (joint[:, None] * probs_of(process(logits_BV[:, None], kind, rows), kind)[:, 0]).flatten()
             added = torch.arange(SMALL).repeat(len(prefixes))[:, None]
             prefixes = torch.cat([prefixes.repeat_interleave(SMALL, 0), added], 1)
     return joint

@@ -16,8 +16,9 @@ from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.calibrate import typical
 from sharesd.decoding.costs import Costs, LiveCosts
 from sharesd.decoding.policy import FIRST_TRY, Policy
-from sharesd.decoding.rows import AHEAD, Rows
+from sharesd.decoding.request import AHEAD, Request, advance, awaited
 from sharesd.decoding.stats import Stats
+from sharesd.decoding.stops import StopChecker
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
 from sharesd.load import Runtime
 from sharesd.models.tokenizer import load_tokenizer
@@ -247,34 +248,28 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
 
 
 def test_rows_that_lead_by_far_or_have_ended_are_not_awaited(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(make_checkpoint(tmp_path))
-    rows = Rows(
-        [[5] * 9, [5], [5, 6]],
-        0,
-        SamplingParams(max_new_tokens=40),
-        tokenizer=tokenizer,
-        eos_ids=(),
-        max_context=512,
-        stats=Stats(accept_lengths=[[], [], []], accepted_at=[0] * 99),
-    )
-    rows.take_first([7, 7, 7], None)
-    assert rows.awaited == [0, 1, 2]
+    tokenizer, params = load_tokenizer(make_checkpoint(tmp_path)), SamplingParams(max_new_tokens=40)
+    rows = [
+        Request(prompt, params, i, StopChecker(tokenizer, params, eos_ids=(), room=512), Stats())
+        for i, prompt in enumerate([[5] * 9, [5], [5, 6]])
+    ]
 
-    def take(*nums: int) -> None:
-        most = max(nums)
-        tree = DraftTree(torch.zeros(3, most - 1, dtype=torch.int64), depth=most - 1)
-        rows.take_round([[num] + [7] * most for num in nums], [range(1, num) for num in nums], None, tree)
+    def take(*nums: int) -> tuple[float, float]:
+        """The advance of rows that are alone, and of those that are not."""
+        live = [row for row in rows if row.finish_reason is None]
+        before = [row.num_emitted for row in live]
+        for row, num in zip(live, nums, strict=True):
+            row.take([7] * num)
+        return advance(live, before, True), advance(live, before, False)
 
-    take(1, AHEAD + 1, AHEAD + 2)
-    assert rows.awaited == [0, 1], "the third leads by more"
-    assert rows.advance == 1
-    take(40, 1, 1)
-    assert not rows.live[0] and rows.awaited == [1, 2]
-    assert rows.advance == 1, "that a row has ended moves none of the others"
-    take(1, 3, 2)
-    assert rows.advance == 3, "from where the one was to where both are"
-    take(1, 40, 40)
-    assert not any(rows.live) and rows.advance > 2
+    assert take(1, 1, 1) == (1, 1) and awaited(rows, True) == rows
+    assert take(1, AHEAD + 1, AHEAD + 2) == (1, (2 * AHEAD + 4) / 3)
+    assert awaited(rows, True) == rows[:2], "the third leads by more"
+    assert awaited(rows, False) == rows, "under load all count"
+    assert take(40, 1, 1)[0] == 1, "that a row has ended moves none of the others"
+    assert rows[0].finish_reason == "length" and awaited(rows[1:], True) == rows[1:]
+    assert take(3, 2)[0] == 3, "from where the one was to where both are"
+    assert take(40, 40)[0] > 2
 
 
 def test_without_costs_plain_steps_come_first() -> None:

@@ -61,7 +61,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def toy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engine]:
     """Makes engines that read prompts as on a GPU."""
     tokenizer = load_tokenizer(make_checkpoint(tmp_path))
-    monkeypatch.setattr(engine_module, "prefill", prefill_in_pieces)
+    monkeypatch.setattr(engine_module, "reads_in_pieces", lambda cache: True)
 
     def make(batch: int = 1, *, reread: bool = True) -> Engine:
         toy = Toy()

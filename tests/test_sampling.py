@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import placed
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -22,9 +23,8 @@ from transformers.generation.logits_process import (
 
 from sharesd.config import SamplingParams
 from sharesd.sampling import (
+    Kind,
     Stream,
-    TokenCounts,
-    bias_vector,
     choose,
     fork,
     gumbel,
@@ -163,6 +163,11 @@ def test_compiled_noise_has_the_same_bits_whatever_the_number_of_rows() -> None:
 # ---- processing
 
 
+def alone(logits: Tensor, params: SamplingParams, **context: Any) -> Tensor:
+    """Processed for one way of sampling, all rows alike."""
+    return process(logits, *placed([params] * len(logits), logits.shape[-1]), **context)
+
+
 def rows(num: int, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Logits [1, num, V], peaked enough for truncation to matter."""
     return torch.randn(1, num, vocab_size, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3
@@ -193,7 +198,7 @@ def test_processing_equals_transformers(settings: dict, processors: list, vocab_
     logits = rows(40, vocab_size, dtype)
     oracle: Any = LogitsProcessorList(processors)
     expected = oracle(torch.zeros(40, 1, dtype=torch.int64), logits[0])
-    result = process(logits, SamplingParams(**{"temperature": 1.0, **settings}))
+    result = alone(logits, SamplingParams(**{"temperature": 1.0, **settings}))
     assert result.dtype == dtype
     torch.testing.assert_close(result[0], expected)
 
@@ -212,28 +217,28 @@ def test_temperatures_near_zero_choose_as_greedy_decoding_does(
     logits[0, 10] = -math.inf
     logits[0, 10, 7] = 1.0  # all others are banned
     params = SamplingParams(temperature=temperature, **settings)
-    result = process(logits, params)
+    result = alone(logits, params)
     best = logits.amax(-1, keepdim=True)
     assert not result.isnan().any() and (result.amax(-1) == 0).all()
     positions = torch.arange(40)[None]
     chosen = choose(result, gumbel(torch.tensor([3]), positions, 1003))
     assert (logits.gather(-1, chosen[..., None]) == best).all()
     ties = (logits == best).to(dtype)
-    torch.testing.assert_close(probs_of(result, params), ties / ties.sum(-1, keepdim=True))
+    torch.testing.assert_close(probs_of(result, Kind.of(params)), ties / ties.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.1, 0.7, 1.3, 100.0])
 def test_usual_temperatures_divide_and_no_more(temperature: float) -> None:
     """The bits of texts rest on it."""
     logits = rows(40, 1003)
-    assert torch.equal(process(logits, SamplingParams(temperature=temperature)), logits / temperature)
+    assert torch.equal(alone(logits, SamplingParams(temperature=temperature)), logits / temperature)
 
 
-@pytest.mark.parametrize("temperature", [1e38, 1e300, math.inf])
+@pytest.mark.parametrize("temperature", [1e38, 1e300])
 def test_without_end_temperatures_choose_evenly_among_what_is_not_banned(temperature: float) -> None:
     logits = rows(3, 61)
     logits[..., 7] = -math.inf
-    probs = probs_of(process(logits, SamplingParams(temperature=temperature)), SamplingParams(temperature=1.0))
+    probs = probs_of(alone(logits, SamplingParams(temperature=temperature)), Kind(sampled=True))
     assert (probs[..., 7] == 0).all() and torch.allclose(probs[..., :7], torch.tensor(1 / 60))
 
 
@@ -241,16 +246,15 @@ def test_without_end_temperatures_choose_evenly_among_what_is_not_banned(tempera
 def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     prompts = torch.randint(0, 61, (40, 12), generator=torch.Generator().manual_seed(1))
     logits = rows(40, 61).transpose(0, 1)
-    counts = TokenCounts(batch=40, vocab_size=61, device="cpu")
-    counts.begin(prompts[:, :8], torch.full((40,), 8))
-    counts.update(prompts[:, 8:], torch.full((40,), 4))
-    result = process(logits, SamplingParams(repetition_penalty=penalty), counts=counts)
+    kind, asked = placed([SamplingParams(repetition_penalty=penalty)] * 40, 61, prompts[:, :8].tolist())
+    asked.counts.update(prompts[:, 8:], torch.full((40,), 4))
+    result = process(logits, kind, asked)
     torch.testing.assert_close(result[:, 0], RepetitionPenaltyLogitsProcessor(penalty)(prompts, logits[:, 0]))
 
 
 def test_top_k_keeps_ties_as_transformers_does() -> None:
     logits = torch.tensor([[[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]]])
-    result = process(logits, SamplingParams(temperature=1.0, top_k=2))
+    result = alone(logits, SamplingParams(temperature=1.0, top_k=2))
     assert result.isfinite().tolist() == [[[True, False, True, True, True, False]]]
     torch.testing.assert_close(result[0], TopKLogitsWarper(2)(torch.zeros(1, 1), logits[0]))
 
@@ -258,7 +262,7 @@ def test_top_k_keeps_ties_as_transformers_does() -> None:
 def test_top_p_treats_ties_alike_and_counts_those_of_top_k() -> None:
     logits = torch.tensor([[[0.4, 0.2, 0.2, 0.2]]]).log()
     keeps = [
-        process(logits, SamplingParams(temperature=1.0, top_p=p, top_k=k)).isfinite()[0, 0].tolist()
+        alone(logits, SamplingParams(temperature=1.0, top_p=p, top_k=k)).isfinite()[0, 0].tolist()
         for p, k in [(0.39, 0), (0.41, 0), (0.99, 0), (0.39, 2), (0.41, 2), (0.63, 2)]
     ]
     assert keeps == [[True, False, False, False], [True] * 4, [True] * 4] * 2
@@ -267,26 +271,26 @@ def test_top_p_treats_ties_alike_and_counts_those_of_top_k() -> None:
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_top_p_stops_as_soon_as_the_mass_is_reached(top_k: int) -> None:
     logits = torch.tensor([[[0.25, 0.5, 0.125, 0.125]]]).log()
-    result = process(logits, SamplingParams(temperature=1.0, top_p=0.5, top_k=top_k))
+    result = alone(logits, SamplingParams(temperature=1.0, top_p=0.5, top_k=top_k))
     assert result.isfinite().tolist() == [[[False, True, False, False]]]
 
 
 def test_greedy_without_penalties_gives_the_logits_back() -> None:
     logits = rows(3, 61).bfloat16()
-    assert process(logits, SamplingParams(top_k=5, top_p=0.5, min_p=0.5)) is logits
+    assert alone(logits, SamplingParams(top_k=5, top_p=0.5, min_p=0.5)) is logits
 
 
 def test_greedy_with_bias_is_not_truncated() -> None:
     logits = rows(3, 61)
     params = SamplingParams(logit_bias={7: 100.0}, top_k=1)
-    result = process(logits, params, bias_V=bias_vector(params, 61, device="cpu"))
+    result = alone(logits, params)
     assert result.isfinite().all() and choose(result).tolist() == [[7, 7, 7]]
 
 
 def test_bias_bans_and_adds() -> None:
     params = SamplingParams(temperature=1.0, logit_bias={0: -math.inf, 60: 2.5})
     logits = rows(3, 61).bfloat16()
-    change = process(logits, params, bias_V=bias_vector(params, 61, device="cpu")) - logits
+    change = alone(logits, params) - logits
     assert change.unique().tolist() == [-math.inf, 0.0, 2.5]
     assert (change[..., 0] == -math.inf).all() and (change[..., 60] == 2.5).all()
 
@@ -294,26 +298,27 @@ def test_bias_bans_and_adds() -> None:
 @pytest.mark.parametrize("token", [-1, 61])
 def test_bias_outside_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(ValueError, match=rf"token {token}; .* 0 to 60"):
-        bias_vector(SamplingParams(logit_bias={token: 1.0}), 61, device="cpu")
+        placed([SamplingParams(logit_bias={token: 1.0})], 61)
 
 
 @pytest.mark.parametrize("amount", [math.nan, math.inf])
 def test_bias_that_is_no_number_is_refused(amount: float) -> None:
     with pytest.raises(ValueError, match="token 3 is"):
-        bias_vector(SamplingParams(logit_bias={3: amount}), 61, device="cpu")
+        SamplingParams(logit_bias={3: amount})
 
 
 def test_counts_take_only_what_was_emitted() -> None:
-    counts = TokenCounts(batch=3, vocab_size=5, device="cpu")
-    counts.begin(torch.tensor([[1, 2, 4], [3, 0, 0], [0, 1, 0]]), torch.tensor([2, 1, 3]))
+    _, asked = placed([PENALTIES] * 3, 5, [[1, 2], [3], [0, 1, 0]])
+    counts = asked.counts
     assert counts.prompt_mask.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [1, 1, 0, 0, 0]]
     mask, output = counts.prompt_mask, counts.output_counts
     counts.update(torch.tensor([[1, 1, 4], [2, 3, 3], [4, 4, 4]]), torch.tensor([2, 3, 0]))
     counts.update(torch.tensor([[1, -1, -1], [0, -1, -1], [9, 9, 9]]), torch.tensor([1, 1, 0]))
     assert counts.output_counts.tolist() == [[0, 3, 0, 0, 0], [1, 0, 1, 2, 0], [0, 0, 0, 0, 0]]
     assert counts.prompt_mask is mask and counts.output_counts is output
-    counts.begin(torch.tensor([[4], [4], [4]]), torch.tensor([1, 1, 1]))
-    assert counts.output_counts.sum() == 0 and counts.prompt_mask.int().tolist() == [[0, 0, 0, 0, 1]] * 3
+    asked.place(1, PENALTIES, 0, [4])
+    assert counts.prompt_mask.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 0, 1], [1, 1, 0, 0, 0]]
+    assert counts.output_counts.tolist() == [[0, 3, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
 EVERYTHING = SamplingParams(
@@ -357,38 +362,35 @@ def process_naively(logits_V: Tensor, params: SamplingParams, prompt: list[int],
 def test_every_verify_row_sees_its_own_prefix(batch: int, params: SamplingParams, dtype: torch.dtype) -> None:
     V, N = 61, 5
     g = torch.Generator().manual_seed(batch)
-    prompts = torch.randint(0, V, (batch, 9), generator=g)
-    lengths = torch.randint(1, 10, (batch,), generator=g)
+    prompts = [torch.randint(0, V, (length,), generator=g).tolist() for length in (9, 1, 4)[:batch]]
     emitted = torch.randint(0, V, (batch, 6), generator=g)
     num_new = torch.randint(1, 7, (batch,), generator=g)
     draft = torch.randint(0, 4, (batch, N), generator=g)  # few ids: repeats within the draft
     logits = (torch.randn(batch, N + 1, V, generator=g, dtype=torch.float64) * 3).to(dtype)
-    bias_V = bias_vector(params, V, device="cpu", dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    counts = TokenCounts(batch=batch, vocab_size=V, device="cpu")
-    counts.begin(prompts, lengths)
+    kind, asked = placed([params] * batch, V, prompts)
+    counts = asked.counts
     counts.update(emitted, num_new)
     before = counts.output_counts.clone()
-    verify = process(logits, params, bias_V=bias_V, counts=counts, draft_BN=draft)
+    verify = process(logits, kind, asked, draft_BN=draft)
     assert torch.equal(counts.output_counts, before)
     for b in range(batch):
-        prompt, output = prompts[b, : lengths[b]].tolist(), emitted[b, : num_new[b]].tolist()
+        prompt, output = prompts[b], emitted[b, : num_new[b]].tolist()
         for t in range(N + 1):
             expected = process_naively(logits[b, t], params, prompt, output + draft[b, :t].tolist())
             torch.testing.assert_close(verify[b, t].double(), expected, atol=1e-5, rtol=1e-5)
     for t in range(N + 1):  # a drafter's step t, and plain decoding after t more tokens, give the very same bits
-        step = process(logits[:, t : t + 1], params, bias_V=bias_V, counts=counts, draft_BN=draft[:, :t])
+        step = process(logits[:, t : t + 1], kind, asked, draft_BN=draft[:, :t])
         assert torch.equal(step[:, 0], verify[:, t])
     for t in range(N + 1):
-        plain = process(logits[:, t : t + 1], params, bias_V=bias_V, counts=counts)
+        plain = process(logits[:, t : t + 1], kind, asked)
         assert torch.equal(plain[:, 0], verify[:, t])
         if t < N:
             counts.update(draft[:, t : t + 1], torch.ones(batch, dtype=torch.int64))
 
 
 def test_a_draft_token_is_penalized_only_in_later_rows() -> None:
-    counts = TokenCounts(batch=1, vocab_size=7, device="cpu")
     params = SamplingParams(presence_penalty=1.0)
-    result = process(torch.zeros(1, 3, 7), params, counts=counts, draft_BN=torch.tensor([[4, 6]]))
+    result = alone(torch.zeros(1, 3, 7), params, draft_BN=torch.tensor([[4, 6]]))
     assert result[0].nonzero().tolist() == [[1, 4], [2, 4], [2, 6]]
 
 
@@ -398,9 +400,9 @@ def test_choose_takes_the_first_of_equals() -> None:
 
 def test_probs_of_greedy_is_one_hot_and_otherwise_softmax() -> None:
     logits = rows(4, 61)
-    assert torch.equal(probs_of(logits, SamplingParams()).argmax(-1), logits.argmax(-1))
-    assert torch.equal(probs_of(logits, SamplingParams()).sum(-1), torch.ones(1, 4))
-    torch.testing.assert_close(probs_of(logits, SamplingParams(temperature=1.0)), logits.softmax(-1))
+    assert torch.equal(probs_of(logits, Kind()).argmax(-1), logits.argmax(-1))
+    assert torch.equal(probs_of(logits, Kind()).sum(-1), torch.ones(1, 4))
+    torch.testing.assert_close(probs_of(logits, Kind(sampled=True)), logits.softmax(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -254,10 +254,12 @@ def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[fl
     device = engine.cache.lengths.device
     with torch.inference_mode():
         logits_1V = prefill(engine.target, engine.cache, [tokens], [0])
-        scores_11V = sampling.process(logits_1V[:, None], params)
+        rows = sampling.RowSampling(batch=1, vocab_size=logits_1V.shape[-1], device=device)
+        rows.place(0, params, 0, tokens)
+        scores_11V = sampling.process(logits_1V[:, None], rows.kind([0]), rows)
         if not params.greedy:
-            seeds_1, positions_11 = torch.tensor([params.seed]), torch.tensor([[len(tokens)]])
-            scores_11V = scores_11V + sampling.gumbel(seeds_1.to(device), positions_11.to(device), logits_1V.shape[-1])
+            positions_11 = torch.tensor([[len(tokens)]]).to(device)
+            scores_11V = scores_11V + sampling.gumbel(rows.seeds_B, positions_11, logits_1V.shape[-1])
     engine.forget()
     logit_gap, score_gap = (
         float(best[0] - best[1]) for best in (x.flatten().double().topk(2).values for x in (logits_1V, scores_11V))

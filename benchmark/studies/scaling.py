@@ -243,11 +243,9 @@ class _Step:
             graphs=engine.graphs,
             gumbel=engine.gumbel,
         )
-        way = own.way(SamplingParams())
-        way.sampler.begin(0, torch.zeros_like(cache.lengths)[:, None], torch.ones_like(cache.lengths))
-        drafts.begin([[0]] * point.batch, [0] * point.batch, way.drafting, way.policy)
+        self._round: Any = own.way(SamplingParams()).round()
+        self._drafter = drafts
         self._tree = DraftTree(torch.zeros(point.batch, point.width - 1, dtype=torch.int64))
-        self._way: Any = way
         self._shape = chain(DRAFT_STEPS)
         self.weight_bytes = weight_bytes(engine.target, low=self._draft)  # type: ignore[arg-type]
         self.kv_bytes = kv_bytes(engine.target, cache, point)
@@ -258,12 +256,15 @@ class _Step:
 
         with torch.inference_mode():
             if self._draft:
-                return _seconds(lambda: self._way.draft(self._shape).tokens.tolist()) / DRAFT_STEPS
-            return _seconds(lambda: self._way.round.verify(self._tree).counted_BX.tolist())
+                return (
+                    _seconds(lambda: self._drafter.draft(self._round.drafting, self._shape).tokens.tolist())
+                    / DRAFT_STEPS
+                )
+            return _seconds(lambda: self._round.verify(self._tree).counted_BX.tolist())
 
     def release(self) -> None:
         """Drop the model and the cache."""
-        self._way = None
+        self._round = self._drafter = None  # type: ignore[assignment]
 
 
 def _seconds(function: Callable[[], object]) -> float:

@@ -5,17 +5,17 @@ keep the tokens above which less than so much weight lies (1 each, or their mass
 scale that the border lies in, another copies what lies in there, and the border is found by bisection among those few.
 Weights are integers, so that sums depend on no order. Nothing of a row depends on other rows.
 
-Legend: B rows of the batch, T logit rows of each, V vocabulary, N draft tokens.
+Legend: B rows of the batch, T logit rows of each, V vocabulary, N draft tokens, F numbers of a row.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from compile.logits import NUMBERS
 
 BLOCK = 2048
 """Tokens that a program holds at once."""
@@ -47,7 +47,7 @@ def _raw(
     there = at < V
     x = tl.load(logits_ptr + row.to(tl.int64) * V + at, mask=there, other=float("-inf")).to(tl.float32)
     if BIAS:
-        x += tl.load(bias_ptr + at, mask=there, other=0.0)
+        x += tl.load(bias_ptr + b * V + at, mask=there, other=0.0)
     if PENALTIES:
         count = tl.load(count_ptr + b * V + at, mask=there, other=0)
         for j in range(0, N):
@@ -126,6 +126,7 @@ def _border(x_ptr, spare_ptr, V, top, limit, share, MASS: tl.constexpr, BLOCK: t
 @triton.jit(do_not_specialize=["T", "V", "N"])
 def process(
     logits_ptr,
+    numbers_ptr,
     bias_ptr,
     prompt_ptr,
     count_ptr,
@@ -136,28 +137,24 @@ def process(
     T,
     V,
     N,
-    repetition,
-    frequency,
-    presence,
-    temperature,
-    log_min_p,
-    top_k: tl.float64,
-    top_p: tl.float64,
+    cold: tl.float64,
+    F: tl.constexpr,
     BIAS: tl.constexpr,
     PENALTIES: tl.constexpr,
     PATHS: tl.constexpr,
-    HEAT: tl.constexpr,
-    COLD: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TRUNCATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of logits. Grid (B * T)."""
+    """One row of logits. Grid (B * T). What the row does not ask for takes no pass."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     spare_ptr += row * V
     out_ptr += row * V
+    numbers_ptr += row // T * F  # in the order of NUMBERS
+    repetition = tl.load(numbers_ptr + 4).to(tl.float32)
+    frequency = tl.load(numbers_ptr + 5).to(tl.float32)
+    presence = tl.load(numbers_ptr + 6).to(tl.float32)
     tops = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         x = _raw(
@@ -180,82 +177,71 @@ def process(
         )
         tops = tl.maximum(tops, x)
         tl.store(out_ptr + start + i, x, mask=start + i < V)
-    if HEAT:
-        tl.debug_barrier()
-        zero = 0.0
-        if COLD:
-            zero = tl.minimum(tl.maximum(tl.max(tops, 0), -3.4028234663852886e38), 3.4028234663852886e38)
-        tops = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, V, BLOCK):
-            x = tl.load(out_ptr + start + i, mask=start + i < V, other=float("-inf"))
-            if COLD:
-                x = x - zero
-            x = tl.div_rn(x, temperature + i * 0.0)
-            tops = tl.maximum(tops, x)
-            tl.store(out_ptr + start + i, x, mask=start + i < V)
-    if TOP_K or TOP_P or MIN_P:
-        tl.debug_barrier()
-        top = tl.max(tops, 0)
-        limit = row * 0 + 0xFFFFFFFF
-        border = limit
-        if TOP_K:
-            limit = _border(out_ptr, spare_ptr, V, top, limit, top_k, False, BLOCK)
-        if TOP_P:
-            border = _border(out_ptr, spare_ptr, V, top, limit, top_p, True, BLOCK)
-        for start in range(0, V, BLOCK):
-            x = tl.load(out_ptr + start + i, mask=start + i < V, other=float("-inf"))
-            keep = _rank(x) <= limit
-            if TOP_P:
-                keep = keep & (_order(x, top, True) <= border)
-            if MIN_P:
-                keep = keep & (x >= top + log_min_p)
-            tl.store(out_ptr + start + i, tl.where(keep, x, float("-inf")), mask=start + i < V)
+    top = tl.max(tops, 0)
+    if SAMPLED:
+        degrees = tl.load(numbers_ptr)
+        if degrees != 1:
+            tl.debug_barrier()
+            temperature = tl.minimum(tl.maximum(degrees, 1.1754943508222875e-38), 3.4028234663852886e38).to(tl.float32)
+            largest = tl.minimum(tl.maximum(top, -3.4028234663852886e38), 3.4028234663852886e38)
+            zero = tl.where(degrees < cold, largest, 0.0)
+            for start in range(0, V, BLOCK):
+                x = tl.load(out_ptr + start + i, mask=start + i < V, other=float("-inf"))
+                x = tl.div_rn(x - zero, temperature + i * 0.0)
+                tl.store(out_ptr + start + i, x, mask=start + i < V)
+            top = tl.max(tl.div_rn(top - zero + i * 0.0, temperature + i * 0.0), 0)
+    if TRUNCATED:
+        top_k = tl.load(numbers_ptr + 1)
+        top_p = tl.load(numbers_ptr + 2)
+        log_min_p = tl.load(numbers_ptr + 3).to(tl.float32)
+        if (top_k < V) | (top_p < 1) | (log_min_p > float("-inf")):
+            tl.debug_barrier()
+            limit = row * 0 + 0xFFFFFFFF
+            border = row * 0 + 0xFFFFFFFF
+            if top_k < V:
+                limit = _border(out_ptr, spare_ptr, V, top, limit, top_k, False, BLOCK)
+            if top_p < 1:
+                border = _border(out_ptr, spare_ptr, V, top, limit, top_p, True, BLOCK)
+            for start in range(0, V, BLOCK):
+                x = tl.load(out_ptr + start + i, mask=start + i < V, other=float("-inf"))
+                keep = (_rank(x) <= limit) & (_order(x, top, True) <= border) & (x >= top + log_min_p)
+                tl.store(out_ptr + start + i, tl.where(keep, x, float("-inf")), mask=start + i < V)
 
 
 def process_logits(
     logits_BTV: Tensor,
-    bias_V: Tensor | None,
+    numbers_BF: Tensor,
+    bias_BV: Tensor | None,
     prompt_mask_BV: Tensor | None,
     counts_BV: Tensor | None,
     draft_BN: Tensor | None,
     seen_BTN: Tensor | None,
-    repetition: float,
-    frequency: float,
-    presence: float,
-    temperature: float,
-    cold: bool,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    sampled: bool,
+    truncated: bool,
+    cold: float,
 ) -> Tensor:
     """See `compile.logits.process_logits`."""
     logits_BTV = logits_BTV.contiguous()
     B, T, V = logits_BTV.shape
     out_BTV = torch.empty_like(logits_BTV, dtype=torch.float32)
-    top_k, N = (top_k if top_k < V else 0), 0
-    spare_BTV = torch.empty_like(out_BTV) if top_k or top_p < 1 else out_BTV
-    draft, seen = logits_BTV, logits_BTV  # neither is read unless there are some
+    spare_BTV = torch.empty_like(out_BTV) if truncated else out_BTV
+    draft, seen, N = logits_BTV, logits_BTV, 0  # neither is read unless there are some
     if draft_BN is not None:
         draft, N = draft_BN.contiguous(), draft_BN.shape[1]
     if seen_BTN is not None:
         seen = seen_BTN.contiguous().view(torch.uint8)
     penalties = prompt_mask_BV is not None and counts_BV is not None
     prompt = prompt_mask_BV.view(torch.uint8) if prompt_mask_BV is not None else logits_BTV
-    limits = torch.finfo(torch.float32)
     process[(B * T,)](
-        *(logits_BTV, logits_BTV if bias_V is None else bias_V, prompt, logits_BTV if counts_BV is None else counts_BV),
-        *(draft, seen, spare_BTV, out_BTV),
-        *(T, V, N),
-        *(repetition, frequency, presence, min(max(temperature, limits.tiny), limits.max)),
-        *(math.log(min_p) if min_p > 0 else 0.0, float(top_k), top_p),
-        BIAS=bias_V is not None,
+        *(logits_BTV, numbers_BF, logits_BTV if bias_BV is None else bias_BV, prompt),
+        *(logits_BTV if counts_BV is None else counts_BV, draft, seen, spare_BTV, out_BTV),
+        *(T, V, N, cold),
+        F=len(NUMBERS),
+        BIAS=bias_BV is not None,
         PENALTIES=penalties,
         PATHS=seen_BTN is not None,
-        HEAT=temperature not in (0, 1),
-        COLD=cold,
-        TOP_K=temperature > 0 and top_k > 0,
-        TOP_P=temperature > 0 and top_p < 1,
-        MIN_P=temperature > 0 and min_p > 0,
+        SAMPLED=sampled,
+        TRUNCATED=truncated,
         BLOCK=BLOCK,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -7,7 +7,7 @@ it is scratch: drafts write there, the verify step overwrites them, masks hide t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,27 +48,70 @@ class StaticKVCache:
         self.recent = 0
         """Slots that steps look back, besides the first few (see `compile.attention.attend`); 0 = all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.held: list[list[int]] = []
+        self.held: list[list[int]] = [[] for _ in range(batch)]
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
-        self.held_by: object | None = None
-        """The drafter that saw them too."""
-        self.settled: list[int] = []
+        self.settled = [0] * batch
         """How many of these tokens, from the first one, a prompt's chunks of full size wrote, rather than steps."""
         self.turn: object | None = None
-        """Mark of the call that used the cache last."""
-        self.forget()
+        """Mark of the caller that uses the cache."""
+        self._views: dict[tuple[int, int], StaticKVCache] = {}
 
     def forget(self) -> None:
-        """Drop what a later call could reuse."""
-        self.held, self.held_by, self.settled = [[] for _ in range(self.batch)], None, [0] * self.batch
+        """Drop what a later prompt could reuse."""
+        self.held[:], self.settled[:] = [[] for _ in range(self.batch)], [0] * self.batch
+
+    def rows(self, first: int, end: int) -> StaticKVCache:
+        """The rows from `first` to before `end`: a view of the same layout, made once, since kernels remember views."""
+        if (first, end) == (0, self.batch):
+            return self
+        if (first, end) not in self._views:
+            view = self._views[first, end] = copy.copy(self)
+            view.k, view.v = ([t[first:end] for t in tensors] for tensors in (self.k, self.v))
+            view.lengths, view._keep, view._views = self.lengths[first:end], None, {}
+        return self._views[first, end]
 
     def row(self, b: int, slots: int) -> StaticKVCache:
-        """Row b by itself, up to `slots` slots: a view, not of the layout for CPUs."""
-        view = copy.copy(self)
-        view.slots = min(slots, self.slots)
-        view.k, view.v = ([t[b : b + 1, :, : view.slots] for t in tensors] for tensors in (self.k, self.v))
-        view.lengths = self.lengths[b : b + 1]
+        """Row b by itself; where the layout is plain, no more than `slots` slots of it."""
+        whole = self.rows(b, b + 1)
+        if slots >= self.slots or self.k[0].ndim != 4:
+            return whole
+        view = copy.copy(whole)
+        view.slots = slots
+        view.k, view.v = ([t[:, :, :slots] for t in tensors] for tensors in (whole.k, whole.v))
         return view
+
+    def shared(self, tokens: Sequence[int]) -> list[int]:
+        """How many of the first tokens of a text each row holds."""
+        return [_common(tokens, held) for held in self.held]
+
+    def begin_row(self, row: int, tokens: Sequence[int], source: int, settled: int = 0) -> None:
+        """The row holds these tokens from now on, whose KV is in row `source`; so many of them are settled."""
+        if source != row:
+            self.copy_row(source, row, len(tokens))
+        self.held[row], self.settled[row] = list(tokens), settled
+        self.lengths[row : row + 1].fill_(len(tokens))
+
+    def swap_rows(self, a: int, b: int) -> None:
+        """Two resting rows change places."""
+        num_tokens = max(len(self.held[a]), len(self.held[b]))
+        for tensor in (*self.k, *self.v) if num_tokens else ():
+            num = self._num_blocks(tensor, num_tokens)
+            before = tensor[a, :, :num].clone()
+            tensor[a, :, :num].copy_(tensor[b, :, :num])
+            tensor[b, :, :num].copy_(before)
+        for values in (self.held, self.settled):
+            values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
+        self.lengths[[a, b]] = self.lengths[[b, a]]
+
+    def copy_row(self, source: int, row: int, num_tokens: int) -> None:
+        """Copy the KV of the first tokens from row to row; whole blocks of slots, where the layout has such."""
+        for tensor in (*self.k, *self.v):
+            num = self._num_blocks(tensor, num_tokens)
+            tensor[row, :, :num].copy_(tensor[source, :, :num])
+
+    def _num_blocks(self, tensor: Tensor, num_tokens: int) -> int:
+        """Blocks of slots in which so many tokens lie."""
+        return -(-num_tokens * tensor.shape[2] // self.slots)
 
     def ahead(self, recent: int = 0) -> StaticKVCache:
         """The same keys and values behind lengths of their own, for drafts: those of the text stay.
@@ -94,3 +137,8 @@ class StaticKVCache:
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
         return sum(t.nbytes for t in (*self.k, *self.v))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the beginning that both share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -21,7 +21,7 @@ from sharesd.config import SamplingParams
 from sharesd.decoding.costs import Costs
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, pack
-from sharesd.drafters.base import Drafter
+from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.tables.base import Guess
 
 log = logging.getLogger(__name__)
@@ -60,33 +60,46 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     if engine.drafter is not None and engine.drafter.on_host:
         _verify_tree(engine, params)
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
-        earlier = _read(kept) if kept else []
-        if earlier:
-            engine.state.active_B.zero_()
-            now = min(_timed(_step(engine, params, 0)) for _ in range(SWEEPS[0]))
-            earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
-        if len(earlier) < STARTS:
-            fresh, agree = measure_costs(engine, params)
-            if kept and agree:
-                _write(kept, [*earlier, fresh])
-            earlier.append(fresh)
-        policy.use(typical(earlier))
+        measured = {rows: _costs(engine, params, rows, kept) for rows in _batches(engine)}
+        policy.use(measured[engine.cache.batch], measured)
     engine.forget()
+
+
+def _costs(engine: Engine, params: SamplingParams, rows: int, kept: Path | None) -> Costs:
+    """Of rounds over so many rows: what earlier starts measured, and this one, unless there were enough."""
+    if kept and rows < engine.cache.batch:
+        kept = kept.with_name(f"{kept.stem}-{rows}{kept.suffix}")
+    earlier = _read(kept) if kept else []
+    if earlier:
+        now = min(_timed(_step(engine, params, 0, rows)) for _ in range(SWEEPS[0]))
+        earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
+    if len(earlier) < STARTS:
+        fresh, agree = measure_costs(engine, params, rows)
+        if kept and agree:
+            _write(kept, [*earlier, fresh])
+        earlier.append(fresh)
+    return typical(earlier)
+
+
+def _batches(engine: Engine) -> list[int]:
+    """Numbers of rows whose rounds are timed: 1, 2, 4 ... and all; only all where rounds never have less."""
+    batch = engine.cache.batch
+    return [*(2**i for i in range(batch.bit_length()) if 2**i < batch and engine.partial), batch]
 
 
 @torch.inference_mode()
 def _capture(engine: Engine, params: SamplingParams) -> None:
     """Run every form of a round until it is replayed, with idle rows, which change nothing."""
-    engine.state.active_B.zero_()
-    way, model = engine.way(params), _model_drafter(engine)
+    engine.rest()
+    model, round_ = _model_drafter(engine), engine.way(params).round()
     kinds = {(shape.is_tree, shape.recent): shape for shape in model.shapes} if model is not None else {}
     for _ in range(1 + WARM_CALLS):
-        way.round.verify(way.draft(PLAIN))
+        round_.verify(DraftTree(torch.zeros(engine.cache.batch, 0, dtype=torch.int64)))
         for shape in kinds.values():  # the largest of each kind
             assert model is not None
-            way.round.verify(model.draft(shape))
+            round_.verify(model.draft(round_.drafting, shape))
         if engine.num_draft:
-            way.round.verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
+            round_.verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
 
 
 @torch.inference_mode()
@@ -94,28 +107,29 @@ def _verify_tree(engine: Engine, params: SamplingParams) -> None:
     """Verify a tree, where the target takes such: no table may have guessed one so far."""
     if not engine.target.takes_trees or params.acceptance != "match" or engine.num_draft < 2:
         return
-    engine.state.active_B.zero_()
+    engine.rest()
     siblings = Guess(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
     tree = pack([siblings] * engine.cache.batch, engine.num_draft, "")
-    engine.way(params).round.verify(tree)
+    engine.way(params).round().verify(tree)
 
 
 @torch.inference_mode()
-def measure_costs(engine: Engine, params: SamplingParams) -> tuple[Costs, bool]:
-    """Seconds of steps and draft steps, behind whatever text the engine decoded last; and whether they can be trusted.
+def measure_costs(engine: Engine, params: SamplingParams, rows: int | None = None) -> tuple[Costs, bool]:
+    """Seconds of steps and draft steps of the first `rows` rows (default: all), behind whatever text the engine
+    decoded last; and whether they can be trusted.
 
     Leaves that text alone, and writes behind it. Every round is compared with the plain steps around it, at two
     contexts: what slows the machine down meanwhile slows both.
     """
-    engine.state.active_B.zero_()  # steps of idle rows cost the same and change nothing
+    rows = rows or engine.cache.batch
     model = _model_drafter(engine)
     lengths = {id(cache): cache.lengths for cache in (engine.cache, getattr(model, "cache", engine.cache))}
     before = {name: lengths_B.clone() for name, lengths_B in lengths.items()}
     near = float(engine.cache.lengths.double().mean())
     room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
     far = min(FAR, room) if min(FAR, room) > 2 * near + 64 else None
-    timers = _timers(engine, params)
-    plain = _step(engine, params, 0)
+    timers = _timers(engine, params, rows)
+    plain = _step(engine, params, 0, rows)
     ratios: dict[tuple[str, int, bool], list[float]] = {}
     bases: dict[bool, list[float]] = {False: [], True: []}
     started = time.perf_counter()
@@ -142,16 +156,16 @@ def measure_costs(engine: Engine, params: SamplingParams) -> tuple[Costs, bool]:
     return _fit(ratios, bases, near, far), agree
 
 
-def _timers(engine: Engine, params: SamplingParams) -> dict[tuple[str, int], Callable[[], float]]:
+def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str, int], Callable[[], float]]:
     """What is compared with a plain step: kind and width, and a function that does it and tells the seconds it took."""
-    model = _model_drafter(engine)
+    model, drafting = _model_drafter(engine), engine.way(params).round(0, rows).drafting
     timers: dict[tuple[str, int], Callable[[], float]] = {}
     for num_nodes in _lengths(engine.num_draft)[1:]:
-        timers["step", 1 + num_nodes] = partial(_timed, _step(engine, params, num_nodes))
+        timers["step", 1 + num_nodes] = partial(_timed, _step(engine, params, num_nodes, rows))
     if model is not None:
-        timers["draft", 0] = partial(_seconds_per_step, model, engine, chain(max(1, engine.num_draft // 2)))
+        timers["draft", 0] = partial(_seconds_per_step, model, drafting, chain(max(1, engine.num_draft // 2)))
         if model.shapes[-1].is_tree:
-            timers["level", 0] = partial(_seconds_per_step, model, engine, model.shapes[-1])
+            timers["level", 0] = partial(_seconds_per_step, model, drafting, model.shapes[-1])
     return timers
 
 
@@ -160,14 +174,15 @@ def _model_drafter(engine: Engine) -> Drafter | None:
     return getattr(drafter, "model_drafter", None) if drafter and drafter.on_host else drafter
 
 
-def _step(engine: Engine, params: SamplingParams, num_nodes: int) -> Callable[[], object]:
-    """A round of idle rows with so many draft tokens."""
-    way = engine.way(params)
-    tree = DraftTree(torch.zeros(engine.cache.batch, num_nodes, dtype=torch.int64))
+def _step(engine: Engine, params: SamplingParams, num_nodes: int, rows: int) -> Callable[[], object]:
+    """A round of idle rows with so many draft tokens, which takes as long as others and changes nothing."""
+    engine.rest()
+    round_ = engine.way(params).round(0, rows)
+    tree = DraftTree(torch.zeros(rows, num_nodes, dtype=torch.int64))
 
     @torch.inference_mode()
     def step() -> object:
-        return way.round.verify(tree).counted_BX.tolist()
+        return round_.verify(tree).counted_BX.tolist()
 
     return step
 
@@ -227,8 +242,8 @@ def typical(measured: Sequence[Costs]) -> Costs:
     )
 
 
-def _seconds_per_step(drafter: Drafter, engine: Engine, shape: Shape) -> float:
-    return _timed(lambda: drafter.draft(shape).tokens.tolist()) / shape.depth
+def _seconds_per_step(drafter: Drafter, drafting: Drafting, shape: Shape) -> float:
+    return _timed(lambda: drafter.draft(drafting, shape).tokens.tolist()) / shape.depth
 
 
 def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from compile.attention import SINKS
@@ -100,33 +101,49 @@ class Costs:
         return self.step[entry] + self.step_slot.get(entry, 0.0) * context
 
 
+_Plain = tuple[float, float, float]
+"""When a plain step was timed last: context, drift, what it took over what was expected."""
+
+
 class LiveCosts:
     """Costs as they are now: behind so much text, with so many threads, on a machine in this mood."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
+        """`measured`: the same for other numbers of rows, where that was measured."""
         self.table = costs
-        """For the number of threads that is in use."""
+        """For the numbers of threads and of rows that are in use."""
+        self.measured = measured or {}
         self.context = 0.0
         """Live slots, on average over the rows."""
         self.drift = 1.0
         """How much slower the machine is than the table says."""
         self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
         self._since_plain = 0  # rounds
-        self._plain_at: tuple[float, float, float] | None = None  # context, drift, what it took over what it should
+        self._plain_at: _Plain | None = None
         self._used: Counter[int] = Counter()  # since then: how often entries took part, steps by width, drafts by kind
-        self._threads = 0
-        self._others: dict[int, tuple[Costs, float, Counter[object]]] = {}  # by number of threads
+        self._place: tuple[int, int] | None = None
+        self._others: dict[tuple[int, int], tuple[Costs, float, Counter[object], _Plain | None]] = {}
 
-    def at(self, context: float, threads: int) -> None:
-        """The coming round's circumstances. Numbers of threads have tables of their own, which begin as copies."""
+    def at(self, context: float, threads: int, rows: int = 1) -> None:
+        """The coming round's circumstances. Numbers of threads, and of rows, have tables of their own, which begin as
+        copies, or as what was measured.
+        """
         self.context = context
-        if threads == self._threads:
+        rows = next((num for num in sorted(self.measured) if num >= rows), 0)
+        place = threads, rows
+        if place == self._place:
             return
-        if self._threads:
-            self._others[self._threads] = (self.table, self.drift, self._timed)
-            kept = self._others.get(threads)
-            self.table, self.drift, self._timed = kept or (copy.deepcopy(self.table), self.drift, Counter())
-        self._threads = threads
+        if self._place is not None:
+            self._others[self._place] = (self.table, self.drift, self._timed, self._plain_at)
+        if place in self._others:
+            self.table, self.drift, self._timed, self._plain_at = self._others[place]
+        elif rows:
+            self.table, self._timed = copy.deepcopy(self.measured[rows]), Counter({"rounds": self._timed["rounds"]})
+            self._plain_at = None
+        elif self._place is not None:
+            self.table, self._timed, self._plain_at = copy.deepcopy(self.table), Counter(), None
+        self._place = place
+        self._used.clear()
 
     @property
     def known(self) -> bool:

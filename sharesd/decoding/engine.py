@@ -1,4 +1,5 @@
-"""The loop and nothing else: draft, verify, accept, commit; one host synchronisation per round.
+"""The loop: requests join, are read and decoded together, and leave. A round: draft, verify, accept, commit; one host
+synchronisation.
 
 KV invariant: slots below a row's length hold the target's KV of every emitted token but the last one, the root.
 
@@ -7,41 +8,67 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compile.clock import Clock
+from compile.clock import Clock, Mark
 from compile.graphs import Graphs
 from compile.threads import CREW
 from sharesd import sampling
 from sharesd.config import SamplingParams
-from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.output import Completion, TokenChunk
+from sharesd.decoding.output import Completion, Source, TokenChunk
 from sharesd.decoding.policy import Policy
-from sharesd.decoding.prefill import prefill, whole_chunks
-from sharesd.decoding.round import Round, RowState
-from sharesd.decoding.rows import Rows
+from sharesd.decoding.prefill import CHUNK, next_padded_piece, next_piece, read_piece, reads_in_pieces, whole_chunks
+from sharesd.decoding.request import QueueFull, Request, advance, awaited
+from sharesd.decoding.round import RoundResult, RowState
+from sharesd.decoding.slots import Slots
 from sharesd.decoding.stats import Stats
-from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain
+from sharesd.decoding.stops import StopChecker
+from sharesd.decoding.tree import PLAIN, DraftTree
+from sharesd.decoding.way import Way
 from sharesd.device import use
-from sharesd.drafters.base import Drafter, Drafting
+from sharesd.drafters.base import Drafter
 from sharesd.models.base import CausalModel
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling import Kind, RowSampling
 from sharesd.sampling.sampler import Sampler
 
 Prompt = str | Sequence[int]
-MOST_WAYS = 8
-"""Ways of sampling whose samplers, graphs and policies are kept; the one that was used longest ago goes first."""
+MOST_WAYS = 24
+"""Kinds of rounds whose graphs and policies are kept; the one that was used longest ago goes first."""
+BEARABLE, LEAST_PIECE = 1.6, 8
+"""What a CPU reads of a prompt between two rounds of others: as much as takes so many times as long as a round, but at
+least so many tokens."""
+RECENT = 8
+"""Rounds, and pieces of prompts, over which their times are averaged."""
+
+
+class _Flight(NamedTuple):
+    """A round that was launched."""
+
+    live: list[Request]
+    first: int
+    """The row of the first line of `result`."""
+    awaited: list[Request]
+    alone: bool
+    """Whether all of them are prompts of one call, with nothing behind them."""
+    policy: Policy
+    tree: DraftTree
+    result: RoundResult
+    marks: list[Mark]
+    started: float
 
 
 class Engine:
-    """Decodes prompts with one target and at most one drafter."""
+    """Decodes prompts with one target and at most one drafter. Only one thread may use it at a time."""
 
     def __init__(
         self,
@@ -56,25 +83,57 @@ class Engine:
         reread: bool = False,
         graphs: Graphs | None = None,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
+        max_queue: int | None = None,
+        prefill_chunk: int | None = None,
+        ahead: bool = False,
     ) -> None:
-        """`cache` has a row per prompt decoded together; its slots must hold `max_context` and one verify step.
+        """`cache` has a row per request decoded together; its slots must hold `max_context` and one verify step.
 
         `auto_length` leaves the shape of each draft to a policy; else it is the drafter's largest.
-        `widths` are the numbers of rows that a step may have (it is padded to the next), or None = any. It is a single
-        one, the same in all modes, where the target does not give a row the same bits at any width. `reread` reads
-        again what steps wrote, rather than reuse it, where a prompt would write other bits. `graphs` capture rounds,
-        which are replayed then. `gumbel` may be a compiled form.
+        `widths` are the numbers of tokens that a step may have (it is padded to the next), or None = any. It is a
+        single one, the same in all modes, where the target does not give a row the same bits at any width. `reread`:
+        prompts have bits of their own, which depend on how they are cut; so they are cut in one way, and what steps
+        wrote is read again rather than reused. `graphs` capture rounds, which are replayed then. `gumbel` may be a
+        compiled form.
+
+        At most `max_queue` requests wait (None = any number). While others are decoded, at most `prefill_chunk` tokens
+        of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
+        number is for CPUs only).
+        `ahead` launches each round before the last one is read, where nothing on the host decides about its draft.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
-        self.max_context, self.graphs, self._reread = max_context, graphs, reread
+        self.max_context, self.graphs, self.max_queue = max_context, graphs, max_queue
         self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
-        self.stats = Stats()
-        """Of the last call of `generate`."""
+        self.stats = self._new_stats()
+        """Of the last call of `generate`, or of all steps since."""
         self.gumbel = gumbel
         self._device = cache.lengths.device
         self._clock = Clock(self._device)
-        self.state = RowState(torch.zeros_like(cache.lengths), torch.zeros_like(cache.lengths))
-        self._ways: dict[tuple, Way] = {}
+        none_B = torch.zeros_like(cache.lengths)
+        self.state = RowState(none_B, none_B.clone(), none_B.bool())
+        self.sampling = RowSampling(
+            batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=graphs is not None
+        )
+        on_device = drafter is None or not (drafter.on_host or drafter.reads)
+        self.ahead = ahead and on_device and not self.auto_length
+        """Whether rounds are launched before the last one is read."""
+        self.partial = self._device.type == "cpu" and graphs is None and widths is None and not target.step_widths
+        """Whether a round runs over no more rows than it must: where nothing is made for one number of rows."""
+        self._reread, self._in_pieces = reread, reread or reads_in_pieces(cache)
+        if self._in_pieces and prefill_chunk not in (None, CHUNK):
+            raise ValueError(
+                f"prefill_chunk is {prefill_chunk}, and this target reads prompts in pieces of {CHUNK}; leave it out"
+            )
+        self._prefill_chunk = prefill_chunk
+        self._round_s, self._token_s = 0.0, 0.0  # running means: a round, a token of a prompt that is read
+        self._ways: dict[Kind, Way] = {}
+        self._slots = Slots(cache, reread=reread, partial=self.partial)
+        self._waiting: deque[Request] = deque()
+        self._reading: Request | None = None
+        self._turn: object | None = None
+        self._flight: _Flight | None = None  # launched ahead
+        self._stale = True  # what the device knows of live rows
+        self._num_idle = 0  # rounds since the drafter took part
 
     @property
     def mode(self) -> str:
@@ -86,9 +145,62 @@ class Engine:
         """Draft tokens per round at most."""
         return max(shape.nodes for shape in self.drafter.shapes) if self.drafter else 0
 
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._slots.taken)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none yet."""
+        return len(self._waiting)
+
     def forget(self) -> None:
-        """Drop what `reuse` would find in the cache."""
+        """Drop what later prompts could reuse. Requests that run keep what they have."""
         self.cache.forget()
+        if self.drafter is not None:
+            self.drafter.forget()
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, index: int = 0) -> Request:
+        """A new request (a text, or token ids), which `step` decodes. `index` is its number among the prompts of one
+        call, or choices of one request, each of which has noise of its own (`sharesd.sampling.seeds_of_prompts`).
+
+        Raises ValueError for an empty prompt, one longer than the context, ids outside the vocabulary, and parameters
+        that cannot be honoured; QueueFull (a ValueError) if too many wait.
+        """
+        params = params or SamplingParams()
+        num_ahead = len(self._waiting) - len(self._slots.free) + 1
+        if self.max_queue is not None and num_ahead > self.max_queue:
+            raise QueueFull(f"{len(self._waiting)} requests wait and the queue holds {self.max_queue}; try again later")
+        ids = self._encode(prompt)
+        self._check(params)
+        sampling.check_alike([params, *(request.params for request in self._requests)])
+        if not self._busy:
+            self._take_cache()
+        self._check_turn()
+        return self._enqueue(ids, params, index)
+
+    def step(self) -> list[TokenChunk]:
+        """A piece of one prompt, if one is to be read, and a round of the requests that are being decoded; a prompt is
+        read to its end where there are none. [] where nothing is to do.
+
+        Raises RuntimeError if another engine has used the cache meanwhile.
+        """
+        if not self._busy:
+            return []
+        self._check_turn()
+        use(self._device)
+        return [*self._read(whole=False), *self._round()]
+
+    def cancel(self, request: Request) -> None:
+        """The request ends where it is, without a reason, and no chunk of it follows. Its row is free at once."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request.slot is not None and self._slots.requests[request.slot] is request:
+            self._release(request)
+        elif request.finish_reason is None:
+            return
+        request.cancelled = request.finish_reason is None
 
     def complete(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
@@ -104,19 +216,35 @@ class Engine:
     ) -> Generator[TokenChunk, None, None]:
         """Decode prompts (texts or token ids), as many together as the cache has rows; yields chunks as they come.
 
-        `reuse` keeps the KV of the longest beginning that a prompt shares with what its row decoded last (chat turns),
-        in whichever mode. Each prompt has noise of its own, by its place in the call. Raises ValueError for an empty
-        prompt, one longer than the context, and ids outside the vocabulary; RuntimeError if it is asked to go on after
-        another call has used the cache.
+        `reuse`: the KV of the longest beginning that a prompt shares with what a row holds (chat turns) is not read
+        anew, in whichever mode it was written. Each prompt has noise of its own, by its place in the call. Ends calls
+        before it that are not used up. Raises ValueError as `add`; RuntimeError while requests of `add` run, and if it
+        is asked to go on after another call has used the cache.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
         params = sampling or SamplingParams()
         rows = [self._encode(prompt) for prompt in prompts]
-        self.stats = Stats(num_draft=self.num_draft, accepted_at=[0] * self.num_draft)
-        self.stats.accept_lengths = [[] for _ in rows]
-        for first in range(0, len(rows), self.cache.batch):
-            yield from self._decode(rows[first : first + self.cache.batch], first, params, reuse)
+        self._check(params)
+        if any(request.call is None for request in self._requests):
+            raise RuntimeError("requests that were added are being decoded; end or cancel them before generate")
+        self._take_cache()
+        use(self._device)
+        turn = self._turn
+        self.stats = self._new_stats()
+        requests = [self._enqueue(ids, params, i, reuse=reuse, call=turn) for i, ids in enumerate(rows)]
+        self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
+        try:
+            while any(request.finish_reason is None and not request.cancelled for request in requests):
+                self._check_turn(turn)
+                chunks = self._read(whole=True)  # one caller waits for all: the more rows a round has, the better
+                yield from chunks or self._round()
+        finally:
+            if self._turn is turn:
+                for request in requests:
+                    self.cancel(request)
+
+    # ---- what comes in
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -132,159 +260,301 @@ class Engine:
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.target.vocab_size}")
         return ids
 
-    def _decode(
-        self, prompts: list[list[int]], first_index: int, params: SamplingParams, reuse: bool
-    ) -> Generator[TokenChunk, None, None]:
-        """One group of at most `cache.batch` prompts."""
-        use(self._device)
-        stats, started = self.stats, time.perf_counter()
-        rows = Rows(
-            prompts,
-            first_index,
-            params,
-            tokenizer=self.tokenizer,
-            eos_ids=(*self.target.eos_ids, *self.tokenizer.eos_ids),
-            max_context=self.max_context,
-            stats=stats,
-        )
-        turn = self.cache.turn = object()
-        padding: list[list[int]] = [[0]] * (self.cache.batch - len(prompts))  # idle rows hold one token
-        way = self.way(params)
-        with torch.inference_mode():
-            first, logprobs = self._prefill(prompts + padding, first_index, way, params, reuse)
-        num_idle = 0  # rounds since the drafter took part
-        try:
-            chunks = rows.take_first(first, logprobs)
-            stats.prefill_s += time.perf_counter() - started
-            yield from chunks
-            stale = True  # what the device knows of live rows
-            while any(rows.live):
-                if self.cache.turn is not turn:
-                    raise RuntimeError("another call has used the cache meanwhile; end or close one before the next")
-                started = time.perf_counter()
-                if stale:
-                    self.state.active_B.copy_(torch.tensor(rows.live + [False] * len(padding)))
-                context = (sum(map(len, rows.tokens)) + len(padding)) / self.cache.batch
-                way.policy.live.at(context, CREW.size)
-                way.policy.awaited = awaited = rows.awaited
-                shape = way.shape(num_idle)
-                with torch.inference_mode():
-                    marks = [self._clock.mark()]
-                    if shape.nodes:
-                        assert self.drafter is not None
-                        self.drafter.catch_up(rows.tokens + padding, num_idle > 0)
-                    tree = way.draft(shape)
-                    marks.append(self._clock.mark())
-                    result = way.round.verify(tree)
-                    marks.append(self._clock.mark())
-                    counted = result.counted_BX.tolist()  # the one host synchronisation of a round
-                    logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
-                num_idle = 0 if shape.nodes else num_idle + 1
-                if self.drafter is not None and self.drafter.on_host:
-                    self.drafter.told([result.told(row) for row in counted])
-                paths = [result.path(row) if live else () for row, live in zip(counted, rows.live, strict=False)]
-                accepted = [paths[row] for row in awaited]
-                chunks = rows.take_round(counted, paths, logprobs, tree)
-                stale = any(chunk.finish_reason for chunk in chunks)
-                draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
-                overhead_s = time.perf_counter() - started - draft_s - verify_s
-                CREW.worked(draft_s + verify_s + overhead_s, way.policy.expected(tree))
-                way.policy.record(tree, accepted, draft_s, verify_s + overhead_s, rows.advance)
-                stats.draft_s += draft_s
-                stats.verify_s += verify_s
-                stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
-                yield from chunks
-        finally:
-            # A row's last token has no KV yet. KV beyond, of rows that were cut short, is never looked at.
-            if self.cache.turn is turn:
-                idle: list[list[int]] = [[] for _ in range(self.cache.batch - len(prompts))]
-                self.cache.held = [row[:-1] for row in rows.tokens] + idle
-                self.cache.held_by = None if num_idle else self.drafter
-
-    def _prefill(
-        self, prompts: list[list[int]], first_index: int, way: Way, params: SamplingParams, reuse: bool
-    ) -> tuple[list[int], list[list[float]] | None]:
-        """Read a prompt per row and choose each row's first token; also its log-probability, if asked for."""
-        lengths_B = torch.tensor([len(row) for row in prompts], device=self._device)
-        longest = max(map(len, prompts))
-        padded_BL = torch.tensor([row + [0] * (longest - len(row)) for row in prompts], device=self._device)
-        sampler = way.sampler
-        sampler.begin(params.seed, padded_BL, lengths_B, first_index)
-        kept = [_common(row, held) if reuse else 0 for row, held in zip(prompts, self.cache.held, strict=True)]
-        if self._reread:
-            known = zip(kept, self.cache.settled, prompts, strict=True)
-            kept = [whole_chunks(min(num, settled, len(row) - 1)) for num, settled, row in known]
-        seen = self.drafter is not None and self.cache.held_by is self.drafter
-        self.forget()
-        logits_BV = prefill(self.target, self.cache, prompts, kept)
-        self.cache.settled = [whole_chunks(len(row)) for row in prompts]
-        root_B = sampler.first(logits_BV, self.cache.lengths)
-        sampler.commit(root_B[:, None], torch.ones_like(root_B))
-        self.state.root_B.copy_(root_B)
-        if self.drafter is not None:
-            way.policy.begin()
-            self.drafter.begin(prompts, kept if seen else [0] * len(prompts), way.drafting, way.policy)
-        first = root_B.tolist()
-        if not params.logprobs:
-            return first, None
-        return first, sampling.logprobs_of(logits_BV[:, None], root_B[:, None]).tolist()
-
-    def way(self, params: SamplingParams) -> Way:
-        """What belongs to this way of sampling; kept, since its rounds may be captured in graphs."""
-        bare = replace(params, seed=0, max_new_tokens=1, stop=(), stop_token_ids=(), ignore_eos=False, logit_bias={})
+    def _check(self, params: SamplingParams) -> None:
+        """Raises ValueError for parameters that cannot be honoured."""
+        sampling.check_bias(params, self.target.vocab_size)
         if params.acceptance != "match" and self.drafter and any(shape.is_tree for shape in self.drafter.shapes):
             raise ValueError(f"acceptance {params.acceptance} decides about chains only; take match, or no draft trees")
-        key = (repr(bare), tuple(sorted(params.logit_bias.items())))
-        way = self._ways.pop(key, None) or Way(self, params)
-        self._ways[key] = way
+
+    def _enqueue(
+        self, ids: list[int], params: SamplingParams, index: int, *, reuse: bool = True, call: object | None = None
+    ) -> Request:
+        eos_ids = (*self.target.eos_ids, *self.tokenizer.eos_ids)
+        checker = StopChecker(self.tokenizer, params, eos_ids=eos_ids, room=self.max_context - len(ids))
+        request = Request(ids, params, index, checker, self._new_stats(), reuse=reuse, call=call)
+        request.stats.accept_lengths.append([])
+        self._waiting.append(request)
+        self.stats.prompt_tokens += len(ids)
+        return request
+
+    def _new_stats(self) -> Stats:
+        return Stats(num_draft=self.num_draft, accepted_at=[0] * self.num_draft)
+
+    @property
+    def _requests(self) -> list[Request]:
+        """All that run or wait."""
+        return [*self._waiting, *(request for request in self._slots.requests if request is not None)]
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._slots.taken)
+
+    def _take_cache(self) -> None:
+        """The cache is ours from now on; what is left of earlier calls ends."""
+        self._slots.clear()
+        self._waiting.clear()
+        self._reading, self._flight, self._stale = None, None, True
+        self._turn = self.cache.turn = object()
+        self.cache.lengths.clamp_(min=1)  # steps of drafters may look at the token before
+
+    def _check_turn(self, turn: object | None = None) -> None:
+        if self.cache.turn is not (turn or self._turn):
+            raise RuntimeError("another call has used the cache meanwhile; end or close one before the next")
+
+    # ---- prompts
+
+    @torch.inference_mode()
+    def _read(self, *, whole: bool) -> list[TokenChunk]:
+        """Read a piece of a prompt, or, if nobody is being decoded, all of it; with `whole`, all prompts that get a
+        row. The first tokens of those that were read.
+        """
+        chunks: list[TokenChunk] = []
+        started = time.perf_counter()
+        while self._reading or (self._waiting and self._slots.free):
+            alone = whole or not self._live
+            most = CHUNK if alone else self._prefill_chunk or self._bearable()
+            chunks += self._read_piece(self._reading or self._admit(), most)
+            if not alone or (chunks and not whole):
+                break
+        self.stats.prefill_s += time.perf_counter() - started
+        return chunks
+
+    def _bearable(self) -> int:
+        """Tokens of a prompt to read between two rounds, so that those who wait for their next one hardly notice."""
+        if not self._token_s:
+            return LEAST_PIECE
+        return min(CHUNK, max(LEAST_PIECE, int(BEARABLE * self._round_s / self._token_s)))
+
+    def _admit(self) -> Request:
+        """The next request gets a row."""
+        self._reading = request = self._waiting.popleft()
+        row = self._slots.take(request)
+        self.sampling.place(row, request.params, request.index, request.prompt_ids)
+        self._stale = True
+        if self.drafter is not None:
+            self.drafter.begin(row, request.prompt_ids, request.reuse)
+        if not self._live:
+            self._way([row]).policy.begin()
+        return request
+
+    def _read_piece(self, request: Request, most: int) -> list[TokenChunk]:
+        """At most so many tokens of its prompt; its first token, if that was the last piece."""
+        prompt, row, cache = request.prompt_ids, request.slot, self.cache
+        assert row is not None
+        if self._in_pieces:
+            piece = next_padded_piece(self.target, cache, request.num_read, len(prompt))
+        else:
+            piece = next_piece(self.target, cache, request.num_read, len(prompt), most)
+        started = time.perf_counter()
+        logits_1V = read_piece(self.target, cache, row, prompt, piece)
+        if piece.size >= LEAST_PIECE:
+            token_s = (time.perf_counter() - started) / piece.size
+            self._token_s += (token_s - self._token_s) / (RECENT if self._token_s else 1)
+        cache.held[row] += prompt[request.num_read : piece.end]
+        cache.settled[row] = whole_chunks(piece.end)
+        request.num_read = piece.end
+        if self.drafter is not None:
+            self.drafter.read(row, prompt[: piece.end])
+        if piece.end < len(prompt):
+            return []
+        self._reading, self._stale = None, True
+        return [self._first_token(request, row, logits_1V)]
+
+    def _first_token(self, request: Request, row: int, logits_1V: Tensor) -> TokenChunk:
+        one = self.sampling.only(row)
+        sampler = Sampler(one.kind([0]), one, gumbel=self.gumbel)
+        root_1 = sampler.first(logits_1V, self.cache.lengths[row : row + 1])
+        sampler.commit(root_1[:, None], torch.ones_like(root_1))
+        self.state.root_B[row : row + 1].copy_(root_1)
+        logprobs = top = None
+        if request.params.logprobs:
+            logprobs = sampling.logprobs_of(logits_1V[:, None], root_1[:, None])[0].tolist()
+        if request.params.top_logprobs:
+            parts = sampling.top_logprobs_of(logits_1V[:, None], request.params.top_logprobs)
+            top = _likeliest(request, *(part[0].tolist() for part in parts))
+        return self._emit(request, root_1.tolist(), ["target"], [None], logprobs, top)
+
+    # ---- rounds
+
+    def _round(self) -> list[TokenChunk]:
+        """A round; with `ahead` the next one is launched before it is read, and rows that have ended run on in that."""
+        flight, self._flight = self._flight or self._launch(), None
+        if self.ahead:
+            self._flight = self._launch()
+        return [] if flight is None else self._collect(flight)
+
+    @property
+    def _live(self) -> list[Request]:
+        """Requests that are being decoded, by row."""
+        return [request for request in self._slots.requests if request is not None and request is not self._reading]
+
+    @torch.inference_mode()
+    def _launch(self) -> _Flight | None:
+        """Ask the device for a round of all that are being decoded."""
+        live, started = self._live, time.perf_counter()
+        if not live:
+            return None
+        rows: list[int] = [request.slot for request in live]  # type: ignore[misc]
+        first, end = (rows[0], rows[-1] + 1) if self.partial else (0, self.cache.batch)
+        way = self._way(rows)
+        policy, round_ = way.policy, way.round(first, end)
+        if self._stale:
+            self._tell_rows(live)
+        calls = {request.call for request in (*live, *self._waiting)}
+        alone = len(calls) == 1 and None not in calls and not self._waiting and self._reading is None
+        counting = awaited(live, alone)
+        policy.awaited = [request.slot for request in counting]  # type: ignore[misc]
+        context = sum(len(held) for held in self.cache.held[first:end]) / (end - first) + 1
+        policy.live.at(context, CREW.size, end - first)
+        plain = [row for row, request in zip(rows, live, strict=True) if not request.params.speculate]
+        shape = way.shape(self._num_idle) if len(plain) < len(live) else PLAIN
+        tree = DraftTree(round_.drafting.root_B[:, None][:, :0])
+        marks = [self._clock.mark()]
+        if shape.nodes:
+            assert self.drafter is not None
+            texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
+            self.drafter.catch_up(texts, self._num_idle > 0, plain)
+            tree = self.drafter.draft(round_.drafting, shape)
+        marks.append(self._clock.mark())
+        result = round_.verify(tree)
+        if self.ahead:
+            result = result.copied()
+        marks.append(self._clock.mark())
+        self._num_idle = 0 if shape.nodes else self._num_idle + 1
+        return _Flight(live, first, counting, alone, policy, tree, result, marks, started)
+
+    def _collect(self, flight: _Flight) -> list[TokenChunk]:
+        """What came out of a round: tokens for the callers, and what is to be learnt from it."""
+        live, first, counting, alone, policy, tree, result, marks, started = flight
+        stats, num_nodes = self.stats, tree.tokens.shape[1]
+        if self.ahead:
+            self._clock.wait(marks[-1])
+        counted = result.counted_BX.tolist()  # the one host synchronisation of a round
+        logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
+        top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
+        live = [request for request in live if request.slot is not None]
+        if not live:
+            return []
+        lines = [request.slot - first for request in live]  # type: ignore[operator]
+        if self.drafter is not None and self.drafter.on_host:
+            self.drafter.told([result.told(counted[line]) for line in lines])
+        names = [tree.drafter or None] * (num_nodes - tree.added) + [tree.adder] * tree.added
+        before, chunks, paths = [request.num_emitted for request in live], [], {}
+        for request, line in zip(live, lines, strict=True):
+            num_new, num_drafted = counted[line][0], num_nodes if request.params.speculate else 0
+            path = paths[request] = result.path(counted[line])
+            last: Source = "target" if not num_drafted else "bonus" if num_new > tree.depth else "recovered"
+            accepted: list[Source] = ["accepted"] * (num_new - 1)
+            drafters = [names[node - 1] for node in path]
+            ids = counted[line][1 : 1 + num_new]
+            kept = logprobs[line][:num_new] if logprobs and request.params.logprobs else None
+            others = _likeliest(request, *(part[line][:num_new] for part in top)) if top else None
+            chunk = self._emit(request, ids, [*accepted, last], [*drafters, None], kept, others)
+            for each in (stats, request.stats):
+                each.count_round(num_drafted, num_new - 1, len(chunk.token_ids))
+            request.stats.accept_lengths[0].append(len(chunk.token_ids))
+            chunks.append(chunk)
+        stats.steps += 1
+        stats.draft_steps += tree.num_steps
+        draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
+        overhead_s = time.perf_counter() - started - draft_s - verify_s
+        CREW.worked(draft_s + verify_s + overhead_s, policy.expected(tree))
+        moved = advance(live, before, alone)
+        accepted_of = [paths[request] for request in counting if request in paths]
+        policy.record(tree, accepted_of, draft_s, verify_s + overhead_s, moved)
+        round_s = draft_s + verify_s + overhead_s
+        self._round_s += (round_s - self._round_s) / (RECENT if self._round_s else 1)
+        stats.draft_s += draft_s
+        stats.verify_s += verify_s
+        stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
+        return chunks
+
+    def _emit(
+        self,
+        request: Request,
+        ids: list[int],
+        sources: list[Source],
+        drafters: Sequence[str | None],
+        logprobs: list[float] | None,
+        top_logprobs: list[list[tuple[int, float]]] | None,
+    ) -> TokenChunk:
+        """A row's tokens. Those after the end of its text are dropped and counted nowhere."""
+        count, text = request.take(ids)
+        logprobs, top_logprobs = logprobs and logprobs[:count], top_logprobs and top_logprobs[:count]
+        cut = ids[:count], sources[:count], list(drafters[:count])
+        chunk = TokenChunk(request, *cut, text, logprobs, top_logprobs, request.finish_reason)
+        for stats in (self.stats, request.stats):
+            stats.count_tokens(chunk.sources)
+        assert request.slot is not None
+        held = self.cache.held[request.slot]
+        held += request.tokens[len(held) : -1]  # KV beyond, of texts that were cut short, is never looked at
+        if chunk.finish_reason is not None:
+            self._release(request)
+        return chunk
+
+    def _release(self, request: Request) -> None:
+        """The request's row is free."""
+        assert request.slot is not None
+        self.sampling.release(request.slot)
+        self._slots.release(request)
+        if self._reading is request:
+            self._reading = None
+        self._stale = True
+
+    def _tell_rows(self, live: Sequence[Request]) -> None:
+        """Let the device know who takes part."""
+        active, drafts = [0] * self.cache.batch, [False] * self.cache.batch
+        for request in live:
+            assert request.slot is not None
+            active[request.slot], drafts[request.slot] = 1, request.params.speculate
+        self.state.active_B.copy_(torch.tensor(active))
+        self.state.drafts_B.copy_(torch.tensor(drafts))
+        self._stale = False
+
+    def rest(self) -> None:
+        """Rows take part in no rounds but those of `step` and `generate`: others change nothing."""
+        self.state.active_B.zero_()
+        self.state.drafts_B.fill_(True)
+        self._stale = True
+
+    # ---- kinds of rounds
+
+    def way(self, params: SamplingParams) -> Way:
+        """What belongs to rounds of requests like this one."""
+        self._check(params)
+        kind = Kind.of(params)
+        return self._way_of(kind.rounded() if self.sampling.replayed else kind)
+
+    def _way(self, rows: Sequence[int]) -> Way:
+        return self._way_of(self.sampling.kind(rows))
+
+    def _way_of(self, kind: Kind) -> Way:
+        way = self._ways.pop(kind, None)
+        if way is None:
+            way = Way(
+                kind,
+                target=self.target,
+                cache=self.cache,
+                drafter=self.drafter,
+                sampling=self.sampling,
+                state=self.state,
+                auto_length=self.auto_length,
+                widths=self.widths,
+                graphs=self.graphs,
+                gumbel=self.gumbel,
+            )
+            known = next((other.policy for other in reversed(self._ways.values()) if other.policy.live.known), None)
+            if known is not None:  # sampling takes little of the time
+                way.policy.use(*copy.deepcopy((known.costs, known.live.measured)))
+        self._ways[kind] = way
         if len(self._ways) > MOST_WAYS:
             del self._ways[next(iter(self._ways))]
         return way
 
 
-class Way:
-    """One way of sampling: its sampler, its rounds, and the policy that chooses among drafts."""
-
-    def __init__(self, engine: Engine, params: SamplingParams) -> None:
-        self._engine = engine
-        self.sampler = Sampler(
-            params,
-            batch=engine.cache.batch,
-            vocab_size=engine.target.vocab_size,
-            device=engine.cache.lengths.device,
-            gumbel=engine.gumbel,
-            keep_noise=engine.graphs is None,
-        )
-        shapes = engine.drafter.shapes if engine.drafter else (PLAIN,)
-        self.policy = Policy(shapes, pinned=None if engine.auto_length else shapes[-1])
-        most = engine.num_draft
-        if engine.graphs is not None and engine.widths:
-            most = max(most, engine.widths[-1] - 1)  # rows of padding are rows without a node: no shape of their own
-        batch, vocab_size, device = engine.cache.batch, engine.target.vocab_size, engine.cache.lengths.device
-        buffers = DraftBuffers(batch, most, vocab_size, device)
-        self.drafting = Drafting(self.sampler, engine.state.root_B, buffers, engine.graphs)
-        self.round = Round(
-            engine.target, engine.cache, engine.drafter, self.drafting, engine.state, widths=engine.widths
-        )
-
-    def shape(self, num_idle: int) -> Shape:
-        """What to draft in the coming round; where the drafter decides, a chain of as many nodes as it may have."""
-        drafter = self._engine.drafter
-        if drafter is None:
-            return PLAIN
-        if drafter.on_host:
-            return chain(self.policy.most())
-        return self.policy.next_shape(may_try=num_idle == 0 or not drafter.reads)
-
-    def draft(self, shape: Shape) -> DraftTree:
-        """The draft of a round."""
-        engine = self._engine
-        if not shape.nodes:
-            return DraftTree(engine.state.root_B[:, None][:, :0])
-        assert engine.drafter is not None
-        return engine.drafter.draft(shape)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the beginning that both share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _likeliest(
+    request: Request, ids: list[list[int]], logprobs: list[list[float]]
+) -> list[list[tuple[int, float]]] | None:
+    """As many of the likeliest tokens at each place as were asked for."""
+    num = request.params.top_logprobs
+    return [list(zip(*pair, strict=True))[:num] for pair in zip(ids, logprobs, strict=True)] if num else None

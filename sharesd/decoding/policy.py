@@ -12,7 +12,7 @@ drafts cost a fiftieth of the time at most, and a few steps, however wrong the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 
 import numpy as np
@@ -149,15 +149,22 @@ class Promises:
 class Policy:
     """Chooses the shape of drafts for one engine and one way of sampling."""
 
-    def __init__(self, shapes: Sequence[Shape], *, pinned: Shape | None = None, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        *,
+        pinned: Shape | None = None,
+        costs: Costs | None = None,
+        measured: Mapping[int, Costs] | None = None,
+    ) -> None:
         """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding)."""
         self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
-        self.live = LiveCosts(costs or Costs())
+        self.live = LiveCosts(costs or Costs(), measured)
         self.account = Account()
         self._most = max((shape.nodes for shape in shapes), default=0)
         self._windows_only = all(shape.recent for shape in shapes)
         self.awaited: Sequence[int] = (0,)
-        """Rows of the coming round whose tokens count, see `rows.Rows`."""
+        """Rows of the coming round whose tokens count, see `request.awaited`."""
         self.known_place = False
         """Whether tables know what comes next: a model is right more often there."""
         self._survivals: dict[object, Survival] = {}  # by place, and by kind of draft
@@ -172,10 +179,10 @@ class Policy:
         self._looked = False  # in this round
         self._drafted = False  # by a model: else there is no evidence that could fade
 
-    def use(self, costs: Costs) -> None:
-        """Take these costs, and forget what was learnt while they were measured."""
+    def use(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
+        """Take these costs, and those `measured` for numbers of rows, and forget what was learnt meanwhile."""
         awaited = self.awaited
-        self.__init__(self.shapes, pinned=self.pinned, costs=costs)  # type: ignore[misc]
+        self.__init__(self.shapes, pinned=self.pinned, costs=costs, measured=measured)  # type: ignore[misc]
         self.awaited = awaited
 
     @property
@@ -364,10 +371,10 @@ class Policy:
         return self._most if self.pinned is None else self.pinned.nodes
 
     def record(
-        self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float, advance: int
+        self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float, advance: float
     ) -> None:
         """A round is over: its draft, the verify rows (from 1) accepted in each awaited row, the times of draft and
-        step, and by how many tokens the rows have moved on together (`Rows.advance`).
+        step, and by how many tokens the rows have moved on together (`request.advance`).
         """
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
         shape, num_nodes = model_shape(tree), tree.tokens.shape[1]

@@ -1,11 +1,12 @@
-"""Reading prompts into a KV cache.
+"""Reading prompts into a KV cache, row by row and piece by piece.
 
 Legend: B rows, T tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +22,69 @@ PIECES = (MAX_STEP, 128, 256, CHUNK)
 shortest is the longest that steps' attention takes, which reads no slots but live ones."""
 
 
+class Piece(NamedTuple):
+    """Tokens of a prompt which one forward pass reads."""
+
+    first: int
+    """The first of them."""
+    end: int
+    """After the last."""
+    size: int
+    """Rows of the pass: the tokens, and padding behind them."""
+
+
+def next_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: int, most: int = CHUNK) -> Piece:
+    """What to read next of a prompt of this length, of which so many tokens have been read: at most `most` tokens.
+
+    In rows that are computed alone, tokens may lie anywhere. `in_pieces` of other models they lie at absolute places.
+    """
+    end = min(length, num_read + most)
+    size = end - num_read
+    while size in model.step_widths:
+        size += 1  # a form compiled for steps might be missing yet, and rounds otherwise than the rest of the prompt
+    return Piece(min(num_read, cache.slots - size), end, size)
+
+
+def next_padded_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: int) -> Piece:
+    """`next_piece` where a row's bits depend on the number of rows: it ends where a multiple of CHUNK or the prompt
+    does, and is padded to the next of few sizes. So results depend on the prompt alone, if what was read before was
+    read in this way, up to a multiple of CHUNK.
+    """
+    end = min(length, whole_chunks(num_read) + CHUNK)
+    sizes = [size for size in PIECES if size == CHUNK or size not in model.step_widths]
+    size = min(cache.slots, next(size for size in sizes if size >= end - num_read))
+    return Piece(min(num_read, cache.slots - size), end, size)
+
+
+def read_piece(model: CausalModel, cache: StaticKVCache, row: int, tokens: Sequence[int], piece: Piece) -> Tensor:
+    """Write the KV of a piece of a row's prompt, and nothing else; returns the logits [1, V] after it.
+
+    The row's length is then the end of the piece; what padding writes lies above it.
+    """
+    first, end, size = piece
+    # Kernels for steps read live slots alone, of whole caches. Those for prompts read all that they are given.
+    view = cache.row(row, cache.slots if size <= MAX_STEP else _up_to_chunk(first + size))
+    view.lengths.fill_(first)
+    device = cache.lengths.device
+    piece_1T = torch.tensor([[*tokens[first:end], *[0] * (size - (end - first))]], device=device)
+    last_11 = torch.tensor([[end - first - 1]], device=device)
+    logits_1V = model.forward(piece_1T, view, last_11)[:, 0]
+    view.lengths.fill_(end)
+    return logits_1V
+
+
+def reads_in_pieces(cache: StaticKVCache) -> bool:
+    """Whether prompts are read in few sizes of passes, for which kernels are chosen, planned and compiled: on a GPU."""
+    return cache.lengths.device.type != "cpu"
+
+
 def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], num_kept: list[int]) -> Tensor:
     """Write the KV of each row's prompt; returns the logits [B, V] after its last token. An empty row stays idle.
 
-    The first `num_kept` tokens of a row are in the cache already (at least one token is always read anew). Rows are
-    padded on the right: what padding writes lies above the row's length. Every query is computed alone, so neither
-    the chunks nor the other rows change a row's result where the model is row-invariant; for a GPU, where it is not,
-    see `prefill_in_pieces`.
+    The first `num_kept` tokens of a row are in the cache already (at least one token is always read anew). On a CPU
+    rows are read together, padded on the right: what padding writes lies above the row's length.
     """
-    if cache.lengths.device.type != "cpu":
+    if reads_in_pieces(cache):
         return prefill_in_pieces(model, cache, prompts, num_kept)
     device = cache.lengths.device
     starts = [min(kept, max(0, len(row) - 1)) for row, kept in zip(prompts, num_kept, strict=True)]
@@ -57,24 +112,16 @@ def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], 
 def prefill_in_pieces(
     model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], num_kept: list[int]
 ) -> Tensor:
-    """`prefill` where a row's bits depend on the number of rows: each prompt by itself, in pieces of few sizes.
-
-    A piece ends where a multiple of CHUNK or the prompt does, and is padded to the next size. So the result depends on
-    the prompt alone, if `num_kept` are `whole_chunks` which were read in this way.
-    """
-    device = cache.lengths.device
+    """`prefill` of each row by itself, in padded pieces."""
     logits = []
-    for b, (prompt, kept) in enumerate(zip(prompts, num_kept, strict=True)):
+    for row, (prompt, kept) in enumerate(zip(prompts, num_kept, strict=True)):
         tokens = prompt or [0]
-        for first, end, size in _pieces(min(kept, len(tokens) - 1), len(tokens), model, cache.slots):
-            # Kernels for steps read live slots alone, of whole caches. Those for prompts read all that they are given.
-            row = cache.row(b, cache.slots if size <= MAX_STEP else _up_to_chunk(first + size))
-            row.lengths.fill_(first)
-            piece_1T = torch.tensor([tokens[first:end] + [0] * (size - (end - first))], device=device)
-            last_11 = torch.tensor([[end - first - 1]], device=device)
-            last_1V = model.forward(piece_1T, row, last_11)[:, 0]
+        num_read = min(kept, len(tokens) - 1)
+        while num_read < len(tokens):
+            piece = next_padded_piece(model, cache, num_read, len(tokens))
+            last_1V, num_read = read_piece(model, cache, row, tokens, piece), piece.end
         logits.append(last_1V.clone())
-    cache.lengths.copy_(torch.tensor([len(prompt) for prompt in prompts], device=device))
+    cache.lengths.copy_(torch.tensor([len(prompt) for prompt in prompts], device=cache.lengths.device))
     return torch.cat(logits)
 
 
@@ -90,13 +137,3 @@ def slots_for(max_context: int) -> int:
 
 def _up_to_chunk(num_slots: int) -> int:
     return -(-num_slots // CHUNK) * CHUNK
-
-
-def _pieces(begin: int, end: int, model: CausalModel, slots: int) -> Iterator[tuple[int, int, int]]:
-    """First token, end and number of rows of each piece of the tokens from `begin` to `end`."""
-    sizes = [size for size in PIECES if size == CHUNK or size not in model.step_widths]
-    while begin < end:
-        stop = min(end, whole_chunks(begin) + CHUNK)
-        size = min(slots, next(size for size in sizes if size >= stop - begin))
-        yield min(begin, slots - size), stop, size
-        begin = stop

@@ -18,7 +18,7 @@ from compile.graphs import Replayed
 from compile.notes import note_round, step_tokens
 from sharesd import sampling
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.tree import DraftTree, Verdict
+from sharesd.decoding.tree import DraftTree
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.models.base import CausalModel
 
@@ -28,6 +28,11 @@ class RowState(NamedTuple):
 
     root_B: Tensor  # int64: last emitted token of each row
     active_B: Tensor  # int64: 1, or 0 for rows that are idle or finished
+    drafts_B: Tensor  # bool: whether the row takes drafts
+
+    def rows(self, first: int, end: int) -> RowState:
+        """Of some rows: a view."""
+        return RowState(*(part[first:end] for part in self))
 
 
 class RoundResult(NamedTuple):
@@ -36,9 +41,16 @@ class RoundResult(NamedTuple):
     counted_BX: Tensor
     """[B, X] int64: number of new tokens, the tokens [T], of trees the path [T], and what the drafter wants to know."""
     logprobs_BT: Tensor | None  # of the tokens, if asked for
+    top_BTk: tuple[Tensor, Tensor] | None  # the likeliest tokens and their log-probabilities, if asked for
     num_rows: int
     """T of `counted`."""
     is_tree: bool
+
+    def copied(self) -> RoundResult:
+        """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made."""
+        top = None if self.top_BTk is None else (_copied(self.top_BTk[0]), _copied(self.top_BTk[1]))
+        logprobs_BT = None if self.logprobs_BT is None else _copied(self.logprobs_BT)
+        return self._replace(counted_BX=_copied(self.counted_BX), logprobs_BT=logprobs_BT, top_BTk=top)
 
     def path(self, counted: Sequence[int]) -> Sequence[int]:
         """Verify rows of the nodes that were accepted, from what the host read of a row."""
@@ -68,8 +80,12 @@ class Round:
         *,
         widths: Sequence[int] | None,
     ) -> None:
-        """`widths`: numbers of rows that steps may have, to the next of which they are padded; None = any."""
+        """Over the rows of `drafting`, which are all that `cache` and `state` have.
+
+        `widths`: numbers of tokens that steps may have, to the next of which they are padded; None = any.
+        """
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
+        self.drafting = drafting
         self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
         graphs, match = drafting.graphs, not drafting.sampler.wants_probs
         self._plain = Replayed(partial(self._verify, DraftTree(state.root_B[:, None][:, :0])), graphs)
@@ -97,10 +113,12 @@ class Round:
         return next(width for width in self._widths if width >= rows) if self._widths else rows
 
     def _verify(self, tree: DraftTree) -> RoundResult:
-        cache, (root_B, active_B) = self._cache, self._state
+        cache, (root_B, active_B, drafts_B) = self._cache, self._state
         num_rows = 1 + tree.tokens.shape[1]
         if tree.tokens.device != root_B.device:
             tree = _moved(tree, root_B.device)
+        if num_rows > 1:
+            tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))
         if tree.branches is not None:  # part of the buffers, where rounds are not replayed
             tree = tree._replace(branches=Branches(*(part.contiguous() for part in tree.branches)))
         width = self._width(num_rows)
@@ -116,16 +134,23 @@ class Round:
             cache.keep(verdict.path, verdict.num_new)
         drafter, told_BX = self._drafter, None
         if drafter is not None and (num_rows > 1 or drafter.on_host):
-            told_BX = drafter.commit(root_B, tree, verdict, logits_BTV)
+            told_BX = drafter.commit(self.drafting, tree, verdict, logits_BTV)
         path_BT = verdict.path if branches is not None else None
         counted_BX = note_round(root_B, cache.lengths, active_B, verdict.num_new, verdict.tokens, path_BT, told_BX)
-        return RoundResult(counted_BX, self._logprobs(logits_BTV, verdict), num_rows, branches is not None)
+        logprobs_BT = top_BTk = None
+        if self._sampler.kind.logprobs:
+            rows_B1 = torch.arange(len(verdict.path), device=verdict.path.device)[:, None]
+            kept_BTV = logits_BTV[rows_B1, verdict.path]
+            logprobs_BT = sampling.logprobs_of(kept_BTV, verdict.tokens)
+            if self._sampler.kind.top_logprobs:
+                top_BTk = sampling.top_logprobs_of(kept_BTV, self._sampler.kind.top_logprobs)
+        return RoundResult(counted_BX, logprobs_BT, top_BTk, num_rows, branches is not None)
 
-    def _logprobs(self, logits_BTV: Tensor, verdict: Verdict) -> Tensor | None:
-        if not self._sampler.params.logprobs:
-            return None
-        rows_B1 = torch.arange(len(verdict.path), device=verdict.path.device)[:, None]
-        return sampling.logprobs_of(logits_BTV[rows_B1, verdict.path], verdict.tokens)
+
+def _copied(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _moved(tree: DraftTree, device: torch.device) -> DraftTree:

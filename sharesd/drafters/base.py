@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,13 +17,21 @@ from sharesd.sampling.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What drafters work with, for one way of sampling; they and their graphs live as long as the engine keeps that."""
+    """What drafters work with, for one way of sampling and some neighbouring rows; they and their graphs live as long
+    as the engine keeps that.
+    """
 
+    first: int
+    """The first of the rows."""
+    end: int
+    """After the last."""
     sampler: Sampler
     root_B: Tensor
     """The last token of each row, in its place."""
     buffers: DraftBuffers
     """Where model drafters write drafts."""
+    policy: Policy
+    """Knows what rounds cost."""
     graphs: Graphs | None
     """None = nothing is replayed."""
     kept: dict[object, Any] = field(default_factory=dict)
@@ -31,12 +39,12 @@ class Drafting:
 
 
 class Drafter(Protocol):
-    """Guesses tokens for the target. Lifecycle of a call: begin, then in each round catch_up, draft and commit, unless
+    """Guesses tokens for the target. Of each row: begin and read; then in each round catch_up, draft and commit, unless
     the round is a plain step.
 
-    Everything in draft and commit stays on the device; state lives in tensors that keep their place. Where rounds are
-    replayed, commit is called while they are captured, and what it did is done again in every round, be it a plain
-    step or another drafter's.
+    Rows come and go, each with its own text, and a draft is about some of them. Everything in draft and commit stays on
+    the device; state lives in tensors that keep their place. Where rounds are replayed, commit is called while they are
+    captured, and what it did is done again in every round, be it a plain step or another drafter's.
     """
 
     name: str
@@ -45,29 +53,39 @@ class Drafter(Protocol):
     reads: bool  # must read what it missed while it was idle, which takes time
     on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
-        """New prompts, one list of token ids per row. The first `num_kept` tokens of each are known already.
+    def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
+        """A new text for this row, which begins with these tokens. `reuse`: what is known need not be read anew."""
+        ...
 
-        `policy` knows what rounds cost.
+    def read(self, row: int, tokens: list[int]) -> None:
+        """Read the row's text up to here. Long texts come piece by piece: each time from the beginning, further on."""
+        ...
+
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+        """Before a draft: the tokens of each row of the round, up to its root. `idle`: there were rounds without this
+        drafter. `plain`: those of the rows that take no drafts, whatever is guessed.
         """
         ...
 
-    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
-        """Before a draft: each row's tokens up to its root. `idle`: there were rounds without this drafter."""
+    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
+        """Guess tokens after each row's root: a draft of this shape (on the host: at most that many nodes). Rows that
+        were not caught up with get whatever it may be.
+        """
         ...
 
-    def draft(self, shape: Shape) -> DraftTree:
-        """Guess tokens after each row's root: a draft of this shape (on the host: at most that many nodes)."""
-        ...
-
-    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
-        """The target has decided about the draft after `root`; num_new is 0 for idle rows. `logits` are those of root
-        and nodes; later calls overwrite them. Returns what `told` shall be told, int64 [B, X].
+    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
+        """The target has decided about the draft after the root, which is still in its place; num_new is 0 for idle
+        rows. `logits` are those of root and nodes; later calls overwrite them. Returns what `told` shall be told, int64
+        [B, X].
         """
         ...
 
     def told(self, rows: list[list[int]]) -> None:
-        """What `commit` returned, on the host."""
+        """What `commit` returned of the rows that are not idle, on the host."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what a later text could reuse."""
         ...
 
     def extra_bytes(self) -> tuple[int, int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from sharesd.decoding.policy import Policy
-from sharesd.decoding.prefill import prefill
+from sharesd.decoding.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
@@ -20,6 +19,7 @@ class ClassicDrafter:
 
     It may never have read the last token that was accepted, a leaf of its draft. Instead of tracking that, the first
     step of every draft reads two tokens, the one before the root and the root: of fixed shape, and exact either way.
+    What its cache `held` leaves that token out.
     """
 
     name = "classic"
@@ -33,45 +33,59 @@ class ClassicDrafter:
         self.model, self.shapes, self._top, self._weight_bytes = model, shapes, top, weight_bytes
         self.trees = shapes[-1].is_tree
         self.cache = model.new_cache(batch, slots)
+        self.cache.lengths.fill_(1)  # rows without a text have a token before the root, too
         self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
-        self._drafting = drafting
-        # Slots below the kept prefix are right but for its last token, which may never have been read.
-        prefill(self.model, self.cache, prompts, [max(0, kept - 1) for kept in num_kept])
-        self._before_B.copy_(torch.tensor([row[-1] if row else 0 for row in prompts]))
-        self._read = [max(0, len(row) - 1) for row in prompts]
+    def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
+        shared = self.cache.shared(tokens) if reuse else [0] * self.cache.batch
+        source = max(range(len(shared)), key=lambda other: (shared[other], other == row))
+        self.cache.begin_row(row, tokens[: shared[source]], source)
 
-    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
-        known = [row[:-1] for row in texts]  # all but the root
-        if idle:
-            with torch.inference_mode():
-                prefill(self.model, self.cache, known, self._read)
-                self._before_B.copy_(torch.tensor([row[-1] for row in known]))
-        self._read = [len(row) - 1 for row in known]
+    @torch.inference_mode()
+    def read(self, row: int, tokens: list[int]) -> None:
+        num_read, piece_of = len(self.cache.held[row]), next_padded_piece if reads_in_pieces(self.cache) else next_piece
+        while num_read < len(tokens):
+            piece = piece_of(self.model, self.cache, num_read, len(tokens))
+            read_piece(self.model, self.cache, row, tokens, piece)
+            num_read = piece.end
+        self.cache.held[row] = list(tokens)
+        self._before_B[row : row + 1].fill_(tokens[-1])
 
-    def draft(self, shape: Shape) -> DraftTree:
-        drafting = self._drafting
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+        for row, text in texts.items():
+            held = self.cache.held[row]
+            if idle:
+                self.read(row, text[:-1])  # all but the root
+            else:
+                held += text[len(held) : -2]
+
+    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
         if self not in drafting.kept:
+            before_B = self._before_B[drafting.first : drafting.end]
             drafting.kept[self] = ModelDraft(
                 self.model,
-                self.cache,
+                self.cache.rows(drafting.first, drafting.end),
                 drafting,
-                lambda: torch.stack([self._before_B, drafting.root_B], 1),
+                lambda: torch.stack([before_B, drafting.root_B], 1),
                 shapes=self.shapes,
                 top=self._top,
             )
         return drafting.kept[self].draft(shape)._replace(drafter=self.name)
 
-    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+        cache = self.cache.rows(drafting.first, drafting.end)
         if tree.places is not None:
-            self.cache.keep(tree.places.gather(1, verdict.path), verdict.num_new)
-        self.cache.lengths += verdict.num_new
-        history_BT = torch.cat([self._before_B[:, None], root_B[:, None], verdict.tokens], 1)
-        self._before_B.copy_(history_BT.gather(1, verdict.num_new[:, None])[:, 0])
+            cache.keep(tree.places.gather(1, verdict.path), verdict.num_new)
+        cache.lengths += verdict.num_new
+        before_B = self._before_B[drafting.first : drafting.end]
+        history_BT = torch.cat([before_B[:, None], drafting.root_B[:, None], verdict.tokens], 1)
+        before_B.copy_(history_BT.gather(1, verdict.num_new[:, None])[:, 0])
 
     def told(self, rows: list[list[int]]) -> None:
         pass
+
+    def forget(self) -> None:
+        self.cache.forget()
 
     def extra_bytes(self) -> tuple[int, int]:
         return self._weight_bytes, self.cache.nbytes

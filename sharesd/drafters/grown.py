@@ -135,7 +135,7 @@ class TreeDraft:
     def _add(self, logits_BFV: Tensor, paths_BFD: Tensor | None) -> None:
         """Children of nodes with these paths (None: of the root)."""
         sampler, nodes, seen_BFC = self._drafting.sampler, self._nodes, None
-        if sampler.counts is not None:
+        if sampler.kind.penalized:
             seen_BFC = _seen(paths_BFD, self._level_B, nodes.tokens_BC)
         positions_B = self._ahead.lengths + self._level_B
         grow(

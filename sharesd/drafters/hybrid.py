@@ -7,14 +7,13 @@ the tables fill up its draft: with branches beside it, and with what might come 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from compile.topk import top_k
-from sharesd.decoding.policy import Policy
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.tables.base import Guess, Table, best_chain, merge, nothing, spine, weave
@@ -38,69 +37,80 @@ class HybridDrafter:
         self._idle = 0  # rounds since the model drafted
         self._woven = False  # whether the last draft has nodes of both
         self._num_successors = max((table.num_successors for table in tables), default=0)
+        self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
+        self._texts: Mapping[int, list[int]] = {}
+        self._plain: Collection[int] = ()
         self._seen: list[list[int]] = []  # of each row of a round: tokens read, the likeliest ones after each
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
-        self._policy, self._other_rule = policy, drafting.sampler.params.acceptance != "match"
-        self._replayed = drafting.graphs is not None
-        self._nothing = pack([nothing() for _ in prompts], 0, self._names)
-        self._known = [len(row) for row in prompts]
+    def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         for table in self.tables:
-            for row, tokens in enumerate(prompts):
-                table.begin(row, tokens)
+            table.begin(row, tokens)
+        self._known[row] = len(tokens)
         if self.model_drafter is not None:
-            known = [0] * len(prompts) if self._idle or self._woven else num_kept
-            self.model_drafter.begin(prompts, known, drafting, policy)
-        self._seen, self._idle, self._woven = [], 0, False
+            self.model_drafter.begin(row, tokens, reuse)
 
-    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
+    def read(self, row: int, tokens: list[int]) -> None:
+        if self.model_drafter is not None:
+            self.model_drafter.read(row, tokens)
+
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._idle += idle
-        self._texts = texts
+        self._texts, self._plain = texts, plain
 
-    def draft(self, shape: Shape) -> DraftTree:
-        policy, looks = self._policy, self._policy.looks()
+    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
+        policy, rows, guesses = drafting.policy, range(drafting.first, drafting.end), dict[int, Guess]()
+        other_rule = drafting.sampler.wants_probs
+        looks = policy.looks()
         if not looks and self.model_drafter is None:
-            return self._nothing
-        guesses, num_nodes, rate = [nothing() for _ in self._known], 0, policy.rate_of_shape(PLAIN)
+            return _no_nodes(drafting)
+        num_nodes, rate = 0, policy.rate_of_shape(PLAIN)
         if looks:
             self._read()
-            guesses = [self._guess(row, shape.nodes) for row in range(len(self._known))]
-            num_nodes, rate = policy.worth([guesses[row].scores for row in policy.awaited])
+            chains_only = other_rule or not self.trees
+            for row in self._texts.keys() - set(self._plain):
+                guess = self._ask(row, shape.nodes)
+                guesses[row] = best_chain(guess) if chains_only else guess
+            num_nodes, rate = policy.worth([_of(guesses, row).scores for row in policy.awaited])
         if self.model_drafter is not None:
             policy.known_place = num_nodes > 0
             model = policy.next_shape(beside=rate if num_nodes else None)
             if model.nodes:
                 self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
                 self._idle, self._woven = 0, False
-                draft = self.model_drafter.draft(model)
-                return self._fill_up(draft, guesses) if looks else draft
+                draft = self.model_drafter.draft(drafting, model)
+                if looks and not other_rule:
+                    return self._fill_up(drafting, draft, guesses)
+                return draft
             self._idle += 1
         if looks:
             policy.looked(rate, policy.rate_of_shape(PLAIN))
-        if self._other_rule:  # which knows no rows with fewer nodes than others
-            num_nodes = min(num_nodes, *(len(guess.tokens) for guess in guesses))
-        return pack(guesses, num_nodes, self._names) if num_nodes else self._nothing
+        if other_rule:  # which knows no rows with fewer nodes than others
+            num_nodes = min([num_nodes, *(len(guess.tokens) for guess in guesses.values())])
+        if not num_nodes:
+            return _no_nodes(drafting)
+        return pack([_of(guesses, row) for row in rows], num_nodes, self._names)
 
-    def _fill_up(self, draft: DraftTree, guesses: list[Guess]) -> DraftTree:
+    def _fill_up(self, drafting: Drafting, draft: DraftTree, guesses: Mapping[int, Guess]) -> DraftTree:
         """A model's draft with nodes of the tables, where that pays: after the root, and after its best chain."""
-        shape = model_shape(draft)
-        room = self._policy.most() - shape.nodes
-        if room <= 0 or not self.tables or not self.trees or self._other_rule:
+        policy, shape = drafting.policy, model_shape(draft)
+        room = policy.most() - shape.nodes
+        if room <= 0 or not self.tables or not self.trees:
             return draft
-        chances, rows = self._policy.chances(shape), []
-        for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), parents_of(draft), strict=True)):
-            model = Guess(tokens, parents, chances)
-            chain = spine(model)
-            after = self._ask(row, room, [tokens[node] for node in chain])
-            rows.append(weave(model, [(-1, guesses[row]), (chain[-1], after)]))
-        num_added, rate = self._policy.worth(
-            [rows[row].scores[shape.nodes :] for row in self._policy.awaited], beside=shape
-        )
-        self._policy.looked(rate, self._policy.rate_of_shape(shape))
+        chances, woven = policy.chances(shape), {}
+        for row, tokens, parents in zip(
+            range(drafting.first, drafting.end), draft.tokens.tolist(), parents_of(draft), strict=True
+        ):
+            woven[row] = model = Guess(tokens, parents, chances)
+            if row in guesses:
+                chain = spine(model)
+                after = self._ask(row, room, [tokens[node] for node in chain])
+                woven[row] = weave(model, [(-1, guesses[row]), (chain[-1], after)])
+        num_added, rate = policy.worth([woven[row].scores[shape.nodes :] for row in policy.awaited], beside=shape)
+        policy.looked(rate, policy.rate_of_shape(shape))
         if num_added == 0:
             return draft
         self._woven = True
-        tree = pack(rows, shape.nodes + num_added, draft.drafter)
+        tree = pack(list(woven.values()), shape.nodes + num_added, draft.drafter)
         return tree._replace(num_steps=draft.num_steps, recent=draft.recent, added=num_added, adder=self._names)
 
     def _read(self) -> None:
@@ -112,7 +122,7 @@ class HybridDrafter:
                 if table.num_successors:
                     table.learn(numbers_RX[:, 0], numbers_RX[:, 1:])
         self._seen = []
-        for row, text in enumerate(self._texts):
+        for row, text in self._texts.items():
             new = text[self._known[row] :]
             if new:
                 for table in self.tables:
@@ -123,19 +133,15 @@ class HybridDrafter:
     def _names(self) -> str:
         return "+".join(table.name for table in self.tables)
 
-    def _guess(self, row: int, num_nodes: int) -> Guess:
-        guess = self._ask(row, num_nodes)
-        return guess if self.trees and not self._other_rule else best_chain(guess)
-
     def _ask(self, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Guess:
         return merge([table.guess(row, num_nodes, ahead) for table in self.tables])
 
-    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
+    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
         if self.model_drafter is not None and tree.num_steps and not tree.added:
-            self.model_drafter.commit(root_B, tree, verdict, logits_BTV)
-        if not self._num_successors or not (self._replayed or self._policy.learns):
+            self.model_drafter.commit(drafting, tree, verdict, logits_BTV)
+        if not self._num_successors or not (drafting.graphs or drafting.policy.learns):
             return None
-        read_BT = torch.cat([root_B[:, None], tree.tokens], 1)
+        read_BT = torch.cat([drafting.root_B[:, None], tree.tokens], 1)
         successors_Rk = top_k(logits_BTV.flatten(0, 1), self._num_successors)
         return torch.cat([read_BT[..., None], successors_Rk.view(*read_BT.shape, -1)], 2).flatten(1)
 
@@ -143,6 +149,18 @@ class HybridDrafter:
         if rows[0]:
             self._seen += rows
 
+    def forget(self) -> None:
+        if self.model_drafter is not None:
+            self.model_drafter.forget()
+
     def extra_bytes(self) -> tuple[int, int]:
         weights, kv = self.model_drafter.extra_bytes() if self.model_drafter else (0, 0)
         return weights + sum(table.nbytes for table in self.tables), kv
+
+
+def _no_nodes(drafting: Drafting) -> DraftTree:
+    return DraftTree(drafting.root_B[:, None][:, :0])
+
+
+def _of(guesses: Mapping[int, Guess], row: int) -> Guess:
+    return guesses[row] if row in guesses else nothing()

@@ -10,13 +10,12 @@ up for wrong guesses (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec, Che
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
 from quant.linear import Switch
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.policy import Policy
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
@@ -45,18 +44,21 @@ class ShareDrafter:
         self.shapes, self._top, self._low_bytes = shapes, top, low_bytes
         self.trees = shapes[-1].is_tree
 
-    def begin(self, prompts: list[list[int]], num_kept: list[int], drafting: Drafting, policy: Policy) -> None:
-        self._drafting = drafting
+    def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
+        pass
 
-    def catch_up(self, texts: list[list[int]], idle: bool) -> None:
-        pass  # the target's own steps have written what it reads
+    def read(self, row: int, tokens: list[int]) -> None:
+        pass  # the target's own steps write what it reads
 
-    def draft(self, shape: Shape) -> DraftTree:
-        drafting, key = self._drafting, (self, shape.recent)
+    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+        pass
+
+    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
+        key = (self, shape.recent)
         if key not in drafting.kept:
             drafting.kept[key] = ModelDraft(
                 self.model,
-                self.cache,
+                self.cache.rows(drafting.first, drafting.end),
                 drafting,
                 lambda: drafting.root_B[:, None],
                 shapes=self.shapes,
@@ -67,10 +69,13 @@ class ShareDrafter:
             tree = drafting.kept[key].draft(shape)
         return tree._replace(drafter=self.name, recent=shape.recent)
 
-    def commit(self, root_B: Tensor, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass
 
     def told(self, rows: list[list[int]]) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def extra_bytes(self) -> tuple[int, int]:

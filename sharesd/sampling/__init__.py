@@ -3,13 +3,17 @@
 Here are the functions that decide about single tokens; `sampler.py` joins them with `acceptance.py`.
 """
 
-from sharesd.sampling.logits import TokenCounts, bias_vector, choose, logprobs_of, probs_of, process
+from sharesd.sampling.logits import choose, logprobs_of, probs_of, process, top_logprobs_of
 from sharesd.sampling.noise import Stream, fork, gumbel, native_gumbel, seeds_of_prompts, uniform
+from sharesd.sampling.rows import Kind, RowSampling, TokenCounts, check_alike, check_bias
 
 __all__ = [
+    "Kind",
+    "RowSampling",
     "Stream",
     "TokenCounts",
-    "bias_vector",
+    "check_alike",
+    "check_bias",
     "choose",
     "fork",
     "gumbel",
@@ -18,5 +22,6 @@ __all__ = [
     "probs_of",
     "process",
     "seeds_of_prompts",
+    "top_logprobs_of",
     "uniform",
 ]

@@ -8,13 +8,15 @@ Processing order: logit bias, repetition, frequency and presence penalty, temper
 order of transformers (whose processors have no frequency and presence penalty; those follow vLLM, as does their place).
 vLLM applies min-p before top-k and top-p, which differs only in that top-p then measures a smaller total.
 
-Legend: B rows of the batch, T logit rows (verify: the root and N drafts), N draft tokens, V vocabulary, M new tokens at
-most, L prompt tokens at most.
+Legend: B rows of the batch, R some of them, T logit rows (verify: the root and N drafts), N draft tokens, V vocabulary,
+K likeliest tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,121 +24,57 @@ from torch.nn import functional as F
 
 from compile.logits import process_logits
 from compile.ops import runs_triton
-from compile.topk import arg_max
-from sharesd.config import SamplingParams
+from compile.topk import arg_max, top_k
+from sharesd.sampling.rows import COLD, Kind, RowSampling, TokenCounts, Wish
 
-COLD = 0.01
-"""Temperatures below this are those of near-greedy decoding."""
 _MASS_ONE = 1 << 40  # the likeliest token's probability in fixed point
-
-
-class TokenCounts:
-    """Which tokens each row has seen: what penalties need. Make one only where `SamplingParams.uses_penalties`.
-
-    Two persistent tensors, changed in place: `prompt_mask` [B, V] bool and `output_counts` [B, V] int32.
-    """
-
-    def __init__(self, *, batch: int, vocab_size: int, device: torch.device | str) -> None:
-        self.prompt_mask = torch.zeros(batch, vocab_size, dtype=torch.bool, device=device)
-        self.output_counts = torch.zeros(batch, vocab_size, dtype=torch.int32, device=device)
-
-    def begin(self, prompts_BL: Tensor, lengths_B: Tensor) -> None:
-        """Forget everything and take right-padded prompts of these lengths."""
-        self.output_counts.zero_()
-        self.update(prompts_BL, lengths_B)
-        self.prompt_mask.copy_(self.output_counts > 0)
-        self.output_counts.zero_()
-
-    def update(self, tokens_BM: Tensor, num_new_B: Tensor) -> None:
-        """Add the first `num_new` tokens of each row (0 for an idle row) to its output."""
-        valid_BM = torch.arange(tokens_BM.shape[1], device=tokens_BM.device) < num_new_B[:, None]
-        self.output_counts.scatter_add_(1, tokens_BM.where(valid_BM, 0), valid_BM.to(torch.int32))
-
-    def ahead(self, draft_BN: Tensor, num_rows: int, seen_BTN: Tensor | None = None) -> Tensor:
-        """Output counts [B, T, V] as T = `num_rows` logit rows see them, the last row after all draft tokens.
-
-        A verify step (T = N + 1) has row t see the t drafts before it; a draft step (T = 1) sees all N made so far.
-        `seen_BTN` says otherwise for trees: which drafts each row sees. Drafts of -1 are no tokens.
-        """
-        device, (B, N) = draft_BN.device, draft_BN.shape
-        if seen_BTN is None:
-            num_seen_T = torch.arange(num_rows, device=device) + (N - num_rows + 1)
-            seen_BTN = (torch.arange(N, device=device) < num_seen_T[:, None]).expand(B, num_rows, N)
-        seen_BTN = seen_BTN & (draft_BN >= 0)[:, None]
-        counts_BTV = self.output_counts[:, None].repeat(1, num_rows, 1)
-        index_BTN = draft_BN.clamp(min=0)[:, None].expand(B, num_rows, N)
-        return counts_BTV.scatter_add_(2, index_BTN, seen_BTN.to(torch.int32))
-
-
-def bias_vector(
-    params: SamplingParams, vocab_size: int, *, device: torch.device | str, dtype: torch.dtype = torch.float32
-) -> Tensor | None:
-    """`logit_bias` as a vector [V], or None where there is none. Make it once per call.
-
-    Raises ValueError for a token id outside the vocabulary and for a bias that is NaN or +inf (-inf bans a token).
-    """
-    if not params.logit_bias:
-        return None
-    for token, amount in params.logit_bias.items():
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"logit_bias names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}")
-        if not amount < math.inf:
-            raise ValueError(f"logit_bias of token {token} is {amount}; give a finite number, or -inf to ban the token")
-    bias_V = torch.zeros(vocab_size, dtype=dtype)
-    bias_V[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=dtype)
-    return bias_V.to(device)
+_LAST = torch.iinfo(torch.int32).max
 
 
 def process(
     logits_BTV: Tensor,
-    params: SamplingParams,
+    kind: Kind,
+    rows: RowSampling,
     *,
-    bias_V: Tensor | None = None,
-    counts: TokenCounts | None = None,
     draft_BN: Tensor | None = None,
     seen_BTN: Tensor | None = None,
 ) -> Tensor:
     """Logits [B, T, V] to choose from, in float32 (float64 stays), tokens that fell out at -inf.
 
-    `counts` holds the prompt and the output up to and including the root; `draft_BN` the draft tokens after it and
-    `seen_BTN` who sees them, as `TokenCounts.ahead` reads them. Greedy decoding stops after the penalties, and without
-    bias and penalties gives the logits back untouched. Ties: top-k keeps every token that equals the k-th (as
-    transformers), and top-p keeps or drops equal tokens together (transformers picks among them by sort order), so
-    nothing depends on a sort.
+    Each row gets what its request asks for and `kind` has. `rows.counts` hold the prompt and the output up to and
+    including the root; `draft_BN` the draft tokens after it and `seen_BTN` who sees them, as `TokenCounts.ahead` reads
+    them. Greedy rows stop after the penalties; a greedy kind without bias and penalties gives the logits back
+    untouched. Ties: top-k keeps every token that equals the k-th (as transformers), and top-p keeps or drops equal
+    tokens together (transformers picks among them by sort order), so nothing depends on a sort.
     """
-    if params.greedy and bias_V is None and not params.uses_penalties:
+    if not (kind.sampled or kind.biased or kind.penalized):
         return logits_BTV
-    if not params.uses_penalties:
-        counts = None
-    else:
-        assert counts is not None, "penalties need TokenCounts"
     if runs_triton(logits_BTV.device) and logits_BTV.dtype != torch.float64:
         return process_logits(
             logits_BTV,
-            bias_V=bias_V,
-            prompt_mask_BV=counts.prompt_mask if counts is not None else None,
-            counts_BV=counts.output_counts if counts is not None else None,
+            rows.numbers_BF,
+            bias_BV=rows.bias_BV if kind.biased else None,
+            prompt_mask_BV=rows.counts.prompt_mask if kind.penalized else None,
+            counts_BV=rows.counts.output_counts if kind.penalized else None,
             draft_BN=draft_BN,
             seen_BTN=seen_BTN,
-            repetition=params.repetition_penalty,
-            frequency=params.frequency_penalty,
-            presence=params.presence_penalty,
-            temperature=params.temperature,
-            cold=0 < params.temperature < COLD,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
+            sampled=kind.sampled,
+            truncated=kind.truncated,
+            cold=COLD,
         )
     x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
-    if bias_V is not None:
-        x_BTV = x_BTV + bias_V
-    if counts is not None:
-        x_BTV = _penalize(x_BTV, params, counts, draft_BN, seen_BTN)
-    if params.greedy:
-        return x_BTV
-    if params.temperature != 1:
-        x_BTV = _heat(x_BTV, params.temperature)
-    return _truncate(x_BTV, params)
+    if kind.biased:
+        x_BTV = x_BTV + rows.bias_BV[:, None]
+    if kind.penalized:
+        wishes: tuple[Wish, ...] = ("repetition", "frequency", "presence")
+        numbers = (_column(rows, wish, x_BTV.dtype) if rows.asking(wish) else None for wish in wishes)
+        tensors = (rows.counts.prompt_mask, rows.counts.output_counts, draft_BN, seen_BTN, *numbers)
+        x_BTV = _of_rows(x_BTV, rows.asking("penalties"), _penalize, *tensors)
+    if kind.sampled:
+        x_BTV = _heat(x_BTV, rows)
+    if kind.truncated:
+        x_BTV = _truncate(x_BTV, rows)
+    return x_BTV
 
 
 def choose(logits_BTV: Tensor, noise_BTV: Tensor | None = None) -> Tensor:
@@ -144,9 +82,9 @@ def choose(logits_BTV: Tensor, noise_BTV: Tensor | None = None) -> Tensor:
     return arg_max(logits_BTV if noise_BTV is None else logits_BTV + noise_BTV)
 
 
-def probs_of(logits_BTV: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution [B, T, V] that processed logits stand for; greedy: all mass on the argmax."""
-    if params.greedy:
+def probs_of(logits_BTV: Tensor, kind: Kind) -> Tensor:
+    """The distribution [B, T, V] that processed logits of rows sampled alike stand for; greedy: all on the argmax."""
+    if not kind.sampled:
         return F.one_hot(logits_BTV.argmax(-1), logits_BTV.shape[-1]).to(torch.float32)
     return logits_BTV.softmax(-1)
 
@@ -157,70 +95,119 @@ def logprobs_of(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
     return (x_BTV.gather(-1, tokens_BT[..., None])[..., 0] - x_BTV.logsumexp(-1)).float()
 
 
-def _heat(x_BTV: Tensor, temperature: float) -> Tensor:
+def top_logprobs_of(logits_BTV: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The `num` likeliest tokens [B, T, num] int64 under the target's raw logits, the likeliest first (among equals on
+    a CPU the lower id), and their log-probabilities [B, T, num] float32.
+    """
+    x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    tokens_BTk = top_k(logits_BTV.flatten(0, 1), num).view(*logits_BTV.shape[:2], num)
+    return tokens_BTk, (x_BTV.gather(-1, tokens_BTk) - x_BTV.logsumexp(-1, keepdim=True)).float()
+
+
+def _of_rows(x_BTV: Tensor, rows: Sequence[int], change: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Logits of which these rows are changed; `change` sees them, and these rows of other tensors [B, ...]."""
+    if len(rows) == len(x_BTV):
+        return change(x_BTV, *tensors)
+    if not rows:
+        return x_BTV
+    index_R = torch.tensor(rows, device=x_BTV.device)
+    changed_RTV = change(x_BTV[index_R], *(None if x is None else x[index_R] for x in tensors))
+    return x_BTV.index_copy(0, index_R, changed_RTV)
+
+
+def _column(rows: RowSampling, name: str, dtype: torch.dtype) -> Tensor:
+    """A number [B, 1, 1] of each row."""
+    return rows.column(name).to(dtype)[:, None, None]
+
+
+def _penalize(
+    x_RTV: Tensor,
+    prompt_mask_RV: Tensor,
+    counts_RV: Tensor,
+    draft_RN: Tensor | None,
+    seen_RTN: Tensor | None,
+    repetition_R11: Tensor | None,
+    frequency_R11: Tensor | None,
+    presence_R11: Tensor | None,
+) -> Tensor:
+    """Repetition penalty on tokens of prompt and output, frequency and presence penalty on those of the output.
+
+    What is None nobody asks for.
+    """
+    output_RTV = counts_RV[:, None]
+    if draft_RN is not None:
+        output_RTV = TokenCounts(prompt_mask_RV, counts_RV).ahead(draft_RN, x_RTV.shape[1], seen_RTN)
+    if repetition_R11 is not None:
+        seen_RTV = prompt_mask_RV[:, None] | (output_RTV > 0)
+        x_RTV = torch.where(seen_RTV, torch.where(x_RTV > 0, x_RTV / repetition_R11, x_RTV * repetition_R11), x_RTV)
+    if frequency_R11 is not None:
+        x_RTV = x_RTV - frequency_R11 * output_RTV.to(x_RTV.dtype)
+    if presence_R11 is not None:
+        x_RTV = x_RTV - presence_R11 * (output_RTV > 0).to(x_RTV.dtype)
+    return x_RTV
+
+
+def _heat(x_BTV: Tensor, rows: RowSampling) -> Tensor:
     """Logits over the temperature, however small or large; below COLD those of each row less their largest.
 
     The largest is then 0 and others may end at -inf: nothing overflows upwards, and large quotients do not swallow the
     noise that is added to them.
     """
     limits = torch.finfo(x_BTV.dtype)
-    if temperature < COLD:
-        x_BTV = x_BTV - x_BTV.amax(-1, keepdim=True).clamp(limits.min, limits.max)
-    return x_BTV / min(max(temperature, limits.tiny), limits.max)
-
-
-def _penalize(
-    x_BTV: Tensor,
-    params: SamplingParams,
-    counts: TokenCounts,
-    draft_BN: Tensor | None,
-    seen_BTN: Tensor | None,
-) -> Tensor:
-    """Repetition penalty on tokens of prompt and output, frequency and presence penalty on those of the output."""
-    output_BTV = counts.output_counts[:, None] if draft_BN is None else counts.ahead(draft_BN, x_BTV.shape[1], seen_BTN)
-    if params.repetition_penalty != 1:
-        r = params.repetition_penalty
-        seen_BTV = counts.prompt_mask[:, None] | (output_BTV > 0)
-        x_BTV = torch.where(seen_BTV, torch.where(x_BTV > 0, x_BTV / r, x_BTV * r), x_BTV)
-    if params.frequency_penalty != 0:
-        x_BTV = x_BTV - params.frequency_penalty * output_BTV.to(x_BTV.dtype)
-    if params.presence_penalty != 0:
-        x_BTV = x_BTV - params.presence_penalty * (output_BTV > 0).to(x_BTV.dtype)
+    if rows.asking("cold"):
+        cold_B11 = rows.column("temperature")[:, None, None] < COLD
+        x_BTV = x_BTV - x_BTV.amax(-1, keepdim=True).clamp(limits.min, limits.max).where(cold_B11, 0.0)
+    if rows.asking("heated"):
+        temperature_B = rows.column("temperature").clamp(limits.tiny, limits.max)
+        x_BTV = x_BTV / temperature_B.to(x_BTV.dtype)[:, None, None]
     return x_BTV
 
 
-def _truncate(x_BTV: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p."""
-    k = params.top_k if params.top_k < x_BTV.shape[-1] else 0
-    ranked_BTK = x_BTV.topk(k).values if k else None
-    if ranked_BTK is not None:
-        x_BTV = x_BTV.masked_fill(x_BTV < ranked_BTK[..., -1:], -math.inf)
-    if params.top_p < 1:
-        x_BTV = _nucleus(x_BTV, params.top_p, ranked_BTK)
-    if params.min_p > 0:
-        x_BTV = x_BTV.masked_fill(x_BTV < x_BTV.amax(-1, keepdim=True) + math.log(params.min_p), -math.inf)
+def _truncate(x_BTV: Tensor, rows: RowSampling) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p, each where it is asked for."""
+    if ranked := rows.asking("top_k"):
+        top_p_B11 = _column(rows, "top_p", torch.float64) if rows.asking("top_p") else None
+        k_B11 = _column(rows, "top_k", torch.int64)
+        x_BTV = _of_rows(x_BTV, ranked, partial(_top_k, most=rows.most_k), k_B11, top_p_B11)
+    if searched := rows.asking("top_p_alone"):
+        x_BTV = _of_rows(x_BTV, searched, _top_p, _column(rows, "top_p", torch.float64))
+    if bounded := rows.asking("min_p"):
+        x_BTV = _of_rows(x_BTV, bounded, _min_p, _column(rows, "log_min_p", x_BTV.dtype))
     return x_BTV
 
 
-def _nucleus(x_BTV: Tensor, top_p: float, ranked_BTK: Tensor | None) -> Tensor:
-    """Keep a token while the likelier ones hold less than `top_p` of the mass.
+def _min_p(x_RTV: Tensor, log_min_p_R11: Tensor) -> Tensor:
+    return x_RTV.masked_fill(x_RTV < x_RTV.amax(-1, keepdim=True) + log_min_p_R11, -math.inf)
 
-    Masses are integers, so that sums depend on no order of addition. `ranked_BTK`: top-k's survivors in descending
-    order, less those tied with the last one.
+
+def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, most: int) -> Tensor:
+    """Keep the k likeliest, of at most `most`; then top-p of them, if anybody asks for it, by their order."""
+    ranked_RTK = x_RTV.topk(most).values
+    last_RT1 = ranked_RTK.gather(-1, (k_R11 - 1).expand(-1, x_RTV.shape[1], 1))
+    kept_RTV = x_RTV.masked_fill(x_RTV < last_RT1, -math.inf)
+    if top_p_R11 is None:
+        return kept_RTV
+    top_RT1, among_K = ranked_RTK[..., :1], torch.arange(most, device=x_RTV.device)
+    is_kept_RTK = among_K < k_R11
+    depth_RTK = top_RT1 - ranked_RTK
+    mass_RTK = _mass(depth_RTK).where(is_kept_RTK, 0)
+    num_tied_RT1 = (x_RTV >= last_RT1).sum(-1, keepdim=True) - k_R11
+    total_RT1 = mass_RTK.sum(-1, keepdim=True) + num_tied_RT1 * _mass(top_RT1 - last_RT1)
+    likelier_RTK = mass_RTK.cumsum(-1) - mass_RTK
+    num_RT1 = ((likelier_RTK < total_RT1.double() * top_p_R11) & is_kept_RTK).sum(-1, keepdim=True)
+    border_RT1 = _order(depth_RTK.gather(-1, (num_RT1 - 1).clamp(min=0))).where(top_p_R11 < 1, _LAST)
+    return kept_RTV.masked_fill(_order(top_RT1 - kept_RTV) > border_RT1, -math.inf)
+
+
+def _top_p(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
+    """Keep a token while the likelier ones hold less than this much of the mass.
+
+    Masses are integers, so that sums depend on no order of addition.
     """
-    top_BT1 = x_BTV.amax(-1, keepdim=True)
-    depth_BTV = top_BT1 - x_BTV
-    if ranked_BTK is None:
-        mass_BTV = _mass(depth_BTV)
-        border_BT1 = _search(depth_BTV, mass_BTV, mass_BTV.sum(-1, keepdim=True).double() * top_p)
-    else:
-        depth_BTK = top_BT1 - ranked_BTK
-        mass_BTK = _mass(depth_BTK)
-        num_tied_BT1 = (x_BTV >= ranked_BTK[..., -1:]).sum(-1, keepdim=True) - ranked_BTK.shape[-1]
-        total_BT1 = mass_BTK.sum(-1, keepdim=True) + num_tied_BT1 * mass_BTK[..., -1:]
-        num_kept_BT1 = (mass_BTK.cumsum(-1) - mass_BTK < total_BT1.double() * top_p).sum(-1, keepdim=True)
-        border_BT1 = _order(depth_BTK.gather(-1, num_kept_BT1 - 1))
-    return x_BTV.masked_fill(_order(depth_BTV) > border_BT1, -math.inf)
+    depth_RTV = x_RTV.amax(-1, keepdim=True) - x_RTV
+    mass_RTV = _mass(depth_RTV)
+    border_RT1 = _search(depth_RTV, mass_RTV, mass_RTV.sum(-1, keepdim=True).double() * top_p_R11)
+    return x_RTV.masked_fill(_order(depth_RTV) > border_RT1, -math.inf)
 
 
 def _search(depth_BTV: Tensor, mass_BTV: Tensor, need_BT1: Tensor) -> Tensor:

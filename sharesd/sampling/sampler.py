@@ -1,9 +1,9 @@
-"""How one call samples: its parameters, seeds, penalties and noise, joined into two decisions, draft and accept.
+"""How rows are sampled: what their requests ask for and noise, joined into two decisions, draft and accept.
 
 Absolute positions count from the start of the prompt. The root of a round lies at position n (the cache length); row t
 of the verify step, and draft step t, choose the token at position n + t + 1.
 
-Legend: B rows, N draft tokens, T = N + 1 verify rows, V vocabulary.
+Legend: B rows, N draft tokens, T = N + 1 verify rows, D positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,60 +16,41 @@ from torch import Tensor
 from compile.attention import Branches
 from compile.topk import top_k
 from sharesd import sampling
-from sharesd.config import SamplingParams
 from sharesd.decoding.tree import DraftTree, Verdict
-from sharesd.sampling import Stream, TokenCounts
+from sharesd.sampling import Kind, RowSampling, Stream
 from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejection, accept_tree
 
 
 class Sampler:
-    """One way of sampling. Nothing here synchronises with the host; its tensors keep their place between calls."""
+    """Rounds of one kind. Nothing here synchronises with the host; its tensors keep their place between requests."""
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        *,
-        batch: int,
-        vocab_size: int,
-        device: torch.device,
-        gumbel: Callable[..., Tensor] = sampling.gumbel,
-        keep_noise: bool = True,
-    ) -> None:
-        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one. `keep_noise`: what
-        drafts drew the target need not draw again; not so where they are replayed, which runs no Python.
-        """
-        self.params = params
-        self.vocab_size = vocab_size
-        self.seeds_B = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._rows_B = torch.arange(batch, device=device)
-        self._one_B = torch.ones_like(self.seeds_B)
-        self._root_B1 = torch.zeros_like(self.seeds_B)[:, None]
-        self.bias_V = sampling.bias_vector(params, vocab_size, device=device)
-        self.counts = TokenCounts(batch=batch, vocab_size=vocab_size, device=device) if params.uses_penalties else None
+    def __init__(self, kind: Kind, rows: RowSampling, *, gumbel: Callable[..., Tensor] = sampling.gumbel) -> None:
+        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one."""
+        self.kind, self.rows, self.vocab_size = kind, rows, rows.vocab_size
         self._gumbel = gumbel
-        self._keep_noise = keep_noise
+        self._one_B = torch.ones(rows.batch, dtype=torch.int64, device=rows.device)
+        self._root_B1 = torch.zeros_like(self._one_B)[:, None]
+        # What drafts drew the target need not draw again; not so where they are replayed, which runs no Python.
+        self._keep_noise = not rows.replayed
+        # Forms that are compiled but not captured shall not be compiled for each number of positions.
+        self._draw_together = rows.replayed or rows.device.type == "cpu"
         self._noise: list[Tensor] = []  # [B, 1, V] of the first positions after the root, as drawn in this round
-
-    def begin(self, seed: int, prompts_BL: Tensor, lengths_B: Tensor, first_index: int = 0) -> None:
-        """Start a group of a call with this seed, whose first prompt is the call's prompt `first_index`.
-
-        Penalties look at the prompts, which are padded on the right.
-        """
-        self.seeds_B.copy_(sampling.seeds_of_prompts(seed, first_index + self._rows_B))
-        if self.counts is not None:
-            self.counts.begin(prompts_BL, lengths_B)
+        if kind.biased:
+            assert rows.bias_BV is not None  # memory that a capture could not ask for
+        if kind.penalized:
+            assert rows.counts is not None
 
     def first(self, logits_BV: Tensor, lengths_B: Tensor) -> Tensor:
         """Tokens [B] after the prompts, at positions `lengths`."""
         self._noise.clear()
         logits_B1V = self._process(logits_BV[:, None], None)
-        noise = None if self.params.greedy else self._draw(lengths_B, Stream.TARGET)[:, None]
-        return sampling.choose(logits_B1V, noise)[:, 0]
+        noise_B1V = self._target_noise(lengths_B[:, None]) if self.kind.sampled else None
+        return sampling.choose(logits_B1V, noise_B1V)[:, 0]
 
     @property
     def wants_probs(self) -> bool:
         """Whether acceptance asks for the distributions that drafts are drawn from."""
-        return self.params.acceptance != "match"
+        return self.kind.acceptance != "match"
 
     def begin_draft(self) -> None:
         """A model drafter begins with the position after the root; each `draft` or `spread` is about the next one."""
@@ -83,13 +64,13 @@ class Sampler:
 
         With `match` it uses the target's own noise of that position, so that both choose alike where they can.
         """
-        params = self.params
+        kind = self.kind
         logits_B1V = self._process(logits_BV[:, None], drafted_BN)
-        if params.acceptance == "match":
+        if kind.acceptance == "match":
             return sampling.choose(logits_B1V, self._draw_ahead(positions_B))[:, 0], None
-        probs_BV = sampling.probs_of(logits_B1V, params)[:, 0]
-        noise_BV = None if params.greedy else self._draw(positions_B, Stream.DRAFT, root_at_B)
-        return sampling.choose(logits_B1V, None if noise_BV is None else noise_BV[:, None])[:, 0], probs_BV
+        probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
+        noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
+        return sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV
 
     def spread(
         self, logits_BFV: Tensor, num: int, positions_B: Tensor, nodes_BC: Tensor, seen_BFC: Tensor | None
@@ -108,75 +89,82 @@ class Sampler:
 
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
         """What the target makes of the draft; ends the round's noise."""
-        num_draft = tree.tokens.shape[1]
-        if tree.branches is not None:
-            verdict = self._accept_tree(tree, tree.branches, logits_BTV, lengths_B)
-            self._noise.clear()
-            return verdict
-        logits_BTV = self._process(logits_BTV, tree.tokens)
-        if num_draft == 0:
-            tokens_B1 = sampling.choose(logits_BTV, self._target_noise(0, lengths_B))
-            self._noise.clear()
-            return Verdict(tokens_B1, self._one_B, self._root_B1)
-        if self.params.acceptance == "match":
-            noise = [self._target_noise(t, lengths_B) for t in range(num_draft + 1)]
-            joined = None if noise[0] is None else torch.cat([x for x in noise if x is not None], 1)
-            verdict = accept_match(tree.tokens, sampling.choose(logits_BTV, joined))
-        else:
-            rule = accept_rejection if self.params.acceptance == "rejection" else accept_block
-            seeds_B = sampling.fork(self.seeds_B, lengths_B)
-            positions_BN = lengths_B[:, None] + torch.arange(1, num_draft + 1, device=lengths_B.device)
-            u_BN = sampling.uniform(seeds_B, positions_BN)
-            noise_BV = self._draw(lengths_B, Stream.RECOVER, lengths_B)
-            verdict = rule(tree, sampling.probs_of(logits_BTV, self.params), u_BN, noise_BV)
+        verdict = self._decide(tree, logits_BTV, lengths_B)
         self._noise.clear()
         return verdict
 
+    def _decide(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
+        if tree.branches is not None:
+            return self._accept_tree(tree, tree.branches, logits_BTV, lengths_B)
+        num_draft = tree.tokens.shape[1]
+        logits_BTV = self._process(logits_BTV, tree.tokens)
+        if num_draft == 0:
+            tokens_B1 = sampling.choose(logits_BTV, self._noise_behind(lengths_B, 1))
+            return Verdict(tokens_B1, self._one_B, self._root_B1)
+        if self.kind.acceptance == "match":
+            noise_BTV = self._noise_behind(lengths_B, num_draft + 1)
+            return accept_match(tree.tokens, sampling.choose(logits_BTV, noise_BTV))
+        rule = accept_rejection if self.kind.acceptance == "rejection" else accept_block
+        positions_BN = _behind(lengths_B, 1, num_draft)
+        u_BN = sampling.uniform(sampling.fork(self.rows.seeds_B, lengths_B), positions_BN)
+        noise_BV = self._draw(lengths_B[:, None], Stream.RECOVER, lengths_B)[:, 0]
+        return rule(tree, sampling.probs_of(logits_BTV, self.kind), u_BN, noise_BV)
+
     def _accept_tree(self, tree: DraftTree, branches: Branches, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
-        assert self.params.acceptance == "match", "only match accepts trees"
+        assert self.kind.acceptance == "match", "only match accepts trees"
         depth_BT, path_BTT = branches
         B, T = depth_BT.shape
         seen_BTN = None
-        if self.counts is not None:
+        if self.kind.penalized:
             on_path_BTT = torch.arange(T, device=depth_BT.device) <= depth_BT[..., None]
             seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
             seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
         logits_BTV = self._process(logits_BTV, tree.tokens, seen_BTN)
-        noise = [self._target_noise(t, lengths_B) for t in range(tree.depth + 1)]  # nodes of equal depth share theirs
-        if noise[0] is None:
+        noise_BDV = self._noise_behind(lengths_B, tree.depth + 1)  # nodes of equal depth share theirs
+        if noise_BDV is None:
             return accept_tree(tree, sampling.choose(logits_BTV))
-        noise_BDV = torch.cat([x for x in noise if x is not None], 1)
         noise_BTV = noise_BDV[torch.arange(B, device=depth_BT.device)[:, None], depth_BT]
         return accept_tree(tree, sampling.choose(logits_BTV, noise_BTV))
 
     def commit(self, tokens_BT: Tensor, num_new_B: Tensor) -> None:
         """The round's emitted tokens, for penalties."""
-        if self.counts is not None:
-            self.counts.update(tokens_BT, num_new_B)
+        if self.kind.penalized:
+            self.rows.counts.update(tokens_BT, num_new_B)
 
     def _process(self, logits_BTV: Tensor, draft_BN: Tensor | None, seen_BTN: Tensor | None = None) -> Tensor:
-        return sampling.process(
-            logits_BTV, self.params, bias_V=self.bias_V, counts=self.counts, draft_BN=draft_BN, seen_BTN=seen_BTN
-        )
+        return sampling.process(logits_BTV, self.kind, self.rows, draft_BN=draft_BN, seen_BTN=seen_BTN)
 
-    def _target_noise(self, step: int, lengths_B: Tensor) -> Tensor | None:
-        """Noise [B, 1, V] of the position `step` + 1 after the root; None for greedy decoding."""
-        if self.params.greedy:
+    def _noise_behind(self, lengths_B: Tensor, num: int) -> Tensor | None:
+        """The target's noise [B, num, V] of so many positions after the root; None if all rows are greedy."""
+        if not self.kind.sampled:
             return None
-        if step < len(self._noise):
-            return self._noise[step]
-        return self._draw(lengths_B + step + 1, Stream.TARGET)[:, None]
+        noise, known = self._noise[:num], len(self._noise)
+        if known < num and self._draw_together:
+            noise.append(self._target_noise(_behind(lengths_B, known + 1, num)))
+        elif known < num:
+            noise += [self._target_noise(_behind(lengths_B, at, at)) for at in range(known + 1, num + 1)]
+        return noise[0] if len(noise) == 1 else torch.cat(noise, 1)
 
     def _draw_ahead(self, positions_B: Tensor) -> Tensor | None:
-        """The target's noise [B, 1, V] for a draft's next position; None for greedy decoding."""
-        if self.params.greedy:
+        """The target's noise [B, 1, V] for a draft's next position; None if all rows are greedy."""
+        if not self.kind.sampled:
             return None
-        noise_B1V = self._draw(positions_B, Stream.TARGET)[:, None]
+        noise_B1V = self._target_noise(positions_B[:, None])
         if self._keep_noise:
             self._noise.append(noise_B1V)
         return noise_B1V
 
-    def _draw(self, positions_B: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
-        """Gumbel noise [B, V]; always drawn in this one shape, so that every mode gets the same bits."""
-        seeds_B = self.seeds_B if fork_at_B is None else sampling.fork(self.seeds_B, fork_at_B)
-        return self._gumbel(seeds_B, positions_B[:, None], self.vocab_size, stream=stream)[:, 0]
+    def _target_noise(self, positions_BD: Tensor) -> Tensor:
+        """The target's noise [B, D, V] of these positions, 0 for greedy rows."""
+        noise_BDV = self._draw(positions_BD, Stream.TARGET)
+        return noise_BDV * self.rows.column("noise").float()[:, None, None] if self.rows.asking("greedy") else noise_BDV
+
+    def _draw(self, positions_BD: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
+        """Gumbel noise [B, D, V]; always by this one function, so that every mode gets the same bits."""
+        seeds_B = self.rows.seeds_B if fork_at_B is None else sampling.fork(self.rows.seeds_B, fork_at_B)
+        return self._gumbel(seeds_B, positions_BD, self.vocab_size, stream=stream)
+
+
+def _behind(lengths_B: Tensor, first: int, last: int) -> Tensor:
+    """Positions of the tokens `first` to `last` after the root."""
+    return lengths_B[:, None] + torch.arange(first, last + 1, device=lengths_B.device)

@@ -1,0 +1,84 @@
+"""A request on its way: what was asked, what has been emitted, where it ends, what to count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sharesd.config import SamplingParams
+from sharesd.decoding.stats import Stats
+from sharesd.decoding.stops import FinishReason, StopChecker
+
+AHEAD = 2
+"""Tokens by which a request may lead the last one of its call and still be waited for."""
+
+
+class QueueFull(ValueError):
+    """So many requests wait already that no further one is taken."""
+
+
+class Request:
+    """One prompt and its answer. It waits, then has a row of the cache, its slot, until it ends or is cancelled."""
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        index: int,
+        checker: StopChecker,
+        stats: Stats,
+        *,
+        reuse: bool = True,
+        call: object | None = None,
+    ) -> None:
+        """`index` is the prompt's number among those of its `call`, None where that is `add`. `stats` count this
+        request alone. `reuse`: KV that is there need not be read anew.
+        """
+        self.prompt_ids, self.params, self.index = prompt_ids, params, index
+        self.reuse, self.call = reuse, call
+        self.tokens = list(prompt_ids)
+        """Prompt and emitted tokens."""
+        self.slot: int | None = None
+        """Row of the cache; None before it has one, and after the end."""
+        self.num_read = 0
+        """Tokens of the prompt whose KV the row has; all of them from the first token on."""
+        self.cached_tokens = 0
+        """Tokens of the prompt that were not read anew; known from the first chunk on."""
+        self.finish_reason: FinishReason | None = None
+        self.cancelled = False
+        self.stats = stats
+        """Counts of this request alone, without times."""
+        self._checker = checker
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.prompt_ids)
+
+    def take(self, ids: list[int]) -> tuple[int, str]:
+        """Tokens that came out: how many of them belong to the answer, and the text that they complete."""
+        count, text, self.finish_reason = self._checker.push(ids)
+        self.tokens += ids[:count]
+        return count, text
+
+
+def awaited(live: Sequence[Request], alone: bool) -> list[Request]:
+    """Requests whose tokens count in the coming round.
+
+    All of them; but where they are `alone`, prompts of one call with nothing behind them, those that have emitted
+    fewest tokens, or little more: the call ends when they do, and what others gain makes nothing quicker.
+    """
+    if not alone:
+        return list(live)
+    most = min(request.num_emitted for request in live) + AHEAD
+    return [request for request in live if request.num_emitted <= most]
+
+
+def advance(live: Sequence[Request], before: Sequence[int], alone: bool) -> float:
+    """Tokens by which requests that had emitted `before` tokens each have moved on: their mean; of those that are
+    `alone` the last one, as long as it has not ended.
+    """
+    after = [request.num_emitted for request in live]
+    if not alone:
+        return (sum(after) - sum(before)) / len(live)
+    still = [place for place, request in enumerate(live) if request.finish_reason is None] or range(len(live))
+    return min(after[place] for place in still) - min(before[place] for place in still)

@@ -1,0 +1,82 @@
+"""Which request has which row of the cache, and what a new one finds there."""
+
+from __future__ import annotations
+
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.prefill import whole_chunks
+from sharesd.decoding.request import Request
+
+
+class Slots:
+    """Rows are slots that requests come and go in. What a row held stays, for prompts that begin alike."""
+
+    def __init__(self, cache: StaticKVCache, *, reread: bool, partial: bool) -> None:
+        """`reread`: only what chunks of prompts wrote has the bits that a prompt would write. `partial`: rounds run
+        over some neighbouring rows, so that neighbours are what requests should be.
+        """
+        self._cache, self._reread, self._partial = cache, reread, partial
+        self.requests: list[Request | None] = [None] * cache.batch
+        self._used = [0] * cache.batch  # when a row was taken last
+        self._num_taken = 0
+
+    @property
+    def free(self) -> list[int]:
+        """Rows that nobody has."""
+        return [row for row, request in enumerate(self.requests) if request is None]
+
+    @property
+    def taken(self) -> list[int]:
+        """The others."""
+        return [row for row, request in enumerate(self.requests) if request is not None]
+
+    def take(self, request: Request) -> int:
+        """A free row for a request, with the KV of the longest beginning that its prompt shares with any row.
+
+        A resting row's KV comes along, a live row's is copied, and what was used longest ago gives way.
+        """
+        cache, free = self._cache, self.free
+        usable = self._usable(request)
+        source = max(range(cache.batch), key=lambda row: (usable[row], row in free, -self._used[row]))
+        oldest = min(free, key=lambda row: self._used[row])
+        content = oldest if source not in free else source
+        row = min(free, key=lambda row: (self._reach(row), row != content))
+        if row != content:
+            cache.swap_rows(row, content)
+            self._used[row], self._used[content] = self._used[content], self._used[row]
+            source = row if source == content else source
+            usable[row], usable[content] = usable[content], usable[row]
+        kept = usable[source]
+        cache.begin_row(row, request.prompt_ids[:kept], source, whole_chunks(kept) if self._reread else 0)
+        self._num_taken += 1
+        self._used[row] = self._num_taken
+        self.requests[row] = request
+        request.slot, request.num_read, request.cached_tokens = row, kept, kept
+        return row
+
+    def release(self, request: Request) -> None:
+        """The row is free again, and rests."""
+        assert request.slot is not None
+        self.requests[request.slot] = None
+        request.slot = None
+
+    def clear(self) -> None:
+        """Nobody has any row."""
+        for row in self.taken:
+            self.release(self.requests[row])  # type: ignore[arg-type]
+
+    def _reach(self, row: int) -> int:
+        """How many rows a round would have with this one."""
+        if not self._partial:
+            return 0
+        rows = [row, *self.taken]
+        return max(rows) - min(rows)
+
+    def _usable(self, request: Request) -> list[int]:
+        """Of each row, how many tokens need not be read anew; the last one of a prompt always is."""
+        if not request.reuse:
+            return [0] * self._cache.batch
+        most = len(request.prompt_ids) - 1
+        usable = [min(shared, most) for shared in self._cache.shared(request.prompt_ids)]
+        if self._reread:
+            return [whole_chunks(min(pair)) for pair in zip(usable, self._cache.settled, strict=True)]
+        return usable

@@ -1,0 +1,73 @@
+"""What belongs to rounds of one kind; kept, since rounds may be captured in graphs, and policies learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from compile.graphs import Graphs
+from sharesd.decoding.buffers import DraftBuffers
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.policy import Policy
+from sharesd.decoding.round import Round, RowState
+from sharesd.decoding.tree import PLAIN, Shape, chain
+from sharesd.drafters.base import Drafter, Drafting
+from sharesd.models.base import CausalModel
+from sharesd.sampling import Kind, RowSampling
+from sharesd.sampling.sampler import Sampler
+
+
+class Way:
+    """One kind of sampling: its rounds over any rows, and the policy that chooses among drafts."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        *,
+        target: CausalModel,
+        cache: StaticKVCache,
+        drafter: Drafter | None,
+        sampling: RowSampling,
+        state: RowState,
+        auto_length: bool,
+        widths: Sequence[int] | None,
+        graphs: Graphs | None,
+        gumbel: Callable[..., Tensor],
+    ) -> None:
+        """As `Engine` has them."""
+        self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
+        self._sampling, self._state, self._gumbel = sampling, state, gumbel
+        self._widths, self._graphs = widths, graphs
+        shapes = drafter.shapes if drafter else (PLAIN,)
+        self._most = max(shape.nodes for shape in shapes)
+        if graphs is not None and widths:
+            self._most = max(self._most, widths[-1] - 1)  # padding is rows without a node: no shape of its own
+        self.policy = Policy(shapes, pinned=None if auto_length else shapes[-1])
+        self._rounds: dict[tuple[int, int], Round] = {}
+
+    def round(self, first: int = 0, end: int | None = None) -> Round:
+        """Over the rows from `first` to before `end` (default: all of them)."""
+        rows = first, self._cache.batch if end is None else end
+        if rows not in self._rounds:
+            self._rounds[rows] = self._new_round(*rows)
+        return self._rounds[rows]
+
+    def _new_round(self, first: int, end: int) -> Round:
+        sampler = Sampler(self._kind, self._sampling.span(first, end), gumbel=self._gumbel)
+        buffers = DraftBuffers(end - first, self._most, self._target.vocab_size, self._cache.lengths.device)
+        state, cache = self._state.rows(first, end), self._cache.rows(first, end)
+        drafting = Drafting(first, end, sampler, state.root_B, buffers, self.policy, self._graphs)
+        return Round(self._target, cache, self._drafter, drafting, state, widths=self._widths)
+
+    def shape(self, num_idle: int) -> Shape:
+        """What to draft in the coming round; where the drafter decides, a chain of as many nodes as it may have.
+
+        `num_idle`: rounds since the drafter took part.
+        """
+        drafter = self._drafter
+        if drafter is None:
+            return PLAIN
+        if drafter.on_host:
+            return chain(self.policy.most())
+        return self.policy.next_shape(may_try=num_idle == 0 or not drafter.reads)
