@@ -68,6 +68,10 @@ class SamplingParams:
     """Do not stop at the model's end-of-sequence ids."""
     logprobs: bool = False
     """Return the target's log-probability of every emitted token (before any processing of logits)."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to return with their log-probabilities, at each place; needs `logprobs`."""
+    speculate: bool = True
+    """Whether drafts may be made for this request; the text is the same."""
     acceptance: Acceptance = "match"
     """`match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and
     `block` (Sun et al. 2024): only the same *distribution* as plain decoding, not the same text."""
