@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
 
 from serve import status, tokenize
 from serve.chat import chat
@@ -41,6 +42,8 @@ def make_app(service: Service) -> FastAPI:
         app.add_api_route(path, handler, methods=["POST"], response_model=None)
     for path, handler in GETS.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    if status.PAGE.is_dir():
+        app.mount("/page", StaticFiles(directory=status.PAGE))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Gate, settings=service.settings, metrics=service.metrics)

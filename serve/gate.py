@@ -24,7 +24,7 @@ from serve.usage import facts
 
 log = logging.getLogger(__name__)
 
-PUBLIC = {"/", "/health", "/metrics", "/version"}
+PUBLIC = re.compile(r"/|/page/.*|/health|/metrics|/version")
 """Paths that ask for no key."""
 QUIET = {"/health", "/metrics"}
 """Paths that are asked for all the time: what goes well is not logged."""
@@ -96,7 +96,7 @@ class Gate:
 
     def _check_key(self, path: str, headers: Headers) -> None:
         keys = self._settings.api_keys
-        if not keys or path in PUBLIC:
+        if not keys or PUBLIC.fullmatch(path):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -50,7 +50,8 @@ class Server:
     def stop(self) -> None:
         """As the first signal does, from any thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._asked_to_stop.set)
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._asked_to_stop.set)
 
     async def _run(self) -> int:
         self._loop, self._asked_to_stop = asyncio.get_running_loop(), asyncio.Event()

@@ -15,7 +15,8 @@ from serve.errors import unavailable
 from serve.service import Service
 from sharesd import __version__
 
-PAGE = Path(__file__).parent / "page" / "index.html"
+PAGE = Path(__file__).parent / "page"
+"""The chat: `index.html`, and what it refers to as `page/...`."""
 _STARTED = int(time.time())
 
 
@@ -50,9 +51,9 @@ async def version(request: Request) -> dict[str, str]:
 
 async def page(request: Request) -> Response:
     """`GET /`: the chat."""
-    if not PAGE.exists():
+    if not (PAGE / "index.html").exists():
         return PlainTextResponse("this installation has no page\n", 404)
-    return FileResponse(PAGE, headers={"cache-control": "no-cache"})
+    return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
 
 
 def _card(service: Service) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An engine that says words, for tests of the server: as sharesd's it has add, step and cancel, rows and a queue.
 
-A text depends on prompt, seed and index alone. Drafts make rounds of several tokens. The tokenizer is that of
-tests/tiny.py. `python tests/fake_engine.py FLAGS` is `python -m serve FLAGS` with it.
+A text depends on prompt, seed and index alone. Drafts make rounds of several tokens. The tokenizer is that
+of tests/tiny.py. `python tests/fake_engine.py FLAGS` is `python -m serve FLAGS` with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tiny import CHAT_TEMPLATE, SPECIAL, WORDS, _backend
+from tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
 
 from serve.engine_thread import Model
 from sharesd.config import SamplingParams
@@ -28,7 +28,7 @@ FAILING, REFUSED = "why red", "why blue"
 
 
 def make_tokenizer() -> Tokenizer:
-    backend = _backend()
+    backend = make_backend()
     special = {"eos_token": SPECIAL[2], "bos_token": SPECIAL[1]}
     return Tokenizer(backend, special=special, chat_template=CHAT_TEMPLATE, eos_ids=[backend.token_to_id(SPECIAL[2])])
 
