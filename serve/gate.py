@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PUBLIC = re.compile(r"/|/page/.*|/health|/metrics|/version")
 """Paths that ask for no key."""
 QUIET = {"/health", "/metrics"}
-"""Paths that are asked for all the time: what goes well is not logged."""
+"""Paths that are asked for all the time, and not logged."""
 CLIENT_CLOSED_REQUEST = 499
 """What the log says of a request whose client hung up."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -127,7 +127,7 @@ class Gate:
 
     def _note(self, scope: Scope, visit: Visit) -> None:
         path = scope["path"]
-        if path in QUIET and visit.status < 400:
+        if path in QUIET:
             return
         client = scope.get("client")
         line = {

@@ -1,21 +1,16 @@
-"""Streams, clients that hang up, overload, failures and the end. Over real HTTP, with a fake engine."""
+"""Streams, clients that hang up, overload, failures, metrics. Over real HTTP, with a fake engine."""
 
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from fake_engine import FAILING, fake_model
@@ -23,7 +18,6 @@ from served import Served, served
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -301,69 +295,3 @@ def test_metrics_have_the_names_that_vllms_client_reads(server: Served) -> None:
         assert delta[f"sharesd:{name}_seconds_count{own}"] == count
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[f"sharesd:{name}{own}"] == 0
-
-
-@contextmanager
-def program(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`python -m serve` with a fake engine, and its address, ready."""
-    command = [sys.executable, "tests/fake_engine.py", "--port", "0", *flags]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            assert url.startswith("http://127.0.0.1:"), "the address is printed when it listens"
-            deadline = time.monotonic() + 20
-            while httpx.get(f"{url}/health").status_code != 200:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            yield process, url
-        finally:
-            process.kill()
-
-
-def long_request(url: str) -> httpx.Response:
-    return httpx.post(f"{url}{TEXT}", json={"prompt": "the cat", "max_tokens": 200, "speculate": False}, timeout=30)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_requests_finish(number: signal.Signals) -> None:
-    with program() as (process, url), ThreadPoolExecutor(1) as pool:
-        running = pool.submit(long_request, url)
-        time.sleep(0.3)
-        process.send_signal(number)
-        time.sleep(0.1)
-        refused = httpx.post(f"{url}{TEXT}", json={"prompt": "the"})
-        assert refused.status_code == 503 and "shuts down" in refused.text
-        assert httpx.get(f"{url}/health").status_code == 503
-        done = running.result()
-        assert done.status_code == 200 and done.json()["usage"]["completion_tokens"] == 200
-        assert process.wait(10) == 0
-
-
-def test_requests_are_cancelled_when_the_time_is_over() -> None:
-    with program("--shutdown-timeout", "0.3") as (process, url), ThreadPoolExecutor(1) as pool:
-        running = pool.submit(long_request, url)
-        time.sleep(0.3)
-        process.terminate()
-        assert running.result().status_code == 503
-        assert process.wait(10) == 0
-
-
-def test_a_second_signal_ends_at_once() -> None:
-    with program() as (process, url), ThreadPoolExecutor(1) as pool:
-        running = pool.submit(long_request, url)
-        time.sleep(0.3)
-        process.terminate()
-        time.sleep(0.1)
-        started = time.monotonic()
-        process.terminate()
-        assert process.wait(10) == 128 + signal.SIGTERM and time.monotonic() - started < 2
-        with pytest.raises(httpx.TransportError):
-            running.result()
-
-
-def test_a_failure_ends_the_program_with_status_1() -> None:
-    with program() as (process, url):
-        assert httpx.post(f"{url}{TEXT}", json={"prompt": FAILING}).status_code == 500
-        assert process.wait(10) == 1
