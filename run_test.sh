@@ -9,7 +9,7 @@ mkdir "$out"
 step "style and types"
 ruff check .
 ruff format --check .
-mypy sharesd compile quant offload multigpu benchmark train
+mypy sharesd compile quant offload multigpu benchmark train serve
 
 step "generate: the three modes give one text"
 for mode in naive classic share; do

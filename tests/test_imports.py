@@ -119,9 +119,9 @@ def test_every_module_imports_without_a_gpu() -> None:
     assert run_python(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["sharesd", "sharesd.config", "quant.config", "sharesd.cli.options"])
+@pytest.mark.parametrize("module", ["sharesd", "sharesd.config", "quant.config", "sharesd.cli.options", "serve.server"])
 def test_options_are_quick_to_import(module: str) -> None:
-    """`--help` and a mistyped flag shall not wait for torch."""
+    """`--help` and a mistyped flag shall not wait for torch, and a server shall listen before it is there."""
     heavy = ("torch", "transformers", "numpy", "hqq")
     assert run_python(f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])") == "[]"
 

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-SPOKEN = "the of and to in is that it for on with as was be by this are or an but cat sat mat sky blue red why how"
-WORDS = SPOKEN.split()
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
+from tokenizers import Tokenizer
 
 
 def make_checkpoint(
@@ -34,7 +27,7 @@ def make_checkpoint(
     long, and hardly ever ends by itself. `vocab` below the tokenizer's size (about 320) is refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    backend = _backend()
+    backend = make_backend()
     assert vocab >= backend.get_vocab_size(), f"vocab is {vocab}, the tokenizer has {backend.get_vocab_size()}"
     backend.save(str(folder / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "bos_token": SPECIAL[1]}
@@ -62,22 +55,6 @@ def make_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_tensors(config, _spoken(backend), seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def _backend() -> Tokenizer:
-    """Single bytes, and the words with and without a space before them."""
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges: list[tuple[str, str]] = []
-    for word in [*WORDS, *("Ġ" + word for word in WORDS)]:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in tokens:
-                tokens.append(word[:end])
-                merges.append((word[: end - 1], word[end - 1]))
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return backend
 
 
 def _spoken(backend: Tokenizer) -> list[int]:

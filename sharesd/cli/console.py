@@ -16,7 +16,7 @@ from rich.progress import Progress as Bars
 
 from sharesd.models.progress import Progress
 
-PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train")
+PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 """Whose log messages LOGLEVEL is about; libraries show their errors only."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

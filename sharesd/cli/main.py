@@ -24,7 +24,7 @@ from sharesd.cli.options import (
     add_sampling_options,
     engine_config,
     main_guard,
-    modes_of,
+    mode_of,
     parse,
     sampling_params,
 )
@@ -95,16 +95,8 @@ def _version() -> str:
     return f"sharesd {__version__}, torch {metadata.version('torch')}, transformers {metadata.version('transformers')}"
 
 
-def _mode(args: argparse.Namespace) -> Mode:
-    """The one mode asked for."""
-    modes = modes_of(args, default=MODES) if hasattr(args, "mode") else ("share",)  # type: ignore[arg-type]
-    if len(modes) != 1:
-        raise ValueError(f"--mode is {args.mode!r}; give one mode")
-    return modes[0]  # type: ignore[return-value]
-
-
 def _generate(args: argparse.Namespace) -> int:
-    mode = _mode(args)
+    mode = mode_of(args)
     system = getattr(args, "system", None)
     if args.raw and system is not None:
         raise ValueError("--system has no effect on --raw; drop one of the two")
@@ -163,7 +155,7 @@ def _encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None)
 
 
 def _chat(args: argparse.Namespace) -> int:
-    mode = _mode(args)
+    mode = mode_of(args)
     params = sampling_params(args)
     second = mode == "classic" or hasattr(args, "draft")  # a model of its own is loaded where asked for
     modes: tuple[Mode, ...] = tuple(m for m in MODES if m != "classic" or second)  # type: ignore[misc]

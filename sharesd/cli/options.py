@@ -31,6 +31,7 @@ __all__ = [
     "add_sampling_options",
     "engine_config",
     "main_guard",
+    "mode_of",
     "modes_of",
     "parse",
     "sampling_params",
@@ -273,6 +274,14 @@ def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode,
             raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
         modes += default if plain == "all" else [plain]  # type: ignore[list-item,arg-type]
     return tuple(dict.fromkeys(modes))
+
+
+def mode_of(args: argparse.Namespace) -> Mode:
+    """The one mode asked for."""
+    modes = modes_of(args, default=MODES) if hasattr(args, "mode") else ("share",)
+    if len(modes) != 1:
+        raise ValueError(f"--mode is {args.mode!r}; give one mode")
+    return modes[0]  # type: ignore[return-value]
 
 
 def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: bool = False) -> EngineConfig:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -85,6 +86,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of one file, mapped rather than read, one after the other; ValueError if it is damaged."""
     try:
         if file.suffix == ".bin":
+            import torch  # takes seconds, and tokenizers do without
+
             yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
         else:
             with safe_open(file, framework="pt") as tensors:

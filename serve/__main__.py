@@ -1,0 +1,8 @@
+"""`python -m serve`."""
+
+import sys
+
+from serve.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

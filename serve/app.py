@@ -1,0 +1,68 @@
+"""The application: which path leads where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
+
+from serve import status, tokenize
+from serve.chat import chat
+from serve.completions import completions, predict
+from serve.errors import ApiError, of_status
+from serve.gate import Gate
+from serve.service import Service
+
+POSTS: dict[str, Callable[..., Any]] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/tokenize": tokenize.tokenize,
+    "/detokenize": tokenize.detokenize,
+    "/predict": predict,
+}
+GETS: dict[str, Callable[..., Any]] = {
+    "/": status.page,
+    "/v1/models": status.models,
+    "/v1/models/{name:path}": status.one_model,
+    "/health": status.health,
+    "/metrics": status.metrics,
+    "/version": status.version,
+}
+
+
+def make_app(service: Service) -> FastAPI:
+    """All routes, around one service."""
+    app = FastAPI(title="ShareSD", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.service = service
+    for path, handler in POSTS.items():
+        app.add_api_route(path, handler, methods=["POST"], response_model=None)
+    for path, handler in GETS.items():
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    if status.PAGE.is_dir():
+        app.mount("/page", StaticFiles(directory=status.PAGE))
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Gate, settings=service.settings, metrics=service.metrics)
+    if service.settings.cors_origins:  # outermost: preflights have no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return of_status(error.status_code, request.url.path).response()

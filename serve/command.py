@@ -1,0 +1,177 @@
+"""The command line of `python -m serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serve.settings import Settings
+from sharesd.cli.options import (
+    Parser,
+    add_mode_option,
+    add_model_options,
+    engine_config,
+    main_guard,
+    mode_of,
+    parse,
+)
+from sharesd.config import EngineConfig, Mode
+
+if TYPE_CHECKING:
+    from serve.engine_thread import Model
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+"""The model that is served where no other is given."""
+KEY_VARIABLE = "SHARESD_API_KEY"
+"""Environment variable that holds an API key, which others cannot read in the list of processes."""
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+Load = Callable[[EngineConfig, Mode, int | None], "Model"]
+
+
+def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
+    """Serve; returns the exit status. `load` stands in for `load_model`."""
+    return main_guard(lambda: _run(parse(_parser(), argv), load or load_model))
+
+
+def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Model:
+    """The model and its engine, warmed up. ValueError for a KV cache above `memory_limit` bytes."""
+    from serve.engine_thread import Model
+    from sharesd.cli.start import load_runtime, start_engine
+    from sharesd.config import SamplingParams
+
+    runtime = load_runtime(config, (mode,))
+    size = runtime.cache.nbytes
+    if memory_limit is not None and size > memory_limit:
+        raise ValueError(
+            f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens takes {size / 2**20:.0f} MiB and "
+            f"--memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
+        )
+    return Model(
+        engine=start_engine(runtime, mode, SamplingParams()),  # type: ignore[arg-type]
+        tokenizer=runtime.tokenizer,
+        max_context=runtime.max_context,
+        vocab_size=runtime.target.vocab_size,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m serve",
+        description="Serve a model over HTTP as OpenAI's API has it. The address goes to stdout as soon as it listens, "
+        "a line for each request to stderr. docs/serving.md has the endpoints.",
+    )
+    add_mode_option(parser, several=False)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
+    group.add_argument("--port", type=_port, default=8000, help="0: any that is free")
+    group.add_argument("--max-batch", type=_count, default=8, metavar="N", help="answers decoded together")
+    group.add_argument("--max-queue", type=_count, default=64, metavar="N", help="answers that may wait")
+    group.add_argument(
+        "--memory-limit",
+        type=_size,
+        default=argparse.SUPPRESS,
+        metavar="SIZE",
+        help="of the KV cache, as 512M or 2G; more is an error at start",
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"ask for it (repeatable); {KEY_VARIABLE} in the environment is one, too",
+    )
+    group.add_argument(
+        "--served-model-name",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="what requests call the model (default: the name of its folder, file or repository)",
+    )
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages of this origin may ask, as https://example.org, or * (repeatable; default: none)",
+    )
+    group.add_argument("--max-body", type=_size, default=_size("4M"), metavar="SIZE", help="of a request")
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="after SIGTERM, seconds for the requests that run",
+    )
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="of a request's line")
+    group.add_argument("--log-prompts", action="store_true", help="log what was asked, too")
+    add_model_options(parser)
+    return parser
+
+
+def _run(args: argparse.Namespace, load: Load) -> int:
+    mode = mode_of(args)
+    config = replace(engine_config(args, modes=(mode,)), max_batch=args.max_batch)
+    environment_key = os.environ.get(KEY_VARIABLE)
+    target = config.target or EMBEDDED
+    settings = Settings(
+        model_name=getattr(args, "served_model_name", None) or Path(target).name,
+        root=target,
+        mode=config.mode,
+        max_batch=args.max_batch,
+        max_queue=args.max_queue,
+        max_body=args.max_body,
+        api_keys=(*args.api_key, *([environment_key] if environment_key else [])),
+        cors_origins=tuple(args.cors_origin),
+        shutdown_timeout=args.shutdown_timeout,
+        json_log=args.log_format == "json",
+        log_prompts=args.log_prompts,
+    )
+    try:
+        from serve.server import Server, listen
+    except ImportError as error:
+        raise ValueError(f"{error}; the server needs more packages: pip install sharesd[serve]") from error
+    try:
+        sock, url = listen(args.host, args.port)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot listen on {args.host}, port {args.port} ({reason}); choose others") from error
+    with sock:
+        print(url, flush=True)
+        server = Server(settings, partial(load, config, mode, getattr(args, "memory_limit", None)), sock)
+        status = server.run()
+    if server.left_thread:
+        os._exit(status)
+    return status
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    port = _count(text)
+    if port > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports end at 65535")
+    return port
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return float(text)
+
+
+def _size(text: str) -> int:
+    """Bytes of a size like 512M or 2G."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)(i?b)?", text.lower())
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; for example 512M or 2G")
+    return int(float(parts[1]) * _UNITS[parts[2]])

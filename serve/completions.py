@@ -1,0 +1,98 @@
+"""`POST /v1/completions`, and `POST /predict`, which is a completion in few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from serve.answer import respond, start
+from serve.choice import Choice, Tokens
+from serve.form import Form, finite
+from serve.schemas import CompletionBody, PredictBody, read
+from serve.service import Call
+from serve.tokens import TokenTexts, encode, token_text
+from sharesd.models.tokenizer import Tokenizer
+
+DEFAULT_TOKENS = 16
+"""OpenAI's `max_tokens` of completions."""
+
+
+async def completions(request: Request) -> Response:
+    """Go on with texts or token ids."""
+    body = await read(request, CompletionBody)
+    call = await _start(request, body)
+    return await respond(request, call, body, CompletionForm(call.model.tokenizer, body))
+
+
+async def predict(request: Request) -> Response:
+    """The prompt and what 40 sampled tokens add to it, as one JSON string."""
+    prompt = (await read(request, PredictBody)).prompt
+    call = await _start(request, CompletionBody(prompt=prompt, max_tokens=40, top_k=10, top_p=0.9))
+    await call.finish()
+    return JSONResponse(prompt + call.choices[0].text)
+
+
+async def _start(request: Request, body: CompletionBody) -> Call:
+    prompts = request.state.visit.prompt = body.prompts
+    if body.most_tokens is None:
+        body = body.model_copy(update={"max_tokens": DEFAULT_TOKENS})
+    return await start(
+        request, body, "prompt", len(prompts), lambda model: [encode(model, prompt) for prompt in prompts]
+    )
+
+
+class CompletionForm(Form):
+    """Texts."""
+
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl-"
+
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody) -> None:
+        super().__init__(tokenizer, body)
+        self._prompts = body.prompts if body.echo else None
+        self._begun: set[Choice] = set()
+        self._offsets: dict[Choice, tuple[TokenTexts, int]] = {}
+
+    def streamed(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+        echo = "" if choice in self._begun else self._echo(choice)
+        self._begun.add(choice)
+        return {"text": echo + tokens.text}
+
+    def complete(self, choice: Choice) -> dict[str, Any]:
+        return {"text": self._echo(choice) + choice.text}
+
+    def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+        assert tokens.logprobs is not None
+        texts = [token_text(self.tokenizer, token) for token in tokens.token_ids]
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(value) for value in tokens.logprobs],
+            "top_logprobs": [self._by_text(top) for top in tokens.top_logprobs] if tokens.top_logprobs else None,
+            "text_offset": self._text_offsets(choice, tokens),
+        }
+
+    def _by_text(self, likeliest: list[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by text; of tokens that read alike, the likeliest one's."""
+        texts: dict[str, float] = {}
+        for token, value in likeliest:
+            texts.setdefault(token_text(self.tokenizer, token), finite(value))
+        return texts
+
+    def _echo(self, choice: Choice) -> str:
+        """The prompt, as it was given or as its ids read."""
+        if self._prompts is None:
+            return ""
+        prompt = self._prompts[choice.prompt_index]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _text_offsets(self, choice: Choice, tokens: Tokens) -> list[int]:
+        """Where each token begins in the text."""
+        stream, end = self._offsets.get(choice) or (TokenTexts(self.tokenizer), 0)
+        starts = []
+        for text in stream.push(tokens.token_ids, last=tokens.finish_reason is not None):
+            starts.append(end)
+            end += len(text)
+        self._offsets[choice] = stream, end
+        return starts

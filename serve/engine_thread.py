@@ -1,0 +1,187 @@
+"""The one thread that touches the engine: it loads it, feeds it, steps it, and tells the event loop what happened."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from serve.choice import Choice, Chunk
+from sharesd.config import SamplingParams
+from sharesd.models.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """What the server needs of an engine."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    def add(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Any: ...
+    def step(self) -> Sequence[Any]: ...
+    def cancel(self, request: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    max_context: int
+    """Tokens of prompt and answer together."""
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded."""
+
+    model: Model
+
+
+@dataclass(frozen=True)
+class Added:
+    """The engine took these choices, or refused them all (`error`)."""
+
+    choices: list[Choice]
+    error: ValueError | None = None
+
+
+class Output(NamedTuple):
+    """What a round gave to a choice."""
+
+    choice: Choice
+    chunk: Chunk
+    num_drafted: int
+    """Draft tokens that were verified in it."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A step of the engine."""
+
+    outputs: list[Output]
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Loading or decoding failed: the thread has ended."""
+
+    error: BaseException
+
+
+@dataclass
+class _Taken:
+    """A choice that the engine decodes."""
+
+    choice: Choice
+    num_drafted: int = 0
+
+
+Event = Ready | Added | Round | Failed
+
+
+class EngineThread:
+    """Runs a model that `load` makes. All methods may be called from any thread; events go to `tell`, in order."""
+
+    def __init__(self, load: Callable[[], Model], tell: Callable[[Event], None]) -> None:
+        self._load, self._tell = load, tell
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._requests: dict[Choice, Any] = {}
+        self._taken: dict[int, _Taken] = {}  # by the identity of the engine's request
+        self._stopped = False
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Load, and decode from then on."""
+        self._thread.start()
+
+    def add(self, choices: Sequence[Choice]) -> None:
+        """Decode these, all or none; `Added` follows."""
+        self._inbox.put(partial(self._add, list(choices)))
+
+    def cancel(self, choices: Sequence[Choice]) -> None:
+        """Forget these before the next round. Chunks of rounds before it may still come."""
+        self._inbox.put(partial(self._cancel, list(choices)))
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread after the step that it is in; False if that takes longer than `timeout` seconds."""
+        self._inbox.put(self._stop)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def seconds_in_step(self) -> float:
+        """For how long the step that runs now has been running; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _run(self) -> None:
+        try:
+            model = self._load()
+            self._engine = model.engine
+            self._tell(Ready(model))
+            while not self._stopped:
+                self._read_inbox()
+                if self._requests:
+                    self._step()
+        except BaseException as error:
+            self._tell(Failed(error))
+
+    def _read_inbox(self) -> None:
+        """Do what was asked for; wait for it where there is nothing else to do."""
+        wait = not self._requests
+        while True:
+            try:
+                self._inbox.get(block=wait)()
+            except queue.Empty:
+                return
+            wait = False
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        chunks = self._engine.step()
+        self._step_began = None
+        outputs = [self._output(chunk) for chunk in chunks]
+        for choice, chunk, _ in outputs:
+            if chunk.finish_reason is not None:
+                self._forget(choice)
+        self._tell(Round(outputs, self._engine.num_running, self._engine.num_waiting))
+
+    def _output(self, chunk: Chunk) -> Output:
+        taken = self._taken[id(chunk.request)]
+        before, taken.num_drafted = taken.num_drafted, chunk.request.stats.drafted_tokens
+        return Output(taken.choice, chunk, taken.num_drafted - before)
+
+    def _add(self, choices: list[Choice]) -> None:
+        try:
+            for choice in choices:
+                request = self._engine.add(choice.prompt, choice.params, choice.index)
+                self._requests[choice], self._taken[id(request)] = request, _Taken(choice)
+        except ValueError as error:
+            self._cancel(choices)
+            self._tell(Added(choices, error))
+        else:
+            self._tell(Added(choices))
+
+    def _cancel(self, choices: list[Choice]) -> None:
+        for choice in choices:
+            if choice in self._requests:
+                self._engine.cancel(self._requests[choice])
+                self._forget(choice)
+        self._tell(Round([], self._engine.num_running, self._engine.num_waiting))
+
+    def _forget(self, choice: Choice) -> None:
+        del self._taken[id(self._requests.pop(choice))]
+
+    def _stop(self) -> None:
+        self._stopped = True

@@ -1,0 +1,113 @@
+"""What a client is told when something is wrong, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+MOST_SHOWN = 40
+"""Characters of a wrong value that a message repeats."""
+
+WANTED = {
+    "prompt": "give a text, a list of texts, a list of token ids, or a list of such lists, none of them empty",
+    "stop": "give a text or a list of up to 16 texts, none of them empty or above 1,000 characters",
+    "content": "give a text, or a list of parts of type text",
+    "tools": "tools are not supported; leave them out",
+    "tool_choice": "tools are not supported; leave it out",
+    "response_format": "only {'type': 'text'} is supported",
+    "logit_bias": "give up to 1,024 token ids with numbers from -100 to 100",
+}
+"""What to say about parameters for which a type would say too little."""
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """`{"error": ...}`."""
+        return {"error": {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The error as a response."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def _kind(status: int) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 429:
+            return "rate_limit_error"
+        case 503:
+            return "service_unavailable_error"
+        case _:
+            return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A wrong value, with the parameter's name."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str) -> ApiError:
+    """The server cannot answer at the moment."""
+    return ApiError(503, message, headers={"retry-after": "1"})
+
+
+def engine_failed() -> ApiError:
+    """What running requests are told when the engine fails; the reason is for the log."""
+    return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
+
+
+def of_status(status: int, path: str) -> ApiError:
+    """What routing found: an unknown path, a wrong method."""
+    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MOST_SHOWN]}")
+
+
+def of_schema(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = first["loc"]
+    if first["type"] == "json_invalid":
+        return invalid(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if not place:
+        return invalid(_reason(first["msg"]))
+    param = ".".join(str(part) for part in place if part not in KINDS)[:MOST_SHOWN]
+    name = next((str(part) for part in reversed(place) if part in WANTED), "")
+    if first["type"] == "extra_forbidden" and not name:
+        return invalid(f"{param} is not a parameter here; leave it out", param)
+    if first["type"] == "missing":
+        return invalid(f"{param} is missing", param)
+    shown = json.dumps(first["input"], ensure_ascii=False, default=str)
+    shown = shown if len(shown) <= MOST_SHOWN else shown[: MOST_SHOWN - 2] + " …"
+    if name:
+        return invalid(f"{param} is {shown}; {WANTED[name]}", param.partition(".")[0])
+    return invalid(f"{param} is {shown}; {_reason(first['msg'])}", param)
+
+
+KINDS = {"str", "int", "float", "bool", "list[str]", "list[int]", "list[list[int]]", "list[Part]", "dict[int,float]"}
+"""Names of a union's members, which pydantic puts into places."""
+
+
+def _reason(message: str) -> str:
+    message = message.removeprefix("Value error, ").replace("Input should be", "it should be")
+    return message[0].lower() + message[1:]

@@ -1,0 +1,73 @@
+"""How an endpoint writes what the engine gives: the choices of streamed chunks and of whole answers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from serve.choice import Choice, Tokens
+from serve.schemas import Generation
+from serve.tokens import TokenTexts
+from sharesd.models.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON does not have."""
+
+
+class Form:
+    """The base of both endpoints' forms; belongs to one request."""
+
+    kind: str
+    """`object` of a whole answer."""
+    chunk_kind: str
+    """`object` of a streamed chunk."""
+    id_prefix: str
+
+    def __init__(self, tokenizer: Tokenizer, body: Generation) -> None:
+        self.tokenizer = tokenizer
+        self._details, self._logprobs = bool(body.token_details), body.num_top is not None
+        self._texts: dict[Choice, TokenTexts] = defaultdict(lambda: TokenTexts(tokenizer))
+
+    def part(self, choice: Choice, tokens: Tokens) -> dict[str, Any] | None:
+        """A choice of a streamed chunk; None where there is nothing to tell yet."""
+        if not (tokens.text or tokens.finish_reason or self._details or self._logprobs):
+            return None
+        return self._choice(choice, tokens, self.streamed(choice, tokens)) | self._token_details(choice, tokens)
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """A choice of an answer."""
+        return self._choice(choice, choice, self.complete(choice)) | self._token_details(choice, choice)
+
+    def streamed(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+        """The text of some tokens."""
+        raise NotImplementedError
+
+    def complete(self, choice: Choice) -> dict[str, Any]:
+        """The text of an answer."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+        """The log-probabilities of tokens; there are some."""
+        raise NotImplementedError
+
+    def _choice(self, choice: Choice, tokens: Tokens, text: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self.logprobs(choice, tokens) if tokens.logprobs is not None else None
+        return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": tokens.finish_reason}
+
+    def _token_details(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+        """The extension `tokens`: who made each."""
+        if not self._details:
+            return {}
+        texts = self._texts[choice].push(tokens.token_ids, last=tokens.finish_reason is not None)
+        rows = zip(tokens.token_ids, texts, tokens.sources, tokens.drafters, strict=True)
+        return {"tokens": [{"id": i, "text": t, "source": s, "drafter": d} for i, t, s, d in rows]}
+
+
+def alternatives(tokens: Tokens) -> list[list[tuple[int, float]]]:
+    """For each token the likeliest ones; none where none were asked for."""
+    return tokens.top_logprobs or [[] for _ in tokens.token_ids]
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,33 @@
+"""One line on stderr for each request, in text or JSON; prompts only where they are asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+
+class RequestLog:
+    """Where lines go."""
+
+    def __init__(self, *, as_json: bool, stream: TextIO | None = None) -> None:
+        self._as_json, self._stream = as_json, stream or sys.stderr
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """One line of what is known; what is None is left out."""
+        line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        line |= {name: round(v, 4) if isinstance(v, float) else v for name, v in facts.items() if v is not None}
+        if self._as_json:
+            text = json.dumps(line)
+        else:
+            text = " ".join(f"{name}={_plain(value)}" for name, value in line.items())
+        print(text, file=self._stream, flush=True)
+
+
+def _plain(value: Any) -> str:
+    """A value that cannot be taken for the next one, or for a new line."""
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    simple = text.isascii() and text.isprintable() and not {*' "='} & {*text}
+    return text if simple or not isinstance(value, str) else json.dumps(text)

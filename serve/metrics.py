@@ -1,0 +1,142 @@
+"""Counters in Prometheus' form, under vLLM's names with `sharesd:` for `vllm:`, where the meaning is the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from serve.choice import Choice
+from serve.engine_thread import Output, Round
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+LONG_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
+PER_ROUND = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, model_name: str, kv_use: Callable[[], float]) -> None:
+        """`kv_use` tells which share of the KV cache is in use."""
+        self._registry = CollectorRegistry()
+        self._model = model_name
+        self._running = self._gauge("num_requests_running", "Choices that have a row")
+        self._waiting = self._gauge("num_requests_waiting", "Choices that wait for a row")
+        self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all").set_function(kv_use)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, those found in the cache included")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
+        self._success = self._counter("request_success", "Choices that ended", "finished_reason")
+        self._gone = self._counter("http_requests_client_disconnected", "Requests whose client hung up")
+        self._rejections = self._counter("admission_rejections", "Requests for which there was no place", "reason")
+        self._first = self._histogram("time_to_first_token_seconds", "Until the first tokens of a choice", SECONDS)
+        self._gap = self._histogram("inter_token_latency_seconds", "Between rounds of a choice, per token", SECONDS)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Until the end of a choice", LONG_SECONDS)
+        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a choice", TOKENS)
+        self._length = self._histogram("request_generation_tokens", "Tokens of a choice", TOKENS)
+        self._iteration = self._histogram("iteration_tokens_total", "Tokens of a round, of all rows", PER_ROUND)
+        self._speculation = [_Speculation(self._registry, model_name, prefix) for prefix in ("sharesd", "vllm")]
+        self._by_drafter = self._counter(
+            "spec_decode_num_accepted_tokens_per_drafter", "Accepted draft tokens", "drafter"
+        )
+
+    def exposition(self) -> bytes:
+        """The text that `GET /metrics` answers with."""
+        return generate_latest(self._registry)
+
+    def round(self, event: Round) -> None:
+        """A step of the engine has ended."""
+        self._running.set(event.num_running)
+        self._waiting.set(event.num_waiting)
+        if event.outputs:
+            self._iteration.observe(sum(len(output.chunk.token_ids) for output in event.outputs))
+
+    def gave(self, output: Output, gap: float | None) -> None:
+        """A choice took tokens, `gap` seconds after those before; None: they are its first."""
+        choice, chunk, num_drafted = output
+        num_tokens = len(chunk.token_ids)
+        self._generation_tokens.inc(num_tokens)
+        if gap is None:
+            self._began(choice)
+        else:
+            self._gap.observe(gap / max(1, num_tokens))
+        if num_drafted:
+            num_accepted = chunk.sources.count("accepted")
+            for counters in self._speculation:
+                counters.round(num_drafted, num_accepted)
+        for drafter in chunk.drafters:
+            if drafter is not None:
+                self._by_drafter.labels(*self._own, drafter).inc()
+        if chunk.finish_reason is not None:
+            self._ended(choice)
+
+    def rejected(self, reason: str) -> None:
+        """There was no place for a request."""
+        self._rejections.labels(*self._own, reason).inc()
+
+    def hung_up(self) -> None:
+        """A client went away before its answer was complete."""
+        self._gone.inc()
+
+    def _began(self, choice: Choice) -> None:
+        assert choice.first is not None
+        self._first.observe(choice.first - choice.began)
+        self._prompt_tokens.inc(len(choice.prompt))
+        self._queries.inc(len(choice.prompt))
+        self._hits.inc(choice.cached_tokens)
+        self._prompt_length.observe(len(choice.prompt))
+
+    def _ended(self, choice: Choice) -> None:
+        self._success.labels(*self._own, choice.finish_reason).inc()
+        self._whole.observe(time.monotonic() - choice.began)
+        self._length.observe(len(choice.token_ids))
+
+    @property
+    def _own(self) -> tuple[str, str]:
+        return self._model, "0"
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return _bound(Gauge(f"sharesd:{name}", text, LABELS, registry=self._registry), self._own)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        """A counter; one that has labels of its own gets their values with each use."""
+        counter = Counter(f"sharesd:{name}", text, (*LABELS, *labels), registry=self._registry)
+        return counter if labels else _bound(counter, self._own)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"sharesd:{name}", text, LABELS, buckets=buckets, registry=self._registry)
+        return _bound(histogram, self._own)
+
+
+LABELS = ("model_name", "engine")
+"""As vLLM has them; there is one engine."""
+
+
+def _bound(metric: Any, values: tuple[str, str]) -> Any:
+    return metric.labels(*values)
+
+
+class _Speculation:
+    """The four counters from which clients compute acceptance, under one prefix."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, prefix: str) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{prefix}:spec_decode_{name}", text, (*LABELS, *labels), registry=registry)
+
+        own = self._own = (model_name, "0")
+        self._drafts = counter("num_drafts", "Rounds of choices that verified a draft").labels(*own)
+        self._drafted = counter("num_draft_tokens", "Draft tokens that were verified").labels(*own)
+        self._accepted = counter("num_accepted_tokens", "Draft tokens that were accepted").labels(*own)
+        self._at = counter("num_accepted_tokens_per_pos", "Accepted draft tokens, by their place", "position")
+
+    def round(self, num_drafted: int, num_accepted: int) -> None:
+        self._drafts.inc()
+        self._drafted.inc(num_drafted)
+        self._accepted.inc(num_accepted)
+        for position in range(num_accepted):
+            self._at.labels(*self._own, str(position)).inc()

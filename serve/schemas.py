@@ -1,0 +1,254 @@
+"""What a body may say: every parameter that is honoured, and those that are accepted and have no effect.
+
+Anything else is an error that names it. Types are strict: no text stands for a number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from serve.errors import invalid, of_schema
+from sharesd.config import SamplingParams
+
+MOST_CHOICES = 128
+"""`n` at most; the queue may allow less."""
+MOST_TOP = 20
+"""Alternatives per token at most."""
+
+
+class Strict(BaseModel):
+    """No unknown keys, no conversions, no NaN, no infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Body = TypeVar("Body", bound=Strict)
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Ids = Annotated[list[int], Field(min_length=1)]
+
+
+async def read(request: Request, kind: type[Body]) -> Body:
+    """The body of a request; ApiError for what is wrong with it."""
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise of_schema(error) from None
+
+
+class StreamOptions(Strict):
+    """What a stream ends with."""
+
+    include_usage: bool | None = None
+    """A last chunk with the usage and no choices."""
+
+
+class TextFormat(Strict):
+    """The one form of answers that there is."""
+
+    type: Literal["text"]
+
+
+class Generation(Strict):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: Literal[1] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculate: bool | None = None
+    """Ours: false switches this request's drafts off."""
+    token_details: bool | None = None
+    """Ours: where each token came from, and how the drafts fared."""
+
+    # Accepted, and without effect on the answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options is given without stream; set that, or leave it out", "stream_options")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            message = f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}"
+            raise invalid(f"{message}; give one of the two", "max_tokens")
+        return self
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """`n`."""
+        return self.n or 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of each answer at most, where the request says so."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.token_details or (self.stream_options and self.stream_options.include_usage))
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives per token to tell; None: no log-probabilities at all."""
+        return None
+
+    def params(self, *, most_tokens: int, seed: int) -> SamplingParams:
+        """How each choice is sampled. OpenAI's default temperature is 1."""
+        return SamplingParams(
+            max_new_tokens=most_tokens,
+            temperature=_or(self.temperature, 1.0),
+            top_k=max(0, _or(self.top_k, 0)),
+            top_p=_or(self.top_p, 1.0),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            logit_bias=self.logit_bias or {},
+            seed=seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.num_top is not None,
+            top_logprobs=self.num_top or 0,
+            speculate=_or(self.speculate, True),
+        )
+
+
+class Part(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One message. Keys that answers have, and that are sent back with them, may be null."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates read it: `developer` is the newer name of `system`; parts are lines."""
+        role = "system" if self.role == "developer" else self.role
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class ChatBody(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    response_format: TextFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Any = None
+    """Without effect, as there are no tools."""
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs is given without logprobs; set that, or leave it out", "top_logprobs")
+        return self
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _can_echo(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise invalid("echo with logprobs is not supported: the prompt's are not computed; leave one out", "echo")
+        return self
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else self.prompt  # type: ignore[list-item, return-value]
+
+
+class PredictBody(Strict):
+    """`POST /predict`."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+
+
+class TokenizeBody(Strict):
+    """`POST /tokenize`: a text, or messages, which go through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("give prompt or messages, one of the two", "prompt")
+        wrong = "add_generation_prompt" if self.messages is None else "add_special_tokens"
+        if getattr(self, wrong) is not None:
+            raise invalid(f"{wrong} has no effect here; leave it out", wrong)
+        return self
+
+
+class DetokenizeBody(Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+Value = TypeVar("Value")
+
+
+def _or(value: Value | None, default: Value) -> Value:
+    return default if value is None else value

@@ -1,0 +1,105 @@
+"""From a socket to an exit status: listening, signals, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from serve.app import make_app
+from serve.engine_thread import Model
+from serve.service import Service
+from serve.settings import Settings
+
+LAST_SECONDS = 5
+"""For responses that clients do not read."""
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """A listening socket and its URL; port 0 takes any that is free. OSError where that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host, port), family=family, backlog=2048)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens shall not wait
+    shown = f"[{host}]" if ":" in host else host
+    return sock, f"http://{shown}:{sock.getsockname()[1]}"
+
+
+class Server:
+    """Serves one model on one socket, once."""
+
+    def __init__(self, settings: Settings, load: Callable[[], Model], sock: socket.socket) -> None:
+        self._settings, self._load, self._sock = settings, load, sock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked_to_stop: asyncio.Event
+        self.left_thread = False
+        """After `run`: the engine's thread did not end. It must not meet the interpreter's end in native code."""
+
+    def run(self) -> int:
+        """Serve until SIGTERM, SIGINT or `stop`; returns the exit status: 0, or 1 after a failure of the engine.
+
+        Raises what loading the model raised. A second signal ends the process at once.
+        """
+        return asyncio.run(self._run())
+
+    def stop(self) -> None:
+        """As the first signal does, from any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._asked_to_stop.set)
+
+    async def _run(self) -> int:
+        self._loop, self._asked_to_stop = asyncio.get_running_loop(), asyncio.Event()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._on_signal, number)
+        service = Service(self._settings, self._load)
+        http = _Http(
+            uvicorn.Config(
+                make_app(service),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+        serving = asyncio.create_task(http.serve(sockets=[self._sock]))
+        await self._end(service, serving)
+        http.should_exit = True
+        await serving
+        self.left_thread = not service.stop()
+        if service.failure is not None and service.model is None:
+            raise service.failure
+        return 0 if service.failure is None else 1
+
+    async def _end(self, service: Service, serving: asyncio.Task) -> None:
+        """Wait for a reason to end, and for the requests that run."""
+        stop, failed = (asyncio.create_task(event.wait()) for event in (self._asked_to_stop, service.failed))
+        await asyncio.wait({stop, failed, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if service.failed.is_set():
+            await service.wait_after_failure()
+        else:
+            failed.cancel()
+            await service.drain(self._settings.shutdown_timeout)
+        stop.cancel()
+
+    def _on_signal(self, number: int) -> None:
+        if self._asked_to_stop.is_set():
+            os._exit(128 + number)
+        self._asked_to_stop.set()
+
+
+class _Http(uvicorn.Server):
+    """uvicorn, which would end the process by the signal that it has caught."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

@@ -1,0 +1,41 @@
+"""Server-sent events: what each round gave, at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from serve.errors import ApiError
+from serve.form import Form
+from serve.schemas import Generation
+from serve.service import Call
+from serve.usage import ending
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+async def events(
+    call: Call, form: Form, head: Mapping[str, Any], body: Generation, *, patience: float
+) -> AsyncIterator[bytes]:
+    """A stream's bytes: an event for each choice that a round gave something, and a comment after `patience` seconds of
+    silence. A failure is an event, too, and then the stream ends as ever.
+    """
+    nothing_yet = {"usage": None} if body.wants_usage else {}
+    try:
+        async for outputs in call.rounds(patience):
+            parts = [form.part(output.choice, output.chunk) for output in outputs]
+            data = [event({**head, "choices": [part], **nothing_yet}) for part in parts if part is not None]
+            if data or not outputs:
+                yield b"".join(data) or KEEP_ALIVE
+        if body.wants_usage:
+            yield event({**head, "choices": [], **ending(call.choices, body)})
+    except ApiError as error:
+        yield event(error.body)
+    yield DONE
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"

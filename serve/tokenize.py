@@ -1,0 +1,41 @@
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+
+from serve.answer import check_name
+from serve.engine_thread import Model
+from serve.schemas import DetokenizeBody, TokenizeBody, read
+from serve.tokens import decode, encode_chat
+
+
+async def tokenize(request: Request) -> dict[str, Any]:
+    """Token ids of a text, or of a conversation in the chat template."""
+    body = await read(request, TokenizeBody)
+    model = _model(request, body.model)
+    tokens = await run_in_threadpool(_ids, model, body)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": model.max_context}
+
+
+async def detokenize(request: Request) -> dict[str, Any]:
+    """The text of token ids."""
+    body = await read(request, DetokenizeBody)
+    model = _model(request, body.model)
+    return {"prompt": await run_in_threadpool(decode, model, body.tokens, "tokens")}
+
+
+def _model(request: Request, name: str | None) -> Model:
+    service = request.app.state.service
+    check_name(service, name)
+    return service.ready_model()
+
+
+def _ids(model: Model, body: TokenizeBody) -> list[int]:
+    if body.messages is None:
+        return model.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+    messages = [message.for_template() for message in body.messages]
+    return encode_chat(model, messages, add_generation_prompt=body.add_generation_prompt is not False)

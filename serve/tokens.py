@@ -1,0 +1,112 @@
+"""Token ids, texts and bytes: what requests give, and what answers show of single tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from serve.engine_thread import Model
+from serve.errors import ApiError, invalid
+from sharesd.models.tokenizer import TextStream, Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def encode(model: Model, prompt: str | Sequence[int]) -> list[int]:
+    """The ids of a prompt that can be answered; ApiError 400 for one that cannot."""
+    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    return _checked(model, ids, "prompt")
+
+
+def encode_chat(
+    model: Model, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+) -> list[int]:
+    """The ids of a conversation; ApiError 400 where there is no chat template, or where it refuses the messages."""
+    try:
+        ids = model.tokenizer.chat(messages, add_generation_prompt)
+    except (ValueError, TypeError) as error:
+        raise invalid(str(error), "messages") from None
+    return _checked(model, ids, "messages")
+
+
+def room(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> int:
+    """Tokens that an answer may have: as many as asked for, or all that the context still holds.
+
+    ApiError 400 with both numbers where prompt and answer do not fit.
+    """
+    left = model.max_context - len(prompt)
+    if left < 1 or (asked or 0) > left:
+        total, answer = len(prompt) + (asked or 1), asked or "at least 1"
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {model.max_context} tokens. However, you requested {total} tokens "
+            f"({len(prompt)} in the {param}, {answer} in the completion). Please reduce the length of the {param} or "
+            "completion.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return left if asked is None else asked
+
+
+def decode(model: Model, ids: Sequence[int], param: str) -> str:
+    """The text of ids; ApiError 400 for ids outside the vocabulary."""
+    return model.tokenizer.decode(_known(model, ids, param))
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """One token by itself, special ones included, with the space that it begins with."""
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    piece = tokenizer.backend.id_to_token(token) or ""
+    return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
+    """The bytes of one token, which need not be whole characters; None where it stands for no bytes that we know."""
+    text = token_text(tokenizer, token)
+    if "\ufffd" not in text:
+        return list(text.encode())
+    piece = tokenizer.backend.id_to_token(token) or ""
+    byte = _BYTE_TOKEN.fullmatch(piece)
+    if byte:
+        return [int(byte[1], 16)]
+    known = _byte_of()
+    return [known[c] for c in piece] if all(c in known for c in piece) else None
+
+
+class TokenTexts:
+    """What each token adds to a text: an incomplete character is joined to the token that completes it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._stream = TextStream(tokenizer)
+
+    def push(self, ids: Sequence[int], *, last: bool) -> list[str]:
+        """The text that each of these adds; with the `last` ones comes what is still held back."""
+        texts = [self._stream.push([token]) for token in ids]
+        if last and texts:
+            texts[-1] += self._stream.finish()
+        return texts
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes (as GPT-2 has it): those that cannot be printed are
+    moved beyond 255, in order.
+    """
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = [byte for byte in range(256) if byte not in set(printed)]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+
+
+def _checked(model: Model, ids: list[int], param: str) -> list[int]:
+    if not ids:
+        raise invalid(f"{param} has no tokens; give at least one", param)
+    return _known(model, ids, param)
+
+
+def _known(model: Model, ids: Sequence[int], param: str) -> list[int]:
+    wrong = next((i for i in ids if not 0 <= i < model.vocab_size), None)
+    if wrong is not None:
+        raise invalid(f"token id {str(wrong)[:20]} is outside the vocabulary of {model.vocab_size}", param)
+    return list(ids)

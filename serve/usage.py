@@ -1,0 +1,64 @@
+"""What a request has used, and how its drafts fared. Counted by ids, never by text or chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from serve.choice import Choice
+from serve.schemas import Generation
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """OpenAI's `usage`: a prompt counts once, however many choices it has."""
+    cached: dict[int, int] = {}
+    for choice in choices:  # the first one to be read fills the cache for the others
+        cached[choice.prompt_index] = min(choice.cached_tokens, cached.get(choice.prompt_index, choice.cached_tokens))
+    prompt_tokens = sum({choice.prompt_index: len(choice.prompt) for choice in choices}.values())
+    completion_tokens = sum(len(choice.token_ids) for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }
+
+
+def speculative(choices: Sequence[Choice]) -> dict[str, Any]:
+    """The rounds of all choices together. The first token of each is of no round: the prompt's step gives it."""
+    begun = [choice for choice in choices if choice.first is not None]
+    num_decoded = sum(len(choice.token_ids) - 1 for choice in begun)
+    rounds = sum(choice.rounds for choice in begun)
+    seconds = max((c.last or 0.0 for c in begun), default=0.0) - min((c.first or 0.0 for c in begun), default=0.0)
+    accepted_at = [sum(counts) for counts in zip_longest(*(choice.accepted_at for choice in begun), fillvalue=0)]
+    return {
+        "tau": num_decoded / rounds if rounds else 0.0,
+        "rounds": rounds,
+        "drafted": sum(choice.drafted for choice in begun),
+        "accepted": sum(accepted_at),
+        "accepted_at": accepted_at,
+        "tokens_per_second": num_decoded / seconds if seconds > 0 else 0.0,
+    }
+
+
+def facts(choices: Sequence[Choice]) -> dict[str, Any]:
+    """A request's numbers, for its line in the log."""
+    firsts = [choice.first - choice.began for choice in choices if choice.first is not None]
+    counts, rounds = usage(choices), speculative(choices)
+    return {
+        "prompt_tokens": counts["prompt_tokens"],
+        "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": counts["completion_tokens"],
+        "first_token_s": min(firsts, default=None),
+        "finish": ",".join(choice.finish_reason or "cancelled" for choice in choices),
+        "seed": choices[0].params.seed,
+        "tau": rounds["tau"] or None,
+        "drafted": rounds["drafted"],
+        "accepted": rounds["accepted"],
+    }
+
+
+def ending(choices: Sequence[Choice], body: Generation) -> dict[str, Any]:
+    """What follows the choices: of a whole answer, or in the last chunk of a stream."""
+    return {"usage": usage(choices)} | ({"speculative": speculative(choices)} if body.token_details else {})
