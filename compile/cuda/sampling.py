@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compile.logits import NUMBERS
-
 BLOCK = 2048
 """Tokens that a program holds at once."""
 WARPS = 16
@@ -151,7 +149,7 @@ def process(
     i = tl.arange(0, BLOCK)
     spare_ptr += row * V
     out_ptr += row * V
-    numbers_ptr += row // T * F  # in the order of NUMBERS
+    numbers_ptr += row // T * F  # in the order of `compile.logits.NUMBERS`
     repetition = tl.load(numbers_ptr + 4).to(tl.float32)
     frequency = tl.load(numbers_ptr + 5).to(tl.float32)
     presence = tl.load(numbers_ptr + 6).to(tl.float32)
@@ -236,7 +234,7 @@ def process_logits(
         *(logits_BTV, numbers_BF, logits_BTV if bias_BV is None else bias_BV, prompt),
         *(logits_BTV if counts_BV is None else counts_BV, draft, seen, spare_BTV, out_BTV),
         *(T, V, N, cold),
-        F=len(NUMBERS),
+        F=numbers_BF.shape[1],
         BIAS=bias_BV is not None,
         PENALTIES=penalties,
         PATHS=seen_BTN is not None,
