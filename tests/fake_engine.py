@@ -18,12 +18,8 @@ from tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
 
 from serve.engine_thread import Model
 from sharesd.config import SamplingParams
+from sharesd.decoding.stops import StopChecker
 from sharesd.models.tokenizer import Tokenizer
-
-try:
-    from sharesd.decoding.stops import StopChecker
-except ImportError:
-    from sharesd.decoding.output import StopChecker  # type: ignore[attr-defined, no-redef]
 
 DRAFT = 3
 """Draft tokens in each round that drafts."""

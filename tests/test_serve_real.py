@@ -13,10 +13,7 @@ from tiny import make_checkpoint
 
 from serve.command import load_model
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.decoding.engine import Engine
 from sharesd.load import build
-
-pytestmark = pytest.mark.skipif(not hasattr(Engine, "add"), reason="this engine takes no requests one by one")
 
 PROMPTS = ["the cat sat", "a blue sky and", "why is the red mat"]
 
