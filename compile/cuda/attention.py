@@ -334,7 +334,7 @@ def attend_live(
         enable_fp_fusion=False,
     )
     G = H // K
-    ROWS, BLOCK = tile_of(G, D)
+    ROWS, BLOCK = tile_of(G, D, q.dtype)
     tiles = T * triton.cdiv(G, ROWS) if P else triton.cdiv(T * G, ROWS)
     top, total = (q.new_empty((B * T * H, X), dtype=torch.float32) for _ in range(2))
     part = q.new_empty((B * T * H, X, d), dtype=torch.float32)
@@ -365,6 +365,7 @@ def attend_live(
     return out
 
 
-def tile_of(G: int, D: int) -> tuple[int, int]:
+def tile_of(G: int, D: int, dtype: torch.dtype) -> tuple[int, int]:
     """Queries of a tile and slots of a block: functions of the model alone, since bits depend on them."""
-    return (16 if G == 1 else 32), (64 if D <= 64 else 32)
+    slots = 64 if D <= 64 else 32
+    return (16 if G == 1 else 32), (slots if D * dtype.itemsize < 1024 else 16)
