@@ -74,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--max-batch", type=_count, default=8, metavar="N", help="answers decoded together")
     group.add_argument("--max-queue", type=_count, default=64, metavar="N", help="answers that may wait")
     group.add_argument(
+        "--prefill-chunk",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="tokens of a prompt that are read between two rounds of other answers (default: 512, and on a CPU as many "
+        "as the others hardly notice)",
+    )
+    group.add_argument(
         "--memory-limit",
         type=_size,
         default=argparse.SUPPRESS,
@@ -116,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace, load: Load) -> int:
     mode = mode_of(args)
-    config = replace(engine_config(args, modes=(mode,)), max_batch=args.max_batch)
+    config = replace(engine_config(args, modes=(mode,)), max_batch=args.max_batch, prefill_chunk=args.prefill_chunk)
     environment_key = os.environ.get(KEY_VARIABLE)
     target = config.target or EMBEDDED
     settings = Settings(
