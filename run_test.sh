@@ -32,6 +32,10 @@ printf 'Hello! Who are you?\n/mode naive\nSay that again, shorter.\n/stats\n/exi
 step "benchmark: mtbench on two questions"
 python -m benchmark mtbench --num-questions 2 --max-new-tokens 16 --out-dir "$out/mtbench"
 
+step "serve: the same answers with drafts and without, four at once"
+python -m benchmark serve --spawn hybrid --dataset questions --num-prompts 4 --output-len 16 --max-concurrency 4 \
+  --out-dir "$out/serve" -- --max-batch 4 --max-context 1024
+
 step "wrong input is one line and status 2"
 for wrong in "sharesd generate hello --mode fast" "sharesd generate hello --target no/such/folder/here" \
   "benchmark mtbench --questions no-such-file.jsonl"; do
