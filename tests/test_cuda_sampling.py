@@ -147,7 +147,7 @@ def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
         parent = path.gather(2, (depth - 1).clamp(min=0)[..., None])[..., 0][:, 1:]
         target.scatter_(1, parent, tree.tokens.clamp(min=0))  # the last child of each is right
         wanted = accept_tree_reference(tree, tree.branches, target)
-        out = walking.walk_trees(tree.tokens, *tree.branches, target)
+        out = walking.walk_drafts(tree.tokens, *tree.branches, target)
         assert torch.equal(out, torch.cat([wanted.num_new[:, None], wanted.tokens, wanted.path], 1))
 
 
