@@ -168,7 +168,7 @@ class Runtime:
             for size in PIECES:
                 tokens = [0] * min(size, self.max_context)
                 prefill(model, cache, [tokens] + [[] for _ in range(cache.batch - 1)], [0] * cache.batch)
-            cache.lengths.zero_()
+            cache.lengths.fill_(1)
 
     def _costs_file(self, mode: str, params: SamplingParams) -> Path:
         """Where the costs of rounds are kept: a name for everything that they depend on."""

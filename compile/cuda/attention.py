@@ -81,7 +81,7 @@ def turn_and_write(
         ahead = depth.to(tl.int32)
     length = tl.load(length_ptr + b)
     slot = length + place
-    writes = slot < S  # rows of padding may lie behind the cache
+    writes = (slot >= 0) & (slot < S)  # rows of padding may lie behind the cache
     if head < H:
         source, target = q_ptr + b * q_b + t * q_t + head * d, out_ptr + (token.to(tl.int64) * H + head) * d
         writes = slot >= 0

@@ -175,7 +175,7 @@ class Engine:
         ids = self._encode(prompt)
         self._check(params)
         sampling.check_alike([params, *(request.params for request in self._requests)])
-        if not self._busy:
+        if all(request.call is not None for request in self._requests):
             self._take_cache()
         self._check_turn()
         return self._enqueue(ids, params, index)
@@ -184,13 +184,20 @@ class Engine:
         """A piece of one prompt, if one is to be read, and a round of the requests that are being decoded; a prompt is
         read to its end where there are none. [] where nothing is to do.
 
-        Raises RuntimeError if another engine has used the cache meanwhile.
+        Raises RuntimeError if another engine has used the cache meanwhile. Whatever else is raised on the way cancels
+        all requests: the device may be ahead of what was told.
         """
         if not self._busy:
             return []
         self._check_turn()
         use(self._device)
-        return [*self._read(whole=False), *self._round()]
+        try:
+            return [*self._read(whole=False), *self._round()]
+        except BaseException:
+            for request in self._requests:
+                self.cancel(request)
+            self._reading, self._flight = None, None
+            raise
 
     def cancel(self, request: Request) -> None:
         """The request ends where it is, without a reason, and no chunk of it follows. Its row is free at once."""
@@ -291,6 +298,8 @@ class Engine:
 
     def _take_cache(self) -> None:
         """The cache is ours from now on; what is left of earlier calls ends."""
+        for row in self._slots.taken:
+            self.sampling.release(row)
         self._slots.clear()
         self._waiting.clear()
         self._reading, self._flight, self._stale = None, None, True
@@ -327,8 +336,9 @@ class Engine:
 
     def _admit(self) -> Request:
         """The next request gets a row."""
-        self._reading = request = self._waiting.popleft()
+        request = self._waiting.popleft()
         row = self._slots.take(request)
+        self._reading = request
         self.sampling.place(row, request.params, request.index, request.prompt_ids)
         self._stale = True
         if self.drafter is not None:
@@ -400,14 +410,14 @@ class Engine:
         policy, round_ = way.policy, way.round(first, end)
         if self._stale:
             self._tell_rows(live)
-        calls = {request.call for request in (*live, *self._waiting)}
-        alone = len(calls) == 1 and None not in calls and not self._waiting and self._reading is None
+        alone = not self._waiting and self._reading is None and live[0].call is not None
         counting = awaited(live, alone)
         policy.awaited = [request.slot for request in counting]  # type: ignore[misc]
         context = sum(len(held) for held in self.cache.held[first:end]) / (end - first) + 1
         policy.live.at(context, CREW.size, end - first)
         plain = [row for row, request in zip(rows, live, strict=True) if not request.params.speculate]
         shape = way.shape(self._num_idle) if len(plain) < len(live) else PLAIN
+        round_.drafting.sampler.begin_draft()  # of an earlier one that was never verified
         tree = DraftTree(round_.drafting.root_B[:, None][:, :0])
         marks = [self._clock.mark()]
         if shape.nodes:

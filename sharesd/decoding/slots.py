@@ -36,10 +36,12 @@ class Slots:
         """
         cache, free = self._cache, self.free
         usable = self._usable(request)
-        source = max(range(cache.batch), key=lambda row: (usable[row], row in free, -self._used[row]))
+        source = max(range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._used[row]))
         oldest = min(free, key=lambda row: self._used[row])
         content = oldest if source not in free else source
-        row = min(free, key=lambda row: (self._reach(row), row != content))
+        taken = self.taken if self._partial else []
+        first, last = min(taken, default=cache.batch), max(taken, default=-1)
+        row = min(free, key=lambda row: (max(row, last) - min(row, first) if taken else 0, row != content))
         if row != content:
             cache.swap_rows(row, content)
             self._used[row], self._used[content] = self._used[content], self._used[row]
@@ -63,13 +65,6 @@ class Slots:
         """Nobody has any row."""
         for row in self.taken:
             self.release(self.requests[row])  # type: ignore[arg-type]
-
-    def _reach(self, row: int) -> int:
-        """How many rows a round would have with this one."""
-        if not self._partial:
-            return 0
-        rows = [row, *self.taken]
-        return max(rows) - min(rows)
 
     def _usable(self, request: Request) -> list[int]:
         """Of each row, how many tokens need not be read anew; the last one of a prompt always is."""
