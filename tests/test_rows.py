@@ -228,7 +228,8 @@ def test_no_row_waits_for_another() -> None:
 def test_a_step_reads_a_piece_of_a_prompt_and_decodes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new("naive", prefill_chunk=8)
     engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=40))
-    assert [len(chunk.token_ids) for chunk in engine.step()] == [1, 1], "its first token, and a round"
+    assert [len(chunk.token_ids) for chunk in engine.step()] == [1], "its first token goes out at once"
+    engine.step()
     passes = spy(engine, monkeypatch)
     late = engine.add(list(range(30)), GREEDY)
     chunks = [engine.step() for _ in range(4)]
@@ -250,12 +251,56 @@ def spy(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, int, list[
     return passes
 
 
-def test_alone_a_prompt_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_a_prompt_is_read_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine(tiny_decoder(3, max_position_embeddings=1024), max_context=900, prefill_chunk=8)
     passes = spy(engine, monkeypatch)
     engine.add([i % VOCAB for i in range(700)], GREEDY)
-    engine.step()
+    assert engine.step() == [] and engine.num_running == 1, "so that others are heard in between"
+    assert len(engine.step()) == 1 and len(engine.step()) == 1
     assert [(b, t) for b, t, _ in passes] == [(1, CHUNK), (1, 700 - CHUNK), (1, 1)]
+
+
+def test_a_draft_that_was_interrupted_leaves_no_noise() -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=6.0, seed=5)
+    engine = new("share", batch=1, auto_length=False)
+    round_ = engine.way(params).round()
+    verify, rounds = round_.verify, []
+
+    def interrupted(tree: Any) -> Any:
+        rounds.append(tree)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        return verify(tree)
+
+    round_.verify = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.complete([[1, 2, 3]], replace(params, seed=77))
+    want = new("naive", batch=1).complete([[4, 5, 6]], params)[0].token_ids
+    assert engine.complete([[4, 5, 6]], replace(params, speculate=False))[0].token_ids == want
+
+
+def test_a_step_that_fails_cancels_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has gone on, and nobody was told: texts would lack a token."""
+    engine = new("naive")
+    first = engine.add([1, 2, 3], GREEDY)
+    engine.step()
+    second = engine.add([4, 5], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "take", lambda request, ids: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert first.cancelled and second.cancelled and (engine.num_running, engine.num_waiting) == (0, 0)
+    engine.add([1, 2, 3], GREEDY)
+    assert len(engine.step()) == 1
+
+
+def test_what_is_added_ends_a_call_that_is_not_used_up() -> None:
+    engine = new("naive")
+    chunks = engine.generate([[1, 2, 3]], GREEDY)
+    next(chunks)
+    engine.add([7, 8], GREEDY)
+    with pytest.raises(RuntimeError, match="used the cache"):
+        list(chunks)
 
 
 def test_one_of_eight_rows_costs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,8 +181,8 @@ class Engine:
         return self._enqueue(ids, params, index)
 
     def step(self) -> list[TokenChunk]:
-        """A piece of one prompt, if one is to be read, and a round of the requests that are being decoded; a prompt is
-        read to its end where there are none. [] where nothing is to do.
+        """A piece of one prompt, if one is to be read, and a round of the requests that are being decoded; pieces are
+        large where there are none. [] where nothing has come out.
 
         Raises RuntimeError if another engine has used the cache meanwhile. Whatever else is raised on the way cancels
         all requests: the device may be ahead of what was told.
@@ -192,7 +192,9 @@ class Engine:
         self._check_turn()
         use(self._device)
         try:
-            return [*self._read(whole=False), *self._round()]
+            others = bool(self._live)
+            chunks = self._read(whole=False)
+            return [*chunks, *self._round()] if others or not chunks else chunks  # first tokens go out at once
         except BaseException:
             for request in self._requests:
                 self.cancel(request)
@@ -314,16 +316,14 @@ class Engine:
 
     @torch.inference_mode()
     def _read(self, *, whole: bool) -> list[TokenChunk]:
-        """Read a piece of a prompt, or, if nobody is being decoded, all of it; with `whole`, all prompts that get a
-        row. The first tokens of those that were read.
-        """
+        """Read a piece of a prompt; with `whole`, all prompts that get a row. The first tokens of those that were read."""
         chunks: list[TokenChunk] = []
         started = time.perf_counter()
         while self._reading or (self._waiting and self._slots.free):
             alone = whole or not self._live
             most = CHUNK if alone else self._prefill_chunk or self._bearable()
             chunks += self._read_piece(self._reading or self._admit(), most)
-            if not alone or (chunks and not whole):
+            if not whole:
                 break
         self.stats.prefill_s += time.perf_counter() - started
         return chunks
