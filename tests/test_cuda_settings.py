@@ -76,7 +76,7 @@ def test_the_gpu_that_was_asked_for_becomes_the_current_one(monkeypatch: pytest.
 
 def test_loading_and_every_call_make_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.device] = []
-    for module in ("load", "engine"):
+    for module in ("load", "decoding.engine"):
         monkeypatch.setattr(f"sharesd.{module}.use", used.append)
     checkpoint = str(make_checkpoint(tmp_path / "model"))
     Runtime(EngineConfig(target=checkpoint, device="cpu", compile="off", max_context=64), ("naive",))

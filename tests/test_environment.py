@@ -51,6 +51,6 @@ def test_it_says_what_comes_and_shows_pip(tmp_path: Path) -> None:
 def test_a_failure_names_its_reason_and_the_remedy(status: int, tmp_path: Path) -> None:
     done = make(tmp_path, status)
     assert done.returncode == 2 and not done.stdout
-    assert "error: pip could not install: -e .[dev]" in done.stderr
+    assert "error: pip could not install: -e .[dev,serve]" in done.stderr
     assert "No matching distribution found for nothing" in done.stderr and "pip config list" in done.stderr
     assert not (tmp_path / ".venv/made-from").exists()  # so that the next run begins anew
