@@ -255,6 +255,16 @@ def test_a_step_that_hangs_shows_in_health(monkeypatch: pytest.MonkeyPatch) -> N
         assert server.http.get("/health").status_code == 200
 
 
+def test_the_first_round_has_its_own_drafts_also_where_it_comes_with_the_first_token() -> None:
+    with served(eager=True) as server:
+        done = server.complete("the cat", seed=1, max_tokens=40, token_details=True)["speculative"]
+        assert done["drafted"] == 3 * done["rounds"]
+        metrics, own = server.metrics(), '{engine="0",model_name="fake"}'
+        assert metrics[f"vllm:spec_decode_num_drafts_total{own}"] == done["rounds"]
+        assert metrics[f"vllm:spec_decode_num_draft_tokens_total{own}"] == done["drafted"]
+        assert metrics[f"vllm:spec_decode_num_accepted_tokens_total{own}"] == done["accepted"]
+
+
 def test_metrics_have_the_names_that_vllms_client_reads(server: Served) -> None:
     def speculation() -> dict[str, float]:
         """As `vllm bench serve` reads them."""
