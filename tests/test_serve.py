@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,11 @@ import httpx
 import openai
 import pytest
 from fake_engine import REFUSED
+from pydantic import ValidationError
 from served import Served, served
+
+from serve.errors import of_schema
+from serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -217,15 +222,16 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     [
         *[("temperature", v) for v in (-1, "1", True, [1], 1e9)],
         *[("n", v) for v in (0, 129, 1.5, "2", 10**18)],
-        *[("max_tokens", v) for v in (0, -1, 2.5, "5")],
-        *[("max_completion_tokens", v) for v in (0, "5")],
+        *[("max_tokens", v) for v in (0, -1, 2.5, "5", 2**31, 10**4299)],
+        *[("max_completion_tokens", v) for v in (0, "5", 10**4299)],
         *[("top_p", v) for v in (0, 1.1)],
         *[("top_k", v) for v in (-2, 0.5)],
         *[("min_p", v) for v in (-0.1, 2)],
         *[("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0)],
         *[("seed", v) for v in (-1, 2**63, 1.5)],
         *[("stop", v) for v in ("", [""], ["a"] * 17, 5, [5], "a" * 1001)],
-        *[("stop_token_ids", v) for v in ("5", [1.5])],
+        *[("stop_token_ids", v) for v in ("5", [1.5], [-1], [10**6], [10**4299])],
+        *[("logit_bias", {key: 1}) for key in ("1.0", "01", " 1", "+1", "-1", "1000000", "9" * 4300)],
         *[("logit_bias", v) for v in ({"a": 1}, {"5": 101}, {"5": "1"}, [1], {str(i): 1 for i in range(1025)})],
         *[("best_of", 2), ("stream_options", {"include_usage": True}), ("stream", "yes"), ("token_details", 1)],
         *[("speculate", "no"), ("ignore_eos", 0), ("guided_json", {}), ("trust_remote_code", True), ("grammar", "x")],
@@ -237,6 +243,43 @@ def test_wrong_values_are_named(server: Served, param: str, value: Any) -> None:
         error = error_of(server.post(path, **{**body, param: value}))
         assert error["param"].partition(".")[0] == param and param in error["message"]
         assert error["type"] == "invalid_request_error"
+
+
+def test_errors_name_parameters_and_nothing_of_ours(server: Served) -> None:
+    odd = [5, "", [], {}, [5], [""], [[]], [{}], {"a": 1}, {"type": "x"}, [{"type": "text", "text": 5}]]
+    for kind, path in ((ChatBody, CHAT), (CompletionBody, TEXT), (TokenizeBody, "/tokenize")):
+        needed = {"messages": HELLO, "max_tokens": 1} if path == CHAT else {}
+        for name in kind.model_fields:
+            for value in odd:
+                response = server.post(path, **{**needed, name: value})
+                if response.status_code == 200:
+                    continue
+                error = response.json()["error"]
+                assert error["param"] and re.fullmatch(r"\w+(\.\w+)*", error["param"]), (name, value, error)
+                assert not re.search(r"constrained|\[key\]|list\[|\.str\b|\.int\b", error["message"]), error
+    for name in ("str", "list[int]", "[key]"):
+        assert error_of(server.post(TEXT, prompt="the", **{name: 1}))["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [1] * 1_000_000 + ["a"]}),
+        (TEXT, {"prompt": [None] * 600_000}),
+        (CHAT, {"messages": [{}] * 1_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": [5] * 1_000_000}]}),
+        ("/detokenize", {"tokens": [None] * 600_000}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[str, Any]) -> None:
+    kind: type[Strict] = {TEXT: CompletionBody, CHAT: ChatBody}.get(path, DetokenizeBody)
+    data = json.dumps(body)
+    started = time.process_time()
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(data)
+    assert of_schema(raised.value).param
+    assert raised.value.error_count() <= 4 and time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(
