@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import REFUSED
+from fake_engine import REFUSED, make_tokenizer
+from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from served import Served, served
 
@@ -175,6 +177,28 @@ def test_tokenize_and_back(server: Served) -> None:
     found = server.post("/tokenize", model="fake", prompt="the cat").json()
     assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 256)
     assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "the cat"}
+
+
+def test_long_texts_hold_up_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, text, ticks = make_tokenizer(), "the cat sat on a mat " * 100_000, 0
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    while encoding.is_alive():
+        ticks += 1
+        time.sleep(0.002)
+    assert ticks > 20, "other threads run meanwhile"
+    assert tokenizer.encode(text[:5000]) == tokenizer.backend.encode(text[:5000]).ids
+    made: list[str] = []
+
+    class Recorded(JSONResponse):
+        def render(self, content: Any) -> bytes:
+            made.append(threading.current_thread().name)
+            return super().render(content)
+
+    monkeypatch.setattr("serve.tokenize.JSONResponse", Recorded)
+    ids = server.post("/tokenize", prompt="the cat").json()["tokens"]
+    server.post("/detokenize", tokens=ids)
+    assert len(made) == 2 and all("worker" in name for name in made), "not on the event loop's thread"
 
 
 def test_predict_gives_the_prompt_and_more(server: Served) -> None:
