@@ -36,6 +36,8 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
         if not all(self.api_keys):
             raise ValueError("an API key is empty; give a text that is hard to guess")
+        if any(key != key.strip() for key in self.api_keys):  # what clients send is stripped: it would never match
+            raise ValueError("an API key has spaces at its ends; leave them out")
 
     @property
     def places(self) -> int:
