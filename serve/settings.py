@@ -25,6 +25,8 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     """Seconds for running requests after SIGTERM."""
+    body_timeout: float = 30.0
+    """Seconds for a request's body to come."""
     keep_alive: float = 5.0
     """Seconds of silence in a stream before a comment."""
     json_log: bool = False

@@ -418,6 +418,37 @@ def test_large_bodies_are_refused_and_the_connection_survives_other_errors() -> 
                 assert answer.startswith(b"HTTP/1.1 400" if body == b"{}" else b"HTTP/1.1 200")
 
 
+def half_a_body(server: Served) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    sock.sendall(f'{head}{{"prompt":'.encode())
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(4096), b""))
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with served(settings={"body_timeout": 0.2}) as server, half_a_body(server) as sock:
+        head, _, body = rest_of(sock).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ") and b"\r\nconnection: close" in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_does_not_come_ends_with_the_server(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with served() as server:
+        sock = half_a_body(server)
+        server.http.get("/version")  # by now the other request has begun
+    with sock:
+        assert rest_of(sock).startswith(b"HTTP/1.1 503 ")
+    assert "status=503" in capfd.readouterr().err
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_keys() -> None:
     with served(settings={"api_keys": ("secret", "other")}) as server:
         for given in (None, b"Bearer wrong", b"secret", b"Bearer \xff", b"Basic secret"):
