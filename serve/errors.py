@@ -80,9 +80,9 @@ def engine_failed() -> ApiError:
     return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
 
 
-def of_status(status: int, path: str) -> ApiError:
+def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """What routing found: an unknown path, a wrong method."""
-    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MOST_SHOWN]}")
+    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MOST_SHOWN]}", headers=headers)
 
 
 def of_schema(error: ValidationError) -> ApiError:

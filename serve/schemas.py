@@ -51,6 +51,8 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     """A last chunk with the usage and no choices."""
+    include_obfuscation: Literal[False] | None = None
+    """There is none."""
 
 
 class TextFormat(Strict):

@@ -225,6 +225,19 @@ def test_models_version_and_page(server: Served, tmp_path: Any, monkeypatch: pyt
             error_of(other.http.get(path), 404)
 
 
+def test_the_page_and_health_answer_head(server: Served) -> None:
+    for path in ("/", "/health"):
+        found = server.http.head(path)
+        assert found.status_code == 200 and not found.content
+
+
+def test_the_page_has_its_policy_as_a_header(server: Served) -> None:
+    found = server.http.get("/")
+    own = re.search('http-equiv="Content-Security-Policy" content="([^"]*)"', found.text)
+    assert own and found.headers["content-security-policy"] == f"{own[1]}; frame-ancestors 'none'"
+    assert found.headers["x-content-type-options"] == "nosniff"
+
+
 def test_a_request_has_an_id(server: Served) -> None:
     given = server.http.post(TEXT, json={"prompt": "the"}, headers={"x-request-id": "mine-1"})
     assert given.headers["x-request-id"] == "mine-1" and given.json()["id"] == "cmpl-mine-1"
@@ -258,6 +271,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         *[("logit_bias", {key: 1}) for key in ("1.0", "01", " 1", "+1", "-1", "1000000", "9" * 4300)],
         *[("logit_bias", v) for v in ({"a": 1}, {"5": 101}, {"5": "1"}, [1], {str(i): 1 for i in range(1025)})],
         *[("best_of", 2), ("stream_options", {"include_usage": True}), ("stream", "yes"), ("token_details", 1)],
+        ("stream_options", {"include_obfuscation": True}),
         *[("speculate", "no"), ("ignore_eos", 0), ("guided_json", {}), ("trust_remote_code", True), ("grammar", "x")],
     ],
     ids=lambda value: str(value)[:20],
@@ -389,7 +403,8 @@ def test_unknown_models_paths_and_methods(server: Served) -> None:
     assert error_of(server.post(TEXT, model="gpt-4", prompt="the"), 404)["code"] == "model_not_found"
     assert error_of(server.post("/tokenize", model="gpt-4", prompt="the"), 404)["param"] == "model"
     error_of(server.http.get("/v1/nothing"), 404)
-    error_of(server.http.get(TEXT), 405)
+    refused = server.http.get(TEXT)
+    assert error_of(refused, 405) and refused.headers["allow"] == "POST"
     error_of(server.http.post(TEXT, content=b"prompt=the"), 415)
 
 
