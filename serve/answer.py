@@ -17,7 +17,7 @@ from serve.form import Form
 from serve.schemas import Generation
 from serve.service import Call, Service
 from serve.stream import events
-from serve.tokens import room
+from serve.tokens import check_ids, room
 from serve.usage import ending
 from sharesd import __version__
 
@@ -41,6 +41,8 @@ async def start(
     check_name(service, body.model)
     n = body.choices_per_prompt
     call = request.state.visit.call = service.open(num_prompts * n)
+    check_ids(call.model, list(body.bias), "logit_bias")
+    check_ids(call.model, body.stop_token_ids or [], "stop_token_ids")
     prompts = await run_in_threadpool(encode, call.model)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     choices = []

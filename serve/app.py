@@ -32,6 +32,8 @@ GETS: dict[str, Callable[..., Any]] = {
     "/metrics": status.metrics,
     "/version": status.version,
 }
+HEADS = {"/", "/health"}
+"""Where monitors ask by HEAD."""
 
 
 def make_app(service: Service) -> FastAPI:
@@ -41,7 +43,8 @@ def make_app(service: Service) -> FastAPI:
     for path, handler in POSTS.items():
         app.add_api_route(path, handler, methods=["POST"], response_model=None)
     for path, handler in GETS.items():
-        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+        methods = ["GET", "HEAD"] if path in HEADS else ["GET"]
+        app.add_api_route(path, handler, methods=methods, response_model=None)
     if status.PAGE.is_dir():
         app.mount("/page", StaticFiles(directory=status.PAGE))
     app.add_exception_handler(ApiError, _api_error)
@@ -65,4 +68,4 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return of_status(error.status_code, request.url.path).response()
+    return of_status(error.status_code, request.url.path, error.headers).response()

@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--cors-origin",
+        type=_origin,
         action="append",
         default=[],
         metavar="ORIGIN",
@@ -134,7 +135,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         max_batch=args.max_batch,
         max_queue=args.max_queue,
         max_body=args.max_body,
-        api_keys=(*args.api_key, *([environment_key] if environment_key else [])),
+        api_keys=(*args.api_key, *([] if environment_key is None else [environment_key])),
         cors_origins=tuple(args.cors_origin),
         shutdown_timeout=args.shutdown_timeout,
         json_log=args.log_format == "json",
@@ -169,6 +170,13 @@ def _port(text: str) -> int:
     if port > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports end at 65535")
     return port
+
+
+def _origin(text: str) -> str:
+    """As browsers send it: anything else would never match."""
+    if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://([^\sA-Z/?#@:\[\]]+|\[[0-9a-f:.]+\])(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin; for example https://example.org, or *")
+    return text
 
 
 def _seconds(text: str) -> float:

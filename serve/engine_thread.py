@@ -83,7 +83,10 @@ class _Taken:
     """A choice that the engine decodes."""
 
     choice: Choice
+    begun: bool = False
+    """Its first tokens came."""
     num_drafted: int = 0
+    """Draft tokens of the rounds that were told of."""
 
 
 Event = Ready | Added | Round | Failed
@@ -159,6 +162,9 @@ class EngineThread:
 
     def _output(self, chunk: Chunk) -> Output:
         taken = self._taken[id(chunk.request)]
+        if not taken.begun:  # no drafts, though a round of the same step may have counted its own already
+            taken.begun = True
+            return Output(taken.choice, chunk, 0)
         before, taken.num_drafted = taken.num_drafted, chunk.request.stats.drafted_tokens
         return Output(taken.choice, chunk, taken.num_drafted - before)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -78,9 +80,9 @@ def engine_failed() -> ApiError:
     return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
 
 
-def of_status(status: int, path: str) -> ApiError:
+def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """What routing found: an unknown path, a wrong method."""
-    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MOST_SHOWN]}")
+    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MOST_SHOWN]}", headers=headers)
 
 
 def of_schema(error: ValidationError) -> ApiError:
@@ -91,21 +93,30 @@ def of_schema(error: ValidationError) -> ApiError:
         return invalid(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if not place:
         return invalid(_reason(first["msg"]))
-    param = ".".join(str(part) for part in place if part not in KINDS)[:MOST_SHOWN]
+    own = first["type"] == "extra_forbidden"  # then the last part is the client's, whatever it is called
+    names = [str(part) for part in place[:-1] if not KIND.fullmatch(str(part))]
+    names += [str(part) for part in place[-1:] if own or not KIND.fullmatch(str(part))]
+    param = ".".join(names)[:MOST_SHOWN]
     name = next((str(part) for part in reversed(place) if part in WANTED), "")
-    if first["type"] == "extra_forbidden" and not name:
+    if own and not name:
         return invalid(f"{param} is not a parameter here; leave it out", param)
     if first["type"] == "missing":
         return invalid(f"{param} is missing", param)
-    shown = json.dumps(first["input"], ensure_ascii=False, default=str)
+    shown = _beginning(first["input"])
     shown = shown if len(shown) <= MOST_SHOWN else shown[: MOST_SHOWN - 2] + " …"
     if name:
         return invalid(f"{param} is {shown}; {WANTED[name]}", param.partition(".")[0])
     return invalid(f"{param} is {shown}; {_reason(first['msg'])}", param)
 
 
-KINDS = {"str", "int", "float", "bool", "list[str]", "list[int]", "list[list[int]]", "list[Part]", "dict[int,float]"}
-"""Names of a union's members, which pydantic puts into places."""
+KIND = re.compile(r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|\[key\]")
+"""Names of a union's members, and of keys, which pydantic puts into places."""
+
+
+def _beginning(value: Any) -> str:
+    """A value as JSON, of a long one only as much as is shown."""
+    parts = json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value)
+    return "".join(islice(parts, MOST_SHOWN + 1))
 
 
 def _reason(message: str) -> str:

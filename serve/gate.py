@@ -15,7 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import ApiError
+from serve.errors import ApiError, unavailable
 from serve.log import RequestLog
 from serve.metrics import Metrics
 from serve.service import Call
@@ -71,7 +71,7 @@ class Gate:
         async def send_out(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = visit.id
+                MutableHeaders(scope=message).update({"x-request-id": visit.id, "x-content-type-options": "nosniff"})
             visit.complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
@@ -85,6 +85,10 @@ class Gate:
             except HungUp:
                 visit.status = CLIENT_CLOSED_REQUEST
                 self._metrics.hung_up()
+            except asyncio.CancelledError:  # the server ends, and would wait no longer
+                if not visit.status:
+                    await unavailable("the server shuts down").response()(scope, receive, send_out)
+                visit.status = 503
             except Exception:
                 log.exception("a request failed")
                 if not visit.status:
@@ -110,20 +114,17 @@ class Gate:
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > limit:
             raise _too_large(limit)
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise HungUp
-            body += message.get("body", b"")
-            if len(body) > limit:
-                raise _too_large(limit)
-            if not message.get("more_body", False):
-                break
+        timeout = self._settings.body_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                body = await _read(receive, limit)
+        except TimeoutError:
+            message = f"the body did not come within {timeout:g} s"
+            raise ApiError(408, message, headers={"connection": "close"}) from None
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if body and kind != "application/json":  # a page of another origin may post anything else without being asked
             raise ApiError(415, f"the content type is {kind[:40]!r}; send application/json")
-        return bytes(body)
+        return body
 
     def _note(self, scope: Scope, visit: Visit) -> None:
         path = scope["path"]
@@ -140,6 +141,19 @@ class Gate:
         if visit.call is not None and visit.call.choices:
             line |= facts(visit.call.choices)
         self._log.write(line | ({"prompt": visit.prompt} if self._settings.log_prompts else {}))
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return bytes(body)
 
 
 async def _until_hang_up(visit: Visit, receive: Receive, answering: Awaitable[None]) -> None:

@@ -27,7 +27,15 @@ class Strict(BaseModel):
 
 Body = TypeVar("Body", bound=Strict)
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Ids = Annotated[list[int], Field(min_length=1)]
+Number = Annotated[int, Field(ge=1, lt=2**31)]
+Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+"""A token id, as keys of JSON write it."""
+
+# Lists end at the first wrong item: an error for each would take seconds to collect.
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 
 
 async def read(request: Request, kind: type[Body]) -> Body:
@@ -43,6 +51,8 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     """A last chunk with the usage and no choices."""
+    include_obfuscation: Literal[False] | None = None
+    """There is none."""
 
 
 class TextFormat(Strict):
@@ -57,8 +67,8 @@ class Generation(Strict):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     best_of: Literal[1] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Number | None = None
+    max_completion_tokens: Number | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -66,10 +76,10 @@ class Generation(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[Key, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -106,6 +116,11 @@ class Generation(Strict):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def bias(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        return {int(token): amount for token, amount in (self.logit_bias or {}).items()}
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return bool(self.token_details or (self.stream_options and self.stream_options.include_usage))
@@ -126,7 +141,7 @@ class Generation(Strict):
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
-            logit_bias=self.logit_bias or {},
+            logit_bias=self.bias,
             seed=seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -148,7 +163,7 @@ class Message(Strict):
     """One message. Keys that answers have, and that are sent back with them, may be null."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Annotated[list[Part], Field(fail_fast=True)]
     name: str | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -163,7 +178,7 @@ class Message(Strict):
         return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class ChatBody(Generation):
@@ -177,7 +192,7 @@ class ChatBody(Generation):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Any = None
     """Without effect, as there are no tools."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> Self:
@@ -193,7 +208,7 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+    prompt: str | Texts | Ids | ManyIds
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     suffix: Literal[""] | None = None
@@ -244,7 +259,7 @@ class DetokenizeBody(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 Value = TypeVar("Value")

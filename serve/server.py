@@ -17,8 +17,8 @@ from serve.engine_thread import Model
 from serve.service import Service
 from serve.settings import Settings
 
-LAST_SECONDS = 5
-"""For responses that clients do not read."""
+LAST_SECONDS = 2
+"""For responses that clients do not read, and bodies that they do not send; answers were waited for before."""
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:

@@ -25,6 +25,8 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     """Seconds for running requests after SIGTERM."""
+    body_timeout: float = 30.0
+    """Seconds for a request's body to come."""
     keep_alive: float = 5.0
     """Seconds of silence in a stream before a comment."""
     json_log: bool = False
@@ -36,6 +38,8 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
         if not all(self.api_keys):
             raise ValueError("an API key is empty; give a text that is hard to guess")
+        if any(key != key.strip() for key in self.api_keys):  # what clients send is stripped: it would never match
+            raise ValueError("an API key has spaces at its ends; leave them out")
 
     @property
     def places(self) -> int:

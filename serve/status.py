@@ -17,6 +17,11 @@ from sharesd import __version__
 
 PAGE = Path(__file__).parent / "page"
 """The chat: `index.html`, and what it refers to as `page/...`."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'"
+)
+"""The page's Content-Security-Policy, which it has itself, too."""
 _STARTED = int(time.time())
 
 
@@ -53,7 +58,11 @@ async def page(request: Request) -> Response:
     """`GET /`: the chat."""
     if not (PAGE / "index.html").exists():
         return PlainTextResponse("this installation has no page\n", 404)
-    return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
+    headers = {
+        "cache-control": "no-cache",
+        "content-security-policy": f"{POLICY}; frame-ancestors 'none'",  # no page can say this of itself
+    }
+    return FileResponse(PAGE / "index.html", headers=headers)
 
 
 def _card(service: Service) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 
 from serve.answer import check_name
 from serve.engine_thread import Model
@@ -13,25 +12,36 @@ from serve.schemas import DetokenizeBody, TokenizeBody, read
 from serve.tokens import decode, encode_chat
 
 
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> JSONResponse:
     """Token ids of a text, or of a conversation in the chat template."""
     body = await read(request, TokenizeBody)
     model = _model(request, body.model)
-    tokens = await run_in_threadpool(_ids, model, body)
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": model.max_context}
+    return await run_in_threadpool(_tokenized, model, body)
 
 
-async def detokenize(request: Request) -> dict[str, Any]:
+async def detokenize(request: Request) -> JSONResponse:
     """The text of token ids."""
     body = await read(request, DetokenizeBody)
     model = _model(request, body.model)
-    return {"prompt": await run_in_threadpool(decode, model, body.tokens, "tokens")}
+    return await run_in_threadpool(_detokenized, model, body)
 
 
 def _model(request: Request, name: str | None) -> Model:
     service = request.app.state.service
     check_name(service, name)
     return service.ready_model()
+
+
+# Answers may be megabytes long, so that their JSON is made on the other thread, too.
+
+
+def _tokenized(model: Model, body: TokenizeBody) -> JSONResponse:
+    tokens = _ids(model, body)
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.max_context})
+
+
+def _detokenized(model: Model, body: DetokenizeBody) -> JSONResponse:
+    return JSONResponse({"prompt": decode(model, body.tokens, "tokens")})
 
 
 def _ids(model: Model, body: TokenizeBody) -> list[int]:

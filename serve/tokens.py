@@ -52,7 +52,15 @@ def room(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> 
 
 def decode(model: Model, ids: Sequence[int], param: str) -> str:
     """The text of ids; ApiError 400 for ids outside the vocabulary."""
-    return model.tokenizer.decode(_known(model, ids, param))
+    check_ids(model, ids, param)
+    return model.tokenizer.decode(ids)
+
+
+def check_ids(model: Model, ids: Sequence[int], param: str) -> None:
+    """ApiError 400 for ids outside the vocabulary."""
+    wrong = next((i for i in ids if not 0 <= i < model.vocab_size), None)
+    if wrong is not None:
+        raise invalid(f"{param}: token id {str(wrong)[:20]} is outside the vocabulary of {model.vocab_size}", param)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -102,11 +110,5 @@ def _byte_of() -> dict[str, int]:
 def _checked(model: Model, ids: list[int], param: str) -> list[int]:
     if not ids:
         raise invalid(f"{param} has no tokens; give at least one", param)
-    return _known(model, ids, param)
-
-
-def _known(model: Model, ids: Sequence[int], param: str) -> list[int]:
-    wrong = next((i for i in ids if not 0 <= i < model.vocab_size), None)
-    if wrong is not None:
-        raise invalid(f"token id {str(wrong)[:20]} is outside the vocabulary of {model.vocab_size}", param)
-    return list(ids)
+    check_ids(model, ids, param)
+    return ids

@@ -49,13 +49,22 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """`delay`: seconds of a step. `piece`: prompt tokens that a step reads. `scripts`: prompt text -> answer text."""
+    """`delay`: seconds of a step. `piece`: prompt tokens that a step reads. `eager`: the step that reads a prompt's end
+    has its first round, too. `scripts`: prompt text -> answer text.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, max_batch: int = 4, max_context: int = 256, delay: float = 0.0, piece: int = 64
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_batch: int = 4,
+        max_context: int = 256,
+        delay: float = 0.0,
+        piece: int = 64,
+        eager: bool = False,
     ) -> None:
         self.tokenizer, self.max_batch, self.max_context, self.delay = tokenizer, max_batch, max_context, delay
-        self.piece = piece
+        self.piece, self.eager = piece, eager
         self.scripts: dict[str, str] = {}
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []
@@ -100,7 +109,10 @@ class FakeEngine:
             if request.unread > self.piece:
                 request.unread -= self.piece
                 continue
+            began = request.unread > 0
             chunks.append(self._emit(request))
+            if began and self.eager and request.finish_reason is None:
+                chunks.append(self._emit(request))
             if request.finish_reason is not None:
                 self.cancel(request)
         return chunks

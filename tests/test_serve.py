@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import REFUSED
+from fake_engine import REFUSED, make_tokenizer
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from served import Served, served
+
+from serve.errors import of_schema
+from serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -172,6 +179,28 @@ def test_tokenize_and_back(server: Served) -> None:
     assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "the cat"}
 
 
+def test_long_texts_hold_up_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, text, ticks = make_tokenizer(), "the cat sat on a mat " * 100_000, 0
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    while encoding.is_alive():
+        ticks += 1
+        time.sleep(0.002)
+    assert ticks > 20, "other threads run meanwhile"
+    assert tokenizer.encode(text[:5000]) == tokenizer.backend.encode(text[:5000]).ids
+    made: list[str] = []
+
+    class Recorded(JSONResponse):
+        def render(self, content: Any) -> bytes:
+            made.append(threading.current_thread().name)
+            return super().render(content)
+
+    monkeypatch.setattr("serve.tokenize.JSONResponse", Recorded)
+    ids = server.post("/tokenize", prompt="the cat").json()["tokens"]
+    server.post("/detokenize", tokens=ids)
+    assert len(made) == 2 and all("worker" in name for name in made), "not on the event loop's thread"
+
+
 def test_predict_gives_the_prompt_and_more(server: Served) -> None:
     answer = server.post("/predict", prompt="the cat").json()
     assert answer.startswith("the cat") and len(answer.split()) == 42
@@ -196,6 +225,19 @@ def test_models_version_and_page(server: Served, tmp_path: Any, monkeypatch: pyt
             error_of(other.http.get(path), 404)
 
 
+def test_the_page_and_health_answer_head(server: Served) -> None:
+    for path in ("/", "/health"):
+        found = server.http.head(path)
+        assert found.status_code == 200 and not found.content
+
+
+def test_the_page_has_its_policy_as_a_header(server: Served) -> None:
+    found = server.http.get("/")
+    own = re.search('http-equiv="Content-Security-Policy" content="([^"]*)"', found.text)
+    assert own and found.headers["content-security-policy"] == f"{own[1]}; frame-ancestors 'none'"
+    assert found.headers["x-content-type-options"] == "nosniff"
+
+
 def test_a_request_has_an_id(server: Served) -> None:
     given = server.http.post(TEXT, json={"prompt": "the"}, headers={"x-request-id": "mine-1"})
     assert given.headers["x-request-id"] == "mine-1" and given.json()["id"] == "cmpl-mine-1"
@@ -217,17 +259,19 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     [
         *[("temperature", v) for v in (-1, "1", True, [1], 1e9)],
         *[("n", v) for v in (0, 129, 1.5, "2", 10**18)],
-        *[("max_tokens", v) for v in (0, -1, 2.5, "5")],
-        *[("max_completion_tokens", v) for v in (0, "5")],
+        *[("max_tokens", v) for v in (0, -1, 2.5, "5", 2**31, 10**4299)],
+        *[("max_completion_tokens", v) for v in (0, "5", 10**4299)],
         *[("top_p", v) for v in (0, 1.1)],
         *[("top_k", v) for v in (-2, 0.5)],
         *[("min_p", v) for v in (-0.1, 2)],
         *[("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0)],
         *[("seed", v) for v in (-1, 2**63, 1.5)],
         *[("stop", v) for v in ("", [""], ["a"] * 17, 5, [5], "a" * 1001)],
-        *[("stop_token_ids", v) for v in ("5", [1.5])],
+        *[("stop_token_ids", v) for v in ("5", [1.5], [-1], [10**6], [10**4299])],
+        *[("logit_bias", {key: 1}) for key in ("1.0", "01", " 1", "+1", "-1", "1000000", "9" * 4300)],
         *[("logit_bias", v) for v in ({"a": 1}, {"5": 101}, {"5": "1"}, [1], {str(i): 1 for i in range(1025)})],
         *[("best_of", 2), ("stream_options", {"include_usage": True}), ("stream", "yes"), ("token_details", 1)],
+        ("stream_options", {"include_obfuscation": True}),
         *[("speculate", "no"), ("ignore_eos", 0), ("guided_json", {}), ("trust_remote_code", True), ("grammar", "x")],
     ],
     ids=lambda value: str(value)[:20],
@@ -237,6 +281,43 @@ def test_wrong_values_are_named(server: Served, param: str, value: Any) -> None:
         error = error_of(server.post(path, **{**body, param: value}))
         assert error["param"].partition(".")[0] == param and param in error["message"]
         assert error["type"] == "invalid_request_error"
+
+
+def test_errors_name_parameters_and_nothing_of_ours(server: Served) -> None:
+    odd = [5, "", [], {}, [5], [""], [[]], [{}], {"a": 1}, {"type": "x"}, [{"type": "text", "text": 5}]]
+    for kind, path in ((ChatBody, CHAT), (CompletionBody, TEXT), (TokenizeBody, "/tokenize")):
+        needed = {"messages": HELLO, "max_tokens": 1} if path == CHAT else {}
+        for name in kind.model_fields:
+            for value in odd:
+                response = server.post(path, **{**needed, name: value})
+                if response.status_code == 200:
+                    continue
+                error = response.json()["error"]
+                assert error["param"] and re.fullmatch(r"\w+(\.\w+)*", error["param"]), (name, value, error)
+                assert not re.search(r"constrained|\[key\]|list\[|\.str\b|\.int\b", error["message"]), error
+    for name in ("str", "list[int]", "[key]"):
+        assert error_of(server.post(TEXT, prompt="the", **{name: 1}))["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [1] * 1_000_000 + ["a"]}),
+        (TEXT, {"prompt": [None] * 600_000}),
+        (CHAT, {"messages": [{}] * 1_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": [5] * 1_000_000}]}),
+        ("/detokenize", {"tokens": [None] * 600_000}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[str, Any]) -> None:
+    kind: type[Strict] = {TEXT: CompletionBody, CHAT: ChatBody}.get(path, DetokenizeBody)
+    data = json.dumps(body)
+    started = time.process_time()
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(data)
+    assert of_schema(raised.value).param
+    assert raised.value.error_count() <= 4 and time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(
@@ -322,7 +403,8 @@ def test_unknown_models_paths_and_methods(server: Served) -> None:
     assert error_of(server.post(TEXT, model="gpt-4", prompt="the"), 404)["code"] == "model_not_found"
     assert error_of(server.post("/tokenize", model="gpt-4", prompt="the"), 404)["param"] == "model"
     error_of(server.http.get("/v1/nothing"), 404)
-    error_of(server.http.get(TEXT), 405)
+    refused = server.http.get(TEXT)
+    assert error_of(refused, 405) and refused.headers["allow"] == "POST"
     error_of(server.http.post(TEXT, content=b"prompt=the"), 415)
 
 
@@ -349,6 +431,37 @@ def test_large_bodies_are_refused_and_the_connection_survives_other_errors() -> 
                 while b"}" not in answer[-1:]:
                     answer += raw.recv(4096)
                 assert answer.startswith(b"HTTP/1.1 400" if body == b"{}" else b"HTTP/1.1 200")
+
+
+def half_a_body(server: Served) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    sock.sendall(f'{head}{{"prompt":'.encode())
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(4096), b""))
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with served(settings={"body_timeout": 0.2}) as server, half_a_body(server) as sock:
+        head, _, body = rest_of(sock).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ") and b"\r\nconnection: close" in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_does_not_come_ends_with_the_server(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with served() as server:
+        sock = half_a_body(server)
+        server.http.get("/version")  # by now the other request has begun
+    with sock:
+        assert rest_of(sock).startswith(b"HTTP/1.1 503 ")
+    assert "status=503" in capfd.readouterr().err
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_keys() -> None:

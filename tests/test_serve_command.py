@@ -23,6 +23,7 @@ from serve.server import listen
 from sharesd.config import EngineConfig
 
 TEXT = "/v1/completions"
+ORIGIN = "http://[::1]:8080"
 ROOT = Path(__file__).parents[1]
 
 
@@ -34,6 +35,8 @@ ROOT = Path(__file__).parents[1]
         (["--max-body", "lots"], "512M or 2G"),
         (["--shutdown-timeout", "nan"], "not a number of seconds"),
         (["--api-key", ""], "an API key is empty"),
+        (["--api-key", "secret "], "spaces at its ends"),
+        *[(["--cors-origin", o], "is no origin") for o in ("example.org", "https://example.org/", "https://E.org", "")],
         (["--mode", "naive,share"], "give one mode"),
         (["--mode", "fast"], "mode is 'fast'"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot listen on no.such.host.invalid"),
@@ -48,6 +51,15 @@ def test_a_mistake_is_one_line(flags: list[str], said: str, capfd: pytest.Captur
         status = ended.code  # type: ignore[assignment]
     captured = capfd.readouterr()
     assert status == 2 and captured.err.count("\n") == 1 and said in captured.err and not captured.out
+
+
+@pytest.mark.parametrize(("key", "said"), [("", "an API key is empty"), ("\tsecret", "spaces at its ends")])
+def test_a_wrong_key_of_the_environment_is_no_open_server(
+    key: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_API_KEY", key)
+    assert main(["--port", "0"], lambda *_: pytest.fail("nothing is loaded")) == 2
+    assert said in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -76,10 +88,14 @@ def test_names_and_limits_come_from_the_flags(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("serve.server.Server.run", lambda server: seen.append(server) or 0)
     monkeypatch.setenv("SHARESD_API_KEY", "from the environment")
     flags = ["--port", "0", "--target", "/models/Tiny-1B/", "--max-batch", "3", "--max-body", "2k", "--mode", "suffix"]
-    assert main([*flags, "--api-key", "given", "--memory-limit", "1.5G", "--log-format", "json"]) == 0
+    assert (
+        main([*flags, "--api-key", "given", "--memory-limit", "1.5G", "--log-format", "json", "--cors-origin", ORIGIN])
+        == 0
+    )
     settings, load = seen[0]._settings, seen[0]._load
     assert (settings.model_name, settings.root, settings.mode) == ("Tiny-1B", "/models/Tiny-1B/", "suffix")
     assert settings.api_keys == ("given", "from the environment") and settings.json_log
+    assert settings.cors_origins == (ORIGIN,)
     assert (settings.max_batch, settings.max_queue, settings.max_body) == (3, 64, 2048)
     config, mode, memory_limit = load.args
     assert (config.max_batch, config.target, mode, memory_limit) == (3, "/models/Tiny-1B/", "suffix", 3 * 2**29)

@@ -62,5 +62,10 @@ def test_details_and_metrics_of_real_drafts(server: Served) -> None:
     assert all(len(top) == 2 for top in choice["logprobs"]["top_logprobs"])
     name = '{engine="0",model_name="fake"}'
     metrics = server.metrics()
-    assert metrics[f"vllm:spec_decode_num_draft_tokens_total{name}"] >= rounds["drafted"]
+    drafted = metrics[f"vllm:spec_decode_num_draft_tokens_total{name}"]
+    accepted = metrics[f"vllm:spec_decode_num_accepted_tokens_total{name}"]
+    assert rounds["drafted"] <= drafted and accepted <= drafted
+    for counter in ("accepted_tokens_per_pos_total", "accepted_tokens_per_drafter_total"):
+        prefix = f"sharesd:spec_decode_num_{counter}{{"
+        assert sum(value for key, value in metrics.items() if key.startswith(prefix)) == accepted > 0, counter
     assert metrics[f"sharesd:num_requests_running{name}"] == 0

@@ -43,7 +43,7 @@ def stream(server: Served, path: str = TEXT, **body: Any) -> list[dict[str, Any]
 def test_a_stream_is_the_whole_answer(server: Served, speculate: bool) -> None:
     asked = {"prompt": ["the cat", "a mat"], "n": 2, "seed": 7, "max_tokens": 20, "logprobs": 1, "speculate": speculate}
     whole = server.complete(**asked)
-    parts = stream(server, **asked, stream_options={"include_usage": True})
+    parts = stream(server, **asked, stream_options={"include_usage": True, "include_obfuscation": False})
     assert all(len(part["choices"]) == 1 and part["usage"] is None for part in parts[:-1])
     assert parts[-1]["choices"] == [] and "speculative" not in parts[-1]
     assert parts[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 80
@@ -253,6 +253,16 @@ def test_a_step_that_hangs_shows_in_health(monkeypatch: pytest.MonkeyPatch) -> N
         server.wait(lambda: server.http.get("/health").status_code == 503)
         assert answer.result()["choices"]
         assert server.http.get("/health").status_code == 200
+
+
+def test_the_first_round_has_its_own_drafts_also_where_it_comes_with_the_first_token() -> None:
+    with served(eager=True) as server:
+        done = server.complete("the cat", seed=1, max_tokens=40, token_details=True)["speculative"]
+        assert done["drafted"] == 3 * done["rounds"]
+        metrics, own = server.metrics(), '{engine="0",model_name="fake"}'
+        assert metrics[f"vllm:spec_decode_num_drafts_total{own}"] == done["rounds"]
+        assert metrics[f"vllm:spec_decode_num_draft_tokens_total{own}"] == done["drafted"]
+        assert metrics[f"vllm:spec_decode_num_accepted_tokens_total{own}"] == done["accepted"]
 
 
 def test_metrics_have_the_names_that_vllms_client_reads(server: Served) -> None:

@@ -26,6 +26,9 @@ from sharesd.models.folder import eos_ids, read_json
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
 """Tokens that end an answer where the chat template or the vocabulary's end token uses them."""
 
+LONG = 2000
+"""Characters from which a text is encoded without holding up other threads."""
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -63,7 +66,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in it are recognised."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` keeps the interpreter to itself, for seconds with megabytes; batches let go of it.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Ids without a token (padding of the vocabulary) give nothing."""
