@@ -545,12 +545,13 @@ def deviation(counts: Tensor, expected: Tensor) -> float:
     return ((chi_square / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
-@pytest.mark.parametrize("num_draft", [1, 3])
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 4, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "num_draft, sampling", [(3, {"temperature": 1.0}), (1, {"temperature": 1.5, "top_k": 4, "top_p": 0.9})], ids=str
+)
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
 def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[str, Any], num_draft: int) -> None:
     """Every row has a seed of its own, so that one call is many experiments."""
-    B, calls, prompt = 1024, 6, [1, 4, 2]
+    B, calls, prompt = 1024, 2, [1, 4, 2]
     full = tiny_decoder(2, vocab=SMALL, hidden_size=16, num_hidden_layers=1, intermediate_size=16)
     full.head.weight.mul_(0.3)
     engine = share_engine(*switched(full, noise=0.5), num_draft=num_draft, batch=B, max_context=16)
@@ -564,7 +565,7 @@ def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[s
     assert 0.4 < sum(alphas) / calls < 0.97
     expected = joint_probabilities(full, prompt, params) * B * calls
     assert deviation(counts, expected) < 4
-    assert deviation(counts, expected.roll(1)) > 20, "the test can fail"
+    assert deviation(counts, expected.roll(1)) > 12, "the test can fail"
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -36,8 +36,11 @@ class Slots:
         """
         cache, free = self._cache, self.free
         usable = self._usable(request)
-        source = max(range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._used[row]))
-        oldest = min(free, key=lambda row: self._used[row])
+        source = oldest = min(free, key=lambda row: self._used[row])
+        if any(usable):
+            source = max(
+                range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._used[row])
+            )
         content = oldest if source not in free else source
         taken = self.taken if self._partial else []
         first, last = min(taken, default=cache.batch), max(taken, default=-1)
