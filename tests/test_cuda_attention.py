@@ -241,7 +241,7 @@ def test_kept_rows_are_moved_together_in_all_layers() -> None:
 @pytest.mark.parametrize("d, G", [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)])
 def test_parts_fit_every_gpu(arch: int, d: int, G: int, tmp_path: Path) -> None:
     D = 1 << (d - 1).bit_length()
-    ROWS, BLOCK = kernels.tile_of(G, D)
+    ROWS, BLOCK = kernels.tile_of(G, D, torch.bfloat16)
     sizes = {"K": 8, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK}
     fits(kernels.parts, arch, tmp_path, {**sizes, "CAP": False}, warps=4, stages=3)
 

@@ -104,15 +104,14 @@ def count(function: Callable[[], object]) -> Counter[str]:
 
 def captures(model: Decoder, drafter: Any, cache: Any) -> dict[str, Callable[[], object]]:
     """What an engine captures, by what it is."""
-    way = engine_of(model, drafter, cache).way(SamplingParams())
-    found: dict[str, Callable[[], object]] = {"plain": way.round._plain._function}
+    round_ = engine_of(model, drafter, cache).way(SamplingParams()).round()
+    found: dict[str, Callable[[], object]] = {"plain": round_._plain._function}
     if drafter is None:
         return found
-    assert way.round._full is not None
-    found["verify"] = way.round._full._function
-    drafter._drafting = way.drafting
-    drafter.draft(PLAIN._replace(depth=1, nodes=1))
-    [model_draft] = way.drafting.kept.values()
+    assert round_._full is not None
+    found["verify"] = round_._full._function
+    drafter.draft(round_.drafting, PLAIN._replace(depth=1, nodes=1))
+    [model_draft] = round_.drafting.kept.values()
     chain, tree = model_draft._chain, model_draft._tree
     found |= {"first draft step": chain._first._function, "next draft step": chain._next._function}
     if drafter.trees:
@@ -129,7 +128,7 @@ DRAFT_STEP = STEP + Counter({"add_": 1, "argmax": 1, "note_token_": 1})
 LEVEL = STEP + Counter({"add": 1, "topk": 1, "to": 1, "gather": 1, "logsumexp": 1, "sub": 1, "grow_": 1})
 WANTED: dict[str, Counter[str]] = {
     "plain": PLAIN_STEP,
-    "verify": PLAIN_STEP + Counter({"step_tokens": 1, "walk": 1}),
+    "verify": PLAIN_STEP + Counter({"where": 1, "step_tokens": 1, "walk": 1}),
     "first draft step": DRAFT_STEP + Counter({"sub": 1, "copy_": 2}),
     "next draft step": DRAFT_STEP,
 }
