@@ -316,7 +316,7 @@ class Engine:
 
     @torch.inference_mode()
     def _read(self, *, whole: bool) -> list[TokenChunk]:
-        """Read a piece of a prompt; with `whole`, all prompts that get a row. The first tokens of those that were read."""
+        """Read a piece of a prompt; with `whole`, all prompts that get a row. Returns the first tokens of answers."""
         chunks: list[TokenChunk] = []
         started = time.perf_counter()
         while self._reading or (self._waiting and self._slots.free):
