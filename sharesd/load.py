@@ -436,6 +436,7 @@ class Runtime:
             gumbel=self._gumbel,
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,
+            ahead=self._graphs is not None,
         )
 
 
