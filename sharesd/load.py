@@ -129,7 +129,9 @@ class Runtime:
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
-        self._slots = self.max_context + max(2 * self._fixed_width, 2 + top * depth)
+        # A row that ended in a round of several tokens rests behind the context; launched ahead, it runs on by a round.
+        overhang = self._fixed_width * (1 if self._graphs is None else 2)
+        self._slots = self.max_context + overhang + max(self._fixed_width, 2 + top * depth)
         if self.compile != "native":  # prompts may have to be read in padded pieces
             self._slots = max(self._slots, slots_for(self.max_context))
         self.cache = self.target.new_cache(config.max_batch, self._slots)

@@ -185,3 +185,12 @@ def test_trees_are_taken_where_they_pay() -> None:
     chosen = live(policy, dear, {False: 0.85, True: 0.9}, 600)
     assert sum(not shape.is_tree and shape != chain(0) for shape in chosen[200:]) > 350
     assert math.isfinite(policy.rate_of_shape(shapes[-1]))
+
+
+def test_rows_that_have_ended_have_room_for_the_trees_of_others(tmp_path: Path) -> None:
+    """A row may rest so far behind the context as its last round reached; a tree writes all that it expands there."""
+    top, depth, budget = 8, 6, 15
+    target = str(make_checkpoint(tmp_path / "model"))
+    config = EngineConfig(target=target, compile="native", max_context=64, tree=(top, depth, budget))
+    runtime = Runtime(config, ("naive", "share"))
+    assert runtime._slots >= runtime.max_context + (1 + budget) + (2 + top * depth)

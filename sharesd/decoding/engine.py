@@ -87,7 +87,8 @@ class Engine:
         prefill_chunk: int | None = None,
         ahead: bool = False,
     ) -> None:
-        """`cache` has a row per request decoded together; its slots must hold `max_context` and one verify step.
+        """`cache` has a row per request decoded together; its slots must hold `max_context` and two verify steps
+        (rows that have ended rest there, and others' rounds compute them too), with `ahead` three.
 
         `auto_length` leaves the shape of each draft to a policy; else it is the drafter's largest.
         `widths` are the numbers of tokens that a step may have (it is padded to the next), or None = any. It is a
