@@ -321,8 +321,7 @@ class Engine:
         chunks: list[TokenChunk] = []
         started = time.perf_counter()
         while self._reading or (self._waiting and self._slots.free):
-            alone = whole or not self._live
-            most = CHUNK if alone else self._prefill_chunk or self._bearable()
+            most = CHUNK if whole or not self._live else self._prefill_chunk or self._bearable()
             chunks += self._read_piece(self._reading or self._admit(), most)
             if not whole:
                 break

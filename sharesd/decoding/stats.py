@@ -6,9 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_COUNTS = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "draft_steps", "steps")
-_SUMS = (*_COUNTS, "prefill_s", "draft_s", "verify_s", "overhead_s")
-
 
 @dataclass(slots=True)
 class Stats:
@@ -92,17 +89,8 @@ class Stats:
     def merge(self, other: Stats) -> None:
         """Add another call's counts."""
         self.num_draft = max(self.num_draft, other.num_draft)
-        for name in (
-            "prompt_tokens",
-            "new_tokens",
-            "decoded_tokens",
-            "rounds",
-            "drafted_tokens",
-            "draft_steps",
-            "steps",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("prefill_s", "draft_s", "verify_s", "overhead_s"):
+        counts = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "draft_steps", "steps")
+        for name in (*counts, "prefill_s", "draft_s", "verify_s", "overhead_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         width = max(len(self.accepted_at), len(other.accepted_at))
         pad = [(x + [0] * width)[:width] for x in (self.accepted_at, other.accepted_at)]
