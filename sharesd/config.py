@@ -80,6 +80,9 @@ class SamplingParams:
     """How many of the likeliest tokens to return with their log-probabilities, at each place; needs `logprobs`."""
     speculate: bool = True
     """Whether drafts may be made for this request; the text is the same."""
+    grammar: str | None = None
+    """What the answer must be, as `sharesd.sampling.grammar` makes it from a JSON schema, a regular expression or Lark.
+    Text that the grammar cannot complete ends as one that is cut short."""
     acceptance: Acceptance = "match"
     """`match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and
     `block` (Sun et al. 2024): only the same *distribution* as plain decoding, not the same text."""
@@ -108,6 +111,16 @@ class SamplingParams:
         if any(not s for s in self.stop):
             raise ValueError("stop holds an empty string; give the text to stop at")
         _one_of("acceptance", self.acceptance, get_args(Acceptance))
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
+
+    def _check_grammar(self, grammar: str) -> None:
+        if not grammar.strip():
+            raise ValueError("grammar is empty; leave it out")
+        if self.acceptance != "match":
+            raise ValueError(f"acceptance {self.acceptance} knows no grammars; take match, or leave grammar out")
+        if self.ignore_eos:
+            raise ValueError("ignore_eos is set and so is grammar, behind whose end nothing may follow; leave one out")
 
     @property
     def greedy(self) -> bool:

@@ -1,6 +1,6 @@
 """Where drafts lie that rounds are replayed with: tensors of one shape, which keep their place.
 
-Legend: B rows, N draft tokens at most, T = N + 1 verify rows, V vocabulary.
+Legend: B rows, N draft tokens at most, T = N + 1 verify rows, V vocabulary, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compile.attention import Branches
 from sharesd.decoding.tree import DraftTree
+from sharesd.sampling.grammar import num_words
 
 ALIGNED = 16
 """Parts of the one array begin at multiples of so many numbers: compiled code wants them where vectors may begin."""
@@ -53,7 +54,13 @@ class DraftBuffers:
         """The distributions that tokens were drawn from, float32, where acceptance asks for them."""
         return torch.zeros(*self.tokens_BN.shape, self._vocab_size, device=self.tokens_BN.device)
 
-    def tree(self, *, branches: bool, probs: bool) -> DraftTree:
+    @cached_property
+    def legal_BTW(self) -> Tensor:
+        """Bits of the tokens that grammars allow after root and nodes, int32, where there are grammars."""
+        B, T = self.depth_BT.shape
+        return torch.full((B, T, num_words(self._vocab_size)), -1, dtype=torch.int32, device=self.depth_BT.device)
+
+    def tree(self, *, branches: bool, probs: bool, legal: bool) -> DraftTree:
         """Whatever is in here, as the largest of drafts."""
         return DraftTree(
             self.tokens_BN,
@@ -62,7 +69,14 @@ class DraftBuffers:
             depth=self.most,
             num_steps=self.most,
             places=self.places_BT if branches else None,
+            legal=self.legal_BTW if legal else None,
         )
+
+    def allow(self, legal_BTW: Tensor) -> Tensor:
+        """What grammars allow after the root and as many nodes: where it lies now."""
+        here_BTW = self.legal_BTW[:, : legal_BTW.shape[1]]
+        here_BTW.copy_(legal_BTW, non_blocking=True)
+        return here_BTW
 
     def clear(self) -> None:
         """No nodes; chains may follow."""

@@ -24,6 +24,7 @@ from compile.threads import CREW
 from sharesd import sampling
 from sharesd.config import SamplingParams
 from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.constrain import allowed
 from sharesd.decoding.output import Completion, Source, TokenChunk
 from sharesd.decoding.policy import Policy
 from sharesd.decoding.prefill import CHUNK, next_padded_piece, next_piece, read_piece, reads_in_pieces, whole_chunks
@@ -39,6 +40,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.models.base import CausalModel
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import Kind, RowSampling
+from sharesd.sampling.grammar import Grammars
 from sharesd.sampling.sampler import Sampler
 
 Prompt = str | Sequence[int]
@@ -129,6 +131,7 @@ class Engine:
         self._round_s, self._token_s = 0.0, 0.0  # running means: a round, a token of a prompt that is read
         self._ways: dict[Kind, Way] = {}
         self._slots = Slots(cache, reread=reread, partial=self.partial)
+        self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=(*target.eos_ids, *tokenizer.eos_ids))
         self._waiting: deque[Request] = deque()
         self._reading: Request | None = None
         self._turn: object | None = None
@@ -273,6 +276,8 @@ class Engine:
     def _check(self, params: SamplingParams) -> None:
         """Raises ValueError for parameters that cannot be honoured."""
         sampling.check_bias(params, self.target.vocab_size)
+        if params.grammar is not None:
+            self.grammars.matcher(params.grammar)
         if params.acceptance != "match" and self.drafter and any(shape.is_tree for shape in self.drafter.shapes):
             raise ValueError(f"acceptance {params.acceptance} decides about chains only; take match, or no draft trees")
 
@@ -281,7 +286,8 @@ class Engine:
     ) -> Request:
         eos_ids = (*self.target.eos_ids, *self.tokenizer.eos_ids)
         checker = StopChecker(self.tokenizer, params, eos_ids=eos_ids, room=self.max_context - len(ids))
-        request = Request(ids, params, index, checker, self._new_stats(), reuse=reuse, call=call)
+        matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
+        request = Request(ids, params, index, checker, self._new_stats(), matcher=matcher, reuse=reuse, call=call)
         request.stats.accept_lengths.append([])
         self._waiting.append(request)
         self.stats.prompt_tokens += len(ids)
@@ -373,7 +379,10 @@ class Engine:
     def _first_token(self, request: Request, row: int, logits_1V: Tensor) -> TokenChunk:
         one = self.sampling.only(row)
         sampler = Sampler(one.kind([0]), one, gumbel=self.gumbel)
-        root_1 = sampler.first(logits_1V, self.cache.lengths[row : row + 1])
+        legal_11W = None
+        if request.matcher is not None:
+            legal_11W = allowed(DraftTree(self.state.root_B[:1, None][:, :0]), [request], row, self.target.vocab_size)
+        root_1 = sampler.first(logits_1V, self.cache.lengths[row : row + 1], legal_11W)
         sampler.commit(root_1[:, None], torch.ones_like(root_1))
         self.state.root_B[row : row + 1].copy_(root_1)
         logprobs = top = None
@@ -387,9 +396,12 @@ class Engine:
     # ---- rounds
 
     def _round(self) -> list[TokenChunk]:
-        """A round; with `ahead` the next one is launched before it is read, and rows that have ended run on in that."""
+        """A round; with `ahead` the next one is launched before it is read, and rows that have ended run on in that.
+
+        Not so where there are grammars, since what they allow depends on what comes out.
+        """
         flight, self._flight = self._flight or self._launch(), None
-        if self.ahead:
+        if self.ahead and all(request.matcher is None for request in self._live):
             self._flight = self._launch()
         return [] if flight is None else self._collect(flight)
 
@@ -426,6 +438,8 @@ class Engine:
             self.drafter.catch_up(texts, self._num_idle > 0, plain)
             tree = self.drafter.draft(round_.drafting, shape)
         marks.append(self._clock.mark())
+        if any(request.matcher is not None for request in live):
+            tree = tree._replace(legal=allowed(tree, live, first, self.target.vocab_size))
         result = round_.verify(tree)
         if self.ahead:
             result = result.copied()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sharesd.config import SamplingParams
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.stops import FinishReason, StopChecker
+from sharesd.sampling.grammar import Matcher
 
 AHEAD = 2
 """Tokens by which a request may lead the last one of its call and still be waited for."""
@@ -27,13 +28,15 @@ class Request:
         checker: StopChecker,
         stats: Stats,
         *,
+        matcher: Matcher | None = None,
         reuse: bool = True,
         call: object | None = None,
     ) -> None:
         """`index` is the prompt's number among those of its `call`, None where that is `add`. `stats` count this
-        request alone. `reuse`: KV that is there need not be read anew.
+        request alone. `matcher`: where its answer stands in its grammar. `reuse`: KV that is there need not be read
+        anew.
         """
-        self.prompt_ids, self.params, self.index = prompt_ids, params, index
+        self.prompt_ids, self.params, self.index, self.matcher = prompt_ids, params, index, matcher
         self.reuse, self.call = reuse, call
         self.tokens = list(prompt_ids)
         """Prompt and emitted tokens."""
@@ -56,7 +59,8 @@ class Request:
 
     def take(self, ids: list[int]) -> tuple[int, str]:
         """Tokens that came out: how many of them belong to the answer, and the text that they complete."""
-        count, text, self.finish_reason = self._checker.push(ids)
+        num_legal = self.matcher.advance(ids) if self.matcher is not None else None
+        count, text, self.finish_reason = self._checker.push(ids, num_legal)
         self.tokens += ids[:count]
         return count, text
 

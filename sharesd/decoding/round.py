@@ -88,17 +88,21 @@ class Round:
         self.drafting = drafting
         self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
         graphs, match = drafting.graphs, not drafting.sampler.wants_probs
-        self._plain = Replayed(partial(self._verify, DraftTree(state.root_B[:, None][:, :0])), graphs)
+        constrained = drafting.sampler.kind.constrained
+        legal_B1W = drafting.buffers.legal_BTW[:, :1] if constrained else None
+        self._plain = Replayed(partial(self._verify, DraftTree(state.root_B[:, None][:, :0], legal=legal_B1W)), graphs)
         self._full: Replayed[RoundResult] | None = None
         self._plain_apart = True
         if graphs is not None and drafter is not None:
-            tree = drafting.buffers.tree(branches=drafter.trees and match, probs=not match)
+            tree = drafting.buffers.tree(branches=drafter.trees and match, probs=not match, legal=constrained)
             self._full = Replayed(partial(self._verify, tree), graphs)
             self._plain_apart = not match or self._width(1) < self._width(1 + drafting.buffers.most)
 
     def verify(self, tree: DraftTree) -> RoundResult:
         """What the target makes of a draft."""
         num_nodes = tree.tokens.shape[1]
+        if tree.legal is not None:
+            tree = tree._replace(legal=self._buffers.allow(tree.legal))
         if self._full is None and num_nodes:
             return self._verify(tree)
         if self._full is None or (self._plain_apart and not num_nodes):

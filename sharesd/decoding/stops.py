@@ -21,9 +21,15 @@ class StopChecker:
         self._left = min(params.max_new_tokens, room)
         self._held = ""  # final text that may be the beginning of a stop string
 
-    def push(self, ids: list[int]) -> tuple[int, str, FinishReason | None]:
-        """Take a round's tokens: how many of them belong to the output, the text they complete, why it ends."""
-        if not self._stops and len(ids) < self._left and self._end_ids.isdisjoint(ids):  # together: decoding takes time
+    def push(self, ids: list[int], num_legal: int | None = None) -> tuple[int, str, FinishReason | None]:
+        """Take a round's tokens: how many of them belong to the output, the text they complete, why it ends.
+
+        `num_legal`: how many of them a grammar takes, where there is one. The next one says that nothing could follow,
+        and ends a text that is cut short.
+        """
+        legal = len(ids) if num_legal is None else num_legal
+        goes_on = legal == len(ids) < self._left and self._end_ids.isdisjoint(ids)
+        if goes_on and not self._stops:  # together: decoding takes time
             self._left -= len(ids)
             return len(ids), self._stream.push(ids), None
         text = ""
@@ -31,9 +37,9 @@ class StopChecker:
             self._left -= 1
             piece, found = self._release(self._stream.push([token]))
             text += piece
-            if found or token in self._end_ids:
+            if found or (token in self._end_ids and count <= legal):
                 return count, text if found else text + self._rest()[0], "stop"
-            if self._left == 0:
+            if self._left == 0 or count > legal:
                 rest, found = self._rest()
                 return count, text + rest, "stop" if found else "length"
         return len(ids), text, None

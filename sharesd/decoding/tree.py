@@ -1,6 +1,6 @@
 """What a drafter proposes and what the target makes of it.
 
-Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V vocabulary.
+Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class DraftTree(NamedTuple):
     adder: str = ""  # names of those tables
     places: Tensor | None = None  # [B, T] int64: where a model drafter wrote root and nodes, from the root's slot on
     in_buffers: bool = False  # lies where rounds expect drafts
+    legal: Tensor | None = None  # [B, T, W] int32: bits of the tokens that grammars allow after root and nodes
 
 
 def model_shape(tree: DraftTree) -> Shape:

@@ -4,12 +4,12 @@ All of it is pure tensor arithmetic without host synchronisation; noise is an in
 Every result belongs to its own row: asking for T rows at once gives the same bits as asking for them one by one, so
 that a verify step decides as plain decoding would.
 
-Processing order: logit bias, repetition, frequency and presence penalty, temperature, top-k, top-p, min-p. This is the
-order of transformers (whose processors have no frequency and presence penalty; those follow vLLM, as does their place).
-vLLM applies min-p before top-k and top-p, which differs only in that top-p then measures a smaller total.
+Processing order: grammar, logit bias, repetition, frequency and presence penalty, temperature, top-k, top-p, min-p.
+This is the order of transformers (whose processors have no frequency and presence penalty; those follow vLLM, as does
+their place). vLLM applies min-p before top-k and top-p, which differs only in that top-p then measures a smaller total.
 
 Legend: B rows of the batch, R some of them, T logit rows (verify: the root and N drafts), N draft tokens, V vocabulary,
-K likeliest tokens.
+K likeliest tokens, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from compile.logits import process_logits
 from compile.ops import runs_triton
 from compile.topk import arg_max, top_k
+from sharesd.sampling.grammar import forbid
 from sharesd.sampling.rows import COLD, Kind, RowSampling, TokenCounts, Wish
 
 _MASS_ONE = 1 << 40  # the likeliest token's probability in fixed point
@@ -38,15 +39,19 @@ def process(
     *,
     draft_BN: Tensor | None = None,
     seen_BTN: Tensor | None = None,
+    legal_BTW: Tensor | None = None,
 ) -> Tensor:
     """Logits [B, T, V] to choose from, in float32 (float64 stays), tokens that fell out at -inf.
 
     Each row gets what its request asks for and `kind` has. `rows.counts` hold the prompt and the output up to and
     including the root; `draft_BN` the draft tokens after it and `seen_BTN` who sees them, as `TokenCounts.ahead` reads
-    them. Greedy rows stop after the penalties; a greedy kind without bias and penalties gives the logits back
+    them. `legal_BTW` are the tokens that grammars allow (int32 bits; None: drafts, which may guess anything). Greedy
+    rows stop after the penalties; a greedy kind without grammar, bias and penalties gives the logits back
     untouched. Ties: top-k keeps every token that equals the k-th (as transformers), and top-p keeps or drops equal
     tokens together (transformers picks among them by sort order), so nothing depends on a sort.
     """
+    if legal_BTW is not None:
+        logits_BTV = _of_rows(logits_BTV, rows.asking("grammar"), forbid, legal_BTW)
     if not (kind.sampled or kind.biased or kind.penalized):
         return logits_BTV
     if runs_triton(logits_BTV.device) and logits_BTV.dtype != torch.float64:

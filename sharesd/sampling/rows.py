@@ -23,7 +23,7 @@ COLD = 0.01
 
 Wish = Literal[
     "greedy", "heated", "cold", "top_k", "top_p", "top_p_alone", "min_p", "penalties", "repetition", "frequency",
-    "presence",
+    "presence", "grammar",
 ]  # fmt: skip
 """Something that takes time, which eager rounds spend on those rows alone that ask for it."""
 
@@ -37,6 +37,8 @@ class Kind(NamedTuple):
     """Top-k, top-p or min-p."""
     penalized: bool = False
     biased: bool = False
+    constrained: bool = False
+    """Grammars."""
     logprobs: bool = False
     top_logprobs: int = 0
     """How many alternatives."""
@@ -51,6 +53,7 @@ class Kind(NamedTuple):
             truncated=truncated and not params.greedy,
             penalized=params.uses_penalties,
             biased=bool(params.logit_bias),
+            constrained=params.grammar is not None,
             logprobs=params.logprobs,
             top_logprobs=params.top_logprobs,
             acceptance=params.acceptance,
@@ -63,16 +66,20 @@ class Kind(NamedTuple):
             self.truncated or other.truncated,
             self.penalized or other.penalized,
             self.biased or other.biased,
+            self.constrained or other.constrained,
             self.logprobs or other.logprobs,
             max(self.top_logprobs, other.top_logprobs),
             self.acceptance,
         )
 
     def rounded(self) -> Kind:
-        """One of eight for each acceptance, which can do this and more: for rounds that are captured in advance."""
+        """One of few for each acceptance, which can do this and more: for rounds that are captured in advance. Grammars
+        are kept apart: rounds that have none wait for no masks.
+        """
         adjusted = self.penalized or self.biased
         most = MOST_TOP_LOGPROBS if self.logprobs else 0
-        return Kind(self.sampled, self.sampled, adjusted, adjusted, self.logprobs, most, self.acceptance)
+        sampled, constrained = self.sampled, self.constrained
+        return Kind(sampled, sampled, adjusted, adjusted, constrained, self.logprobs, most, self.acceptance)
 
 
 class TokenCounts:
@@ -311,6 +318,7 @@ def _wishes(params: SamplingParams, vocab_size: int) -> frozenset[Wish]:
         "repetition": params.repetition_penalty != 1,
         "frequency": params.frequency_penalty != 0,
         "presence": params.presence_penalty != 0,
+        "grammar": params.grammar is not None,
     }
     return frozenset(wish for wish, asked in asks.items() if asked)
 

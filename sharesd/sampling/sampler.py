@@ -40,10 +40,10 @@ class Sampler:
         if kind.penalized:
             assert rows.counts is not None
 
-    def first(self, logits_BV: Tensor, lengths_B: Tensor) -> Tensor:
-        """Tokens [B] after the prompts, at positions `lengths`."""
+    def first(self, logits_BV: Tensor, lengths_B: Tensor, legal_B1W: Tensor | None = None) -> Tensor:
+        """Tokens [B] after the prompts, at positions `lengths`; of those that grammars allow, if there are any."""
         self._noise.clear()
-        logits_B1V = self._process(logits_BV[:, None], None)
+        logits_B1V = self._process(logits_BV[:, None], None, legal_BTW=legal_B1W)
         noise_B1V = self._target_noise(lengths_B[:, None]) if self.kind.sampled else None
         return sampling.choose(logits_B1V, noise_B1V)[:, 0]
 
@@ -89,6 +89,7 @@ class Sampler:
 
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
         """What the target makes of the draft; ends the round's noise."""
+        assert (tree.legal is not None) == self.kind.constrained
         verdict = self._decide(tree, logits_BTV, lengths_B)
         self._noise.clear()
         return verdict
@@ -97,7 +98,7 @@ class Sampler:
         if tree.branches is not None:
             return self._accept_tree(tree, tree.branches, logits_BTV, lengths_B)
         num_draft = tree.tokens.shape[1]
-        logits_BTV = self._process(logits_BTV, tree.tokens)
+        logits_BTV = self._process(logits_BTV, tree.tokens, legal_BTW=tree.legal)
         if num_draft == 0:
             tokens_B1 = sampling.choose(logits_BTV, self._noise_behind(lengths_B, 1))
             return Verdict(tokens_B1, self._one_B, self._root_B1)
@@ -119,7 +120,7 @@ class Sampler:
             on_path_BTT = torch.arange(T, device=depth_BT.device) <= depth_BT[..., None]
             seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
             seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
-        logits_BTV = self._process(logits_BTV, tree.tokens, seen_BTN)
+        logits_BTV = self._process(logits_BTV, tree.tokens, seen_BTN, tree.legal)
         noise_BDV = self._noise_behind(lengths_B, tree.depth + 1)  # nodes of equal depth share theirs
         if noise_BDV is None:
             return accept_tree(tree, sampling.choose(logits_BTV))
@@ -131,8 +132,15 @@ class Sampler:
         if self.kind.penalized:
             self.rows.counts.update(tokens_BT, num_new_B)
 
-    def _process(self, logits_BTV: Tensor, draft_BN: Tensor | None, seen_BTN: Tensor | None = None) -> Tensor:
-        return sampling.process(logits_BTV, self.kind, self.rows, draft_BN=draft_BN, seen_BTN=seen_BTN)
+    def _process(
+        self,
+        logits_BTV: Tensor,
+        draft_BN: Tensor | None,
+        seen_BTN: Tensor | None = None,
+        legal_BTW: Tensor | None = None,
+    ) -> Tensor:
+        rows, kind = self.rows, self.kind
+        return sampling.process(logits_BTV, kind, rows, draft_BN=draft_BN, seen_BTN=seen_BTN, legal_BTW=legal_BTW)
 
     def _noise_behind(self, lengths_B: Tensor, num: int) -> Tensor | None:
         """The target's noise [B, num, V] of so many positions after the root; None if all rows are greedy."""
