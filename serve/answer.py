@@ -14,6 +14,7 @@ from serve.choice import Choice
 from serve.engine_thread import Model
 from serve.errors import ApiError, invalid
 from serve.form import Form
+from serve.grammar import compiled
 from serve.schemas import Generation
 from serve.service import Call, Service
 from serve.stream import events
@@ -44,12 +45,13 @@ async def start(
     check_ids(call.model, list(body.bias), "logit_bias")
     check_ids(call.model, body.stop_token_ids or [], "stop_token_ids")
     prompts = await run_in_threadpool(encode, call.model)
+    grammar = await compiled(call.model, body)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     choices = []
     for p, prompt in enumerate(prompts):
         most_tokens = room(call.model, prompt, body.most_tokens, param)
         try:
-            params = body.params(most_tokens=most_tokens, seed=seed)
+            params = body.params(most_tokens=most_tokens, seed=seed, grammar=grammar)
         except ValueError as error:
             raise invalid(str(error)) from None
         choices += [Choice(prompt, params, p, p * n + k) for k in range(n)]

@@ -53,11 +53,13 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
             f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens takes {size / 2**20:.0f} MiB and "
             f"--memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
+    engine = start_engine(runtime, mode, SamplingParams())
     return Model(
-        engine=start_engine(runtime, mode, SamplingParams()),
+        engine=engine,
         tokenizer=runtime.tokenizer,
         max_context=runtime.max_context,
         vocab_size=runtime.target.vocab_size,
+        grammars=engine.grammars,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from serve.choice import Choice, Chunk
 from sharesd.config import SamplingParams
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling.grammar import Grammars
 
 
 class Engine(Protocol):
@@ -36,6 +37,7 @@ class Model:
     max_context: int
     """Tokens of prompt and answer together."""
     vocab_size: int
+    grammars: Grammars
 
 
 @dataclass(frozen=True)

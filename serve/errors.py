@@ -21,7 +21,8 @@ WANTED = {
     "content": "give a text, or a list of parts of type text",
     "tools": "tools are not supported; leave them out",
     "tool_choice": "tools are not supported; leave it out",
-    "response_format": "only {'type': 'text'} is supported",
+    "response_format": "give the type text, json_object, or json_schema with json_schema.schema",
+    "structured_outputs": "give one of json (a schema), regex, choice (a list of texts) and grammar (Lark)",
     "logit_bias": "give up to 1,024 token ids with numbers from -100 to 100",
 }
 """What to say about parameters for which a type would say too little."""

@@ -55,10 +55,42 @@ class StreamOptions(Strict):
     """There is none."""
 
 
-class TextFormat(Strict):
-    """The one form of answers that there is."""
+class JsonSchema(Strict):
+    """What an answer's JSON must be like; always strictly so."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class Format(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise invalid("response_format: give json_schema with the type json_schema, only", "response_format")
+        return self
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`: one of its keys."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """llguidance's dialect of Lark."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(part is not None for part in (self.json_, self.regex, self.choice, self.grammar)) != 1:
+            raise invalid("structured_outputs: give one of json, regex, choice and grammar", "structured_outputs")
+        return self
 
 
 class Generation(Strict):
@@ -83,6 +115,8 @@ class Generation(Strict):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: Format | None = None
+    structured_outputs: StructuredOutputs | None = None
     speculate: bool | None = None
     """Ours: false switches this request's drafts off."""
     token_details: bool | None = None
@@ -103,7 +137,15 @@ class Generation(Strict):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             message = f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}"
             raise invalid(f"{message}; give one of the two", "max_tokens")
+        if self.asks_for("response_format") and self.asks_for("structured_outputs"):
+            raise invalid("response_format and structured_outputs are given; leave one out", "structured_outputs")
         return self
+
+    def asks_for(self, name: Literal["response_format", "structured_outputs"]) -> bool:
+        """Whether this asks for a grammar."""
+        if name == "response_format":
+            return self.response_format is not None and self.response_format.type != "text"
+        return self.structured_outputs is not None
 
     @property
     def choices_per_prompt(self) -> int:
@@ -130,7 +172,7 @@ class Generation(Strict):
         """Alternatives per token to tell; None: no log-probabilities at all."""
         return None
 
-    def params(self, *, most_tokens: int, seed: int) -> SamplingParams:
+    def params(self, *, most_tokens: int, seed: int, grammar: str | None = None) -> SamplingParams:
         """How each choice is sampled. OpenAI's default temperature is 1."""
         return SamplingParams(
             max_new_tokens=most_tokens,
@@ -149,6 +191,7 @@ class Generation(Strict):
             logprobs=self.num_top is not None,
             top_logprobs=self.num_top or 0,
             speculate=_or(self.speculate, True),
+            grammar=grammar,
         )
 
 
@@ -187,7 +230,6 @@ class ChatBody(Generation):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    response_format: TextFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Any = None

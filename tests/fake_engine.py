@@ -20,6 +20,7 @@ from serve.engine_thread import Model
 from sharesd.config import SamplingParams
 from sharesd.decoding.stops import StopChecker
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling.grammar import Grammars
 
 DRAFT = 3
 """Draft tokens in each round that drafts."""
@@ -169,7 +170,8 @@ class FakeEngine:
 def fake_model(**settings: Any) -> Model:
     tokenizer = make_tokenizer()
     engine = FakeEngine(tokenizer, **settings)
-    return Model(engine, tokenizer, engine.max_context, tokenizer.vocab_size)
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
+    return Model(engine, tokenizer, engine.max_context, tokenizer.vocab_size, grammars)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

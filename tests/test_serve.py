@@ -320,6 +320,18 @@ def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[s
     assert raised.value.error_count() <= 4 and time.process_time() - started < 2
 
 
+WRONG_OUTPUTS: list[dict[str, Any]] = [
+    *({}, {"regex": "a", "choice": ["b"]}, {"regex": "("}, {"grammar": "start: foo"}, {"json": {"type": "nonsense"}}),
+    *(
+        {"json": {"x-guidance": 5}},
+        {"choice": []},
+        {"regex": "a" * 100_001},
+        {"xml": "a"},
+        {"grammar": "start: A\nA: /a/ & /b/"},
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -328,7 +340,8 @@ def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[s
         *[({"prompt": "the", "logprobs": 21}, "logprobs"), ({"prompt": "the", "echo": True, "logprobs": 1}, "echo")],
         *[({"prompt": "the", "suffix": "end"}, "suffix"), ({"prompt": "the", "top_logprobs": 1}, "top_logprobs")],
         *[({"prompt": "the", "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens")],
-        *[({"prompt": "the", "response_format": {"type": "json_object"}}, "response_format")],
+        *[({"prompt": "the", "response_format": {"type": "yaml"}}, "response_format")],
+        *[({"prompt": "the", "structured_outputs": wrong}, "structured_outputs") for wrong in WRONG_OUTPUTS],
         *[({"prompt": "the", "n": 128}, "n"), ({"prompt": ["the"] * 40}, "n")],
     ],
     ids=lambda value: str(value)[:40],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from tiny import make_checkpoint
 from serve.command import load_model
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import build
+from sharesd.sampling.grammar import from_choices, from_json_schema, from_lark, from_regex
 
 PROMPTS = ["the cat sat", "a blue sky and", "why is the red mat"]
 
@@ -50,6 +52,54 @@ def test_texts_are_those_of_plain_decoding_whatever_runs_beside(folder: Path, se
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, asked)) == expected, "among others"
     assert ask({**asked[0], "speculate": False}) == expected[0]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "animal": {"enum": ["cat", "the red cat"]},
+        "colours": {"type": "array", "items": {"enum": ["blue"]}},
+    },
+    "required": ["animal", "colours"],
+    "additionalProperties": False,
+}
+
+
+def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(folder: Path, server: Served) -> None:
+    plain = build(EngineConfig(target=str(folder), mode="naive", max_context=256))
+    schema = {"type": "json_schema", "json_schema": {"name": "animals", "schema": SCHEMA, "strict": True}}
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": schema}, from_json_schema(SCHEMA)),
+        ({"response_format": {"type": "json_object"}}, from_json_schema({"type": "object"})),
+        ({"structured_outputs": {"json": SCHEMA}}, from_json_schema(SCHEMA)),
+        ({"structured_outputs": {"regex": "(the|cat| )+[.]"}}, from_regex("(the|cat| )+[.]")),
+        ({"structured_outputs": {"choice": ["the cat", 'a "mat"']}}, from_choices(["the cat", 'a "mat"'])),
+        (
+            {"structured_outputs": {"grammar": 'start: "the" /( cat| mat){2,4}/'}},
+            from_lark('start: "the" /( cat| mat){2,4}/'),
+        ),
+    ]
+
+    def ask(body: dict[str, Any], temperature: float) -> tuple[str, str]:
+        done = server.complete("the cat sat", seed=3, max_tokens=60, temperature=temperature, **body)
+        return done["choices"][0]["text"], done["choices"][0]["finish_reason"]
+
+    with ThreadPoolExecutor(4) as pool:
+        for temperature in (0.0, 1.0):
+            found = list(pool.map(lambda pair: ask(pair[0], temperature), asked))  # noqa: B023
+            for (_, grammar), answer in zip(asked, found, strict=True):
+                params = SamplingParams(seed=3, temperature=temperature, max_new_tokens=60, grammar=grammar)
+                wanted = plain.complete(["the cat sat"], params)[0]
+                assert answer == (wanted.text, wanted.finish_reason)
+            assert set(json.loads(found[0][0])) == {"animal", "colours"} or found[0][1] == "length"
+            assert found[4][0] in ("the cat", 'a "mat"') and found[4][1] == "stop"
+
+
+def test_a_chat_may_ask_for_json(server: Served) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["the cat"]}}}
+    body = {"messages": [{"role": "user", "content": "why"}], "max_tokens": 20, "response_format": schema}
+    done = server.post("/v1/chat/completions", **body).json()["choices"][0]
+    assert (done["message"]["content"], done["finish_reason"]) == ('"the cat"', "stop")
 
 
 def test_details_and_metrics_of_real_drafts(server: Served) -> None:

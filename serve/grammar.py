@@ -1,0 +1,53 @@
+"""What answers must be: from `response_format` and `structured_outputs` to a grammar that the engine takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from anyio import to_thread
+
+from serve.engine_thread import Model
+from serve.errors import invalid
+from serve.schemas import Generation
+from sharesd.sampling import grammar
+
+MOST_CHARACTERS = 100_000
+"""Of a grammar."""
+SECONDS = 10.0
+"""For compiling one; llguidance's own limits end it soon after."""
+
+
+async def compiled(model: Model, body: Generation) -> str | None:
+    """The grammar of a request's answers, compiled on another thread; None where it asks for none.
+
+    ApiError 400 for one that cannot be compiled, or is too long.
+    """
+    param = next((name for name in ("response_format", "structured_outputs") if body.asks_for(name)), "")
+    if not param:
+        return None
+    try:
+        text = _written(body)
+        if len(text) > MOST_CHARACTERS:
+            message = f"the grammar of {param} has {len(text)} characters; give up to {MOST_CHARACTERS}"
+            raise invalid(message, param)
+        async with asyncio.timeout(SECONDS):
+            await to_thread.run_sync(model.grammars.matcher, text, abandon_on_cancel=True)
+    except TimeoutError:
+        raise invalid(f"the grammar of {param} took longer than {SECONDS:g} s to compile", param) from None
+    except ValueError as error:
+        raise invalid(f"{param}: {error}", param) from None
+    return text
+
+
+def _written(body: Generation) -> str:
+    outputs, form = body.structured_outputs, body.response_format
+    if outputs is None:
+        assert form is not None
+        return grammar.from_json_schema({"type": "object"} if form.json_schema is None else form.json_schema.schema_)
+    if outputs.json_ is not None:
+        return grammar.from_json_schema(outputs.json_)
+    if outputs.regex is not None:
+        return grammar.from_regex(outputs.regex)
+    if outputs.choice is not None:
+        return grammar.from_choices(outputs.choice)
+    return grammar.from_lark(outputs.grammar or "")
