@@ -265,7 +265,7 @@ class Policy:
         guess could be verified in time.
         """
         if self.pinned is None and self.live.known:
-            if not self._bearable(1):
+            if not self._bearable(PLAIN, 1):
                 return False
             resting = self.account.empty or self._look_gain < self._look_cost()
             if resting and self._until_look > 0:
@@ -282,7 +282,7 @@ class Policy:
     @property
     def learns(self) -> bool:
         """Whether tables shall learn from the logits of the coming round: not where it is long until they are asked."""
-        return self._until_look < SOON and self._bearable(1)
+        return self._until_look < SOON and self._bearable(PLAIN, 1)
 
     def looked(self, rate: float, without: float) -> None:
         """Tables were asked: the draft promises so many tokens per second with, and without what they said."""
@@ -299,7 +299,7 @@ class Policy:
         for shape in self.shapes:
             if shape.recent and not self._windows_only and self.live.context < WORTHWHILE * shape.recent:
                 continue
-            if not self._bearable(shape.nodes, self.live.draft(shape)):
+            if not self._bearable(shape):
                 continue
             kind = shape.is_tree, shape.recent
             if kind not in rates:
@@ -309,11 +309,11 @@ class Policy:
                 best, best_rate = shape, rate
         return best
 
-    def _bearable(self, num_nodes: int, draft_s: float = 0.0) -> bool:
-        """Whether a round with such a draft takes no longer than it may."""
+    def _bearable(self, shape: Shape, num_guesses: int = 0) -> bool:
+        """Whether a round with a model's draft and so many guesses of tables takes no longer than it may."""
         if self.longest == inf or not self.live.known:
             return True
-        return draft_s + self.live.step(1 + num_nodes) <= self.longest * self.live.step(1)
+        return self.live.plain_steps(shape, 1 + shape.nodes + num_guesses) <= self.longest
 
     def rate_of_shape(self, shape: Shape) -> float:
         """Tokens per second that model drafts of this shape promise."""
@@ -361,7 +361,7 @@ class Policy:
         base, draft_s = 0.0, 0.0
         if beside.nodes:
             base, draft_s = self._gain(beside, self._survival(beside).rates()), self.live.draft(beside)
-        while self.pinned is None and longest and not self._bearable(beside.nodes + longest, draft_s):
+        while self.pinned is None and longest and not self._bearable(beside, longest):
             longest -= 1
         gains = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
         self._worth = list(accumulate(gains[:longest], initial=0.0))

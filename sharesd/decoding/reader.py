@@ -13,12 +13,13 @@ from torch import Tensor
 
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.prefill import CHUNK, next_padded_piece, next_piece, read_piece, reads_in_pieces, whole_chunks
-from sharesd.decoding.request import BEARABLE, Request
+from sharesd.decoding.request import Request
 from sharesd.drafters.base import Drafter
 from sharesd.models.base import CausalModel
 
-LEAST_PIECE = 8
-"""Tokens of a prompt that are read between two rounds at least, however long that takes."""
+BEARABLE, LEAST_PIECE = 1.3, 8
+"""What is read of a prompt between two rounds of others: as much as takes so many plain rounds, but at
+least so many tokens."""
 RECENT = 9
 """Plain rounds, and pieces of prompts, whose median tells how long such take: a stall of the machine tells nothing."""
 

@@ -13,8 +13,7 @@ AHEAD = 2
 """Tokens by which a request may lead the last one of its call and still be waited for."""
 
 BEARABLE = 1.5
-"""Plain rounds that a round with drafts may take where several callers share it, and that what is read of another's
-prompt in between may take."""
+"""Plain rounds that a round with drafts may take where several callers share it."""
 
 
 class QueueFull(ValueError):
