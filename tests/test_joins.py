@@ -19,7 +19,7 @@ def test_a_prompt_joins_rows_that_go_on(tmp_path: Path, capsys: pytest.CaptureFi
     report = json.loads((out / "joins.json").read_text())
     assert report["settings"]["rows"] == 2 and "gaps while the prompt is read" in capsys.readouterr().out
     for run in report["runs"]:
-        assert len(run["before"]) == 80 and len(run["during"]) % 2 == 0 and len(run["during"]) >= 4
+        assert len(run["before"]) == 80 and len(run["during"]) % 2 == 0 and run["during"]
         assert min(*run["before"], *run["during"], run["alone_s"], run["joining_s"]) > 0
     assert main(["joins", "--target", target, "--prompt-tokens", "600", "--max-context", "512"]) == 2
     assert "raise --max-context" in capsys.readouterr().err
