@@ -222,7 +222,7 @@ class Policy:
         if rate > MARGIN * plain:  # it would pay, and tables promise more
             return PLAIN
         self._plain_rounds += 1
-        if self._plain_rounds <= self._patience or not may_try or not self.affords(best):
+        if self._plain_rounds <= self._patience or not best.nodes or not may_try or not self.affords(best):
             self._until_check = RECHECK - 1
             return PLAIN
         self._trying = (self._trying or TRY_ROUNDS) - 1
