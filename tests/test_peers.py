@@ -697,7 +697,7 @@ def sums(prompt, num_tokens) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize(("variant", "weights"), [("continuous", "BF16"), ("q8_0", "Q8_0"), ("q4_0", "Q4_0")])
+@pytest.mark.parametrize(("variant", "weights"), [("continuous", "BF16"), ("f16", "F16"), ("q4_0", "Q4_0")])
 def test_llamacpp_decodes_sequences_together(stand_in_llama, checkpoint, cache, variant, weights):
     from benchmark.peers import llamacpp_peer
 

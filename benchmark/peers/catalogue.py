@@ -76,6 +76,7 @@ RUNTIMES: dict[str, Runtime] = {
             "plain": "Llama.generate",
             "lookup": "LlamaPromptLookupDecoding",
             "continuous": "llama_decode, a sequence per prompt",
+            "f16": "the same, weights as F16",
             "q8_0": "the same, weights as Q8_0",
             "q4_0": "the same, weights as Q4_0",
         },

@@ -17,7 +17,7 @@ LOOKUP_TOKENS = 2
 """What the package's documentation advises on CPU."""
 
 _WEIGHTS: dict[str, WeightType] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_QUANTIZED: dict[str, WeightType] = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+_STORED: dict[str, WeightType] = {"f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """Variant -> weights other than those of the dtype."""
 
 
@@ -38,7 +38,7 @@ class LlamaCppPeer:
     def prepare(self, variant: str) -> None:
         """Convert the checkpoint where that was not done before, and open it."""
         settings = self._settings
-        weights = _QUANTIZED.get(variant, _WEIGHTS[settings.dtype])
+        weights = _STORED.get(variant, _WEIGHTS[settings.dtype])
         if variant not in ("plain", "lookup"):
             file = gguf_file(resolve(settings.config.target), weights)
             self._contexts[variant] = _Sequences(self._library, file, settings)
