@@ -20,6 +20,7 @@ COMMANDS = (
     "benchmark.studies.sweep",
     "benchmark.studies.grid",
     "benchmark.studies.busy",
+    "benchmark.studies.joins",
 )
 
 

@@ -31,6 +31,7 @@ from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
@@ -157,6 +158,10 @@ class Runtime:
             save_configs(cache_root() / "settings")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
+
+    def plain_beside(self) -> Engine:
+        """An engine of mode naive with a KV cache of its own, so that it can decode in turns with one of the others."""
+        return self._engine("naive", self.target.new_cache(self.config.max_batch, self._slots))
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
@@ -424,12 +429,12 @@ class Runtime:
             top=top,
         )
 
-    def _engine(self, mode: Mode) -> Engine:
+    def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
         return Engine(
             target=self._step,
             tokenizer=self.tokenizer,
-            cache=self.cache,
-            drafter=self._drafters[mode],
+            cache=cache or self.cache,
+            drafter=self._drafters.get(mode),
             max_context=self.max_context,
             auto_length=self.config.num_draft is None,
             widths=self._widths,

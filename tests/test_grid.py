@@ -86,7 +86,7 @@ def test_fillers_are_texts_or_lines_of_json(tmp_path: Path) -> None:
 
 def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And prompts are read once: what `reuse` finds grows with the first answer to them only."""
-    modes: tuple[Mode, ...] = ("naive", "recycle", "classic")
+    modes: tuple[Mode, ...] = ("recycle", "classic")
     runtime = Runtime(EngineConfig(target=str(tiny), mode="recycle", num_draft=4, max_batch=2, max_context=512), modes)
     engines = {mode: runtime.engine(mode) for mode in modes}
     table = engines["recycle"].drafter.tables[0]  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
     monkeypatch.setattr("sharesd.drafters.classic.read_piece", counted)
     monkeypatch.setattr(table, "begin", noted)
     prompts = [list(range(20, 90)), list(range(30, 80))]
-    found = compare_modes(engines, prompts, SamplingParams(max_new_tokens=12), runs=3)
+    found = compare_modes(runtime.plain_beside(), engines, prompts, SamplingParams(max_new_tokens=12), runs=3)
     assert at_start[::2] == [True] * 3  # the second row's prompt comes after the first one's
     assert [length for length in read if length >= 50] == [70, 50]  # classic has read them once
     assert all(each.identical and len(each.ratios) == 3 for each in found.values())
@@ -124,7 +124,7 @@ def cell(mode: str, speedup: float | None, *, context: int = 200, identical: boo
         draft_share=0.0,
         identical=identical,
         naive_ms=1.0,
-        drift=0.0,
+        spread=0.0,
         turns=[],
     )
 

@@ -20,6 +20,7 @@ from tiny import make_checkpoint
 
 from benchmark.peers import add_parser, gguf_export
 from benchmark.peers.catalogue import RUNTIMES, Runtime
+from benchmark.peers.command import joined
 from benchmark.peers.figures import figures, num_leading
 from benchmark.peers.measure import Row, measure
 from benchmark.peers.process import PeerError, Worker
@@ -31,14 +32,16 @@ from sharesd.cli.options import Parser
 from sharesd.config import EngineConfig
 
 PROMPT = [5, 6, 7]
+LOOPING = [300, 301, 302, 300, 301]
 
 
 def settings(**config) -> Settings:
     return Settings(config=EngineConfig(**config), num_tokens=4, num_threads=1)
 
 
-def sample(ids=(1, 2, 3, 4), *, decode_s=1.0, first_s=0.5, num_first=1, others_busy=0.0) -> Sample:
-    return Sample(token_ids=list(ids), num_first=num_first, first_s=first_s, decode_s=decode_s, others_busy=others_busy)
+def sample(*answers, **fields) -> Sample:
+    fields = {"num_read": 3, "num_first": 1, "first_s": 0.5, "decode_s": 1.0} | fields
+    return Sample(answers=[list(ids) for ids in answers or [(1, 2, 3, 4)]], **fields)
 
 
 def test_settings_survive_the_way_to_another_process():
@@ -48,20 +51,33 @@ def test_settings_survive_the_way_to_another_process():
 
 
 def test_clock_keeps_the_first_delivery_apart():
-    clock = TokenClock()
+    clock = TokenClock([PROMPT])
     for ids in ([1, 2], [], [3], [4, 5]):
         clock.add(ids)
     found = clock.sample(5)
-    assert found.token_ids == [1, 2, 3, 4, 5]
-    assert (found.num_first, found.num_decoded) == (2, 3)
-    assert found.first_s >= 0 and found.decode_s >= 0
+    assert found.answers == [[1, 2, 3, 4, 5]]
+    assert (found.num_read, found.num_first) == (3, 2)
+    assert found.first_s > 0 and found.work == (3, found.decode_s)
+
+
+def test_clock_counts_all_that_comes_out_of_a_batch():
+    clock = TokenClock([PROMPT, [8]])
+    for row, ids in ((1, [1]), (1, [2]), (0, [3]), (1, [4]), (0, [5, 6])):
+        clock.add(ids, row)
+    found = clock.sample(3)
+    assert found.answers == [[3, 5, 6], [1, 2, 4]]
+    assert (found.num_read, found.num_first) == (4, 3), "three tokens were there when both had their first"
+    assert found.work == (6, found.first_s + found.decode_s) and found.decode_s > 0
+    clock.add([7], 1)
+    with pytest.raises(ValueError, match="gave 4 tokens where 3"):
+        clock.sample(3)
 
 
 @pytest.mark.parametrize(
     ("deliveries", "message"), [([[1], [2]], "gave 2 tokens where 4"), ([[1, 2, 3, 4]], "at once")]
 )
 def test_clock_refuses_what_cannot_be_compared(deliveries, message):
-    clock = TokenClock()
+    clock = TokenClock([PROMPT])
     for ids in deliveries:
         clock.add(ids)
     with pytest.raises(ValueError, match=message):
@@ -81,9 +97,9 @@ class FakePeer:
         if variant == "odd":
             raise KeyError("x")
 
-    def generate(self, variant, prompt):
-        self.calls.append((variant, prompt))
-        return sample(prompt)
+    def generate(self, variant, batch):
+        self.calls.append((variant, batch))
+        return sample(*batch)
 
 
 def ask(open_peer, *requests: dict) -> list[dict]:
@@ -93,15 +109,15 @@ def ask(open_peer, *requests: dict) -> list[dict]:
 
 
 def request(do: str, variant: str) -> dict:
-    return {"do": do, "variant": variant, "prompt": PROMPT}
+    return {"do": do, "variant": variant, "batch": [PROMPT]}
 
 
 def test_worker_warms_each_variant_up_once():
     peer = FakePeer()
     replies = ask(lambda _: peer, request("prepare", "a"), request("measure", "a"), request("measure", "b"))
     assert [reply.get("ok") for reply in replies] == [True, True, None, None]
-    assert replies[2]["sample"]["token_ids"] == PROMPT
-    once, asked = ("a", PROMPT), ("b", PROMPT)
+    assert replies[2]["sample"]["answers"] == [PROMPT]
+    once, asked = ("a", [PROMPT]), ("b", [PROMPT])
     assert peer.calls == [("prepare", "a"), once, once, ("prepare", "b"), asked, asked]
 
 
@@ -132,11 +148,12 @@ class Fake:
         if variant == "fails":
             raise ValueError("cannot do that")
 
-    def generate(self, variant, prompt):
+    def generate(self, variant, batch):
         print("more noise")
-        clock = TokenClock()
+        clock = TokenClock(batch)
         for i in range(self.num_tokens):
-            clock.add([prompt[0] + i])
+            for row, prompt in enumerate(batch):
+                clock.add([prompt[0] + i], row)
             time.sleep(0.001)
         return clock.sample(self.num_tokens)
 
@@ -154,21 +171,21 @@ def fake_module(tmp_path, monkeypatch) -> str:
 
 def test_process_is_measured_though_it_prints(fake_module):
     with Worker(fake_module, settings()) as worker:
-        worker.prepare("good", PROMPT)
-        found = worker.measure("good", PROMPT)
+        worker.prepare("good", [PROMPT])
+        found = worker.measure("good", [PROMPT])
         with pytest.raises(PeerError, match="cannot do that") as caught:
-            worker.measure("fails", PROMPT)
+            worker.measure("fails", [PROMPT])
         assert not caught.value.dead
-        again = worker.measure("good", PROMPT)
-    assert found.token_ids == again.token_ids == [5, 6, 7, 8]
-    assert found.num_decoded == 3 and found.decode_s > 0.002
+        again = worker.measure("good", [PROMPT])
+    assert found.answers == again.answers == [[5, 6, 7, 8]]
+    assert found.num_first == 1 and found.decode_s > 0.002
     assert 0 <= found.others_busy <= 1
 
 
 def test_death_of_a_process_is_told_with_its_last_words(fake_module):
     with Worker(fake_module, settings()) as worker:
         with pytest.raises(PeerError, match=r"ended by SIGKILL: out of ideas") as caught:
-            worker.measure("dies", PROMPT)
+            worker.measure("dies", [PROMPT])
         assert caught.value.dead
 
 
@@ -176,7 +193,7 @@ def test_process_that_hangs_is_ended(fake_module):
     with Worker(fake_module, settings()) as worker:
         worker._limit_s = 0.5
         with pytest.raises(PeerError, match="no answer within 0.5 s") as caught:
-            worker.measure("hangs", PROMPT)
+            worker.measure("hangs", [PROMPT])
         assert caught.value.dead
 
 
@@ -197,16 +214,16 @@ class FakeWorker:
         self.name, self.log = name, log
         log.append(f"open {name}")
 
-    def prepare(self, variant, prompt):
+    def prepare(self, variant, batch):
         self.log.append(f"prepare {self.name} {variant}")
         if variant == "impossible":
             raise PeerError("impossible")
 
-    def measure(self, variant, prompt):
-        self.log.append(f"{self.name} {variant} {prompt[0]}")
+    def measure(self, variant, batch):
+        self.log.append(f"{self.name} {variant} {batch[0][0]}")
         if variant == "dies":
             raise PeerError("it died", dead=True)
-        return sample(prompt)
+        return sample(*batch)
 
     def close(self):
         self.log.append(f"close {self.name}")
@@ -224,7 +241,7 @@ def test_loop_takes_turns_and_isolates_failures():
     said: list[tuple] = []
     measure(
         rows,
-        [[10], [20]],
+        [[[10]], [[20]]],
         repeats=2,
         open_worker=lambda name: FakeWorker(name, log),
         say=lambda *what: said.append(what),
@@ -245,7 +262,7 @@ def test_loop_survives_runtimes_that_do_not_open():
         raise PeerError("broken installation", dead=True)
 
     rows = [Row("a", "plain"), Row("a", "lookup")]
-    measure(rows, [[1]], repeats=1, open_worker=refuse, say=lambda *_: None)
+    measure(rows, [[[1]]], repeats=1, open_worker=refuse, say=lambda *_: None)
     assert [row.failure for row in rows] == ["broken installation"] * 2
 
 
@@ -257,7 +274,7 @@ def test_loop_closes_processes_when_interrupted():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure([Row("a", "plain")], [[1]], repeats=1, open_worker=lambda n: FakeWorker(n, log), say=interrupt)
+        measure([Row("a", "plain")], [[[1]]], repeats=1, open_worker=lambda n: FakeWorker(n, log), say=interrupt)
     assert log[-1] == "close a"
 
 
@@ -296,6 +313,7 @@ def test_figures_of_handmade_samples():
     assert not lookup.same_in_all_repeats and plain.same_in_all_repeats
     assert lookup.leading_as_naive == (3 + 1 + 3 + 3) / 4
     assert lookup.first_token_s == pytest.approx((0.2 + 0.5) / 2)
+    assert lookup.read_per_second == pytest.approx(6 / 0.7) and plain.read_per_second == 6.0
     assert lookup.others_busy == pytest.approx(0.1)
 
 
@@ -304,9 +322,18 @@ def test_figures_without_ours_have_no_ratios():
     assert found.ratio_to_naive is found.best_mode is found.best_mode_ratio is found.leading_as_naive is None
 
 
+def test_figures_of_several_at_once_count_all_tokens_and_all_time():
+    whole = {"num_read": 8, "num_first": 3, "first_s": 1.0}
+    naive = Row("sharesd", "naive", samples={(0, 0): sample((1, 2, 3, 4), (5, 6, 7, 8), decode_s=3.0, **whole)})
+    other = Row("openvino", "plain", samples={(0, 0): sample((1, 2, 3, 9), (5, 6, 7, 8), decode_s=7.0, **whole)})
+    ours, theirs = figures([naive, other])
+    assert (ours.tokens_per_second, theirs.tokens_per_second, theirs.ratio_to_naive) == (2.0, 1.0, 0.5)
+    assert theirs.leading_as_naive == 3.5 and theirs.read_per_second == 8.0
+
+
 def test_leading_tokens():
-    assert num_leading(sample((1, 2, 3, 4)), sample((1, 2, 9, 4))) == 2
-    assert num_leading(sample((1, 2)), sample((1, 2))) == 2
+    assert num_leading((1, 2, 3, 4), (1, 2, 9, 4)) == 2
+    assert num_leading((1, 2), (1, 2)) == 2
 
 
 def handmade_report() -> dict:
@@ -320,6 +347,8 @@ def handmade_report() -> dict:
             "questions": "ours",
             "num_prompts": 2,
             "prompt_format": "plain",
+            "prompt_tokens": [7, 9],
+            "concurrency": 1,
             "num_tokens": 4,
             "dtype": "bfloat16",
             "device": "cpu",
@@ -338,7 +367,7 @@ def test_report_shows_numbers_and_absent_runtimes():
         "| openvino | lookup: prompt_lookup: 5 tokens after 3-grams | 3.3 (2.5 to 3.3) | 1.11x | 1.80x | 75.0 % |"
         in page
     )
-    assert "| llamacpp | plain: Llama.generate | - | - | - | - | - | - |" in page
+    assert "| llamacpp | plain: Llama.generate | - | - | - | - | - | - | - |" in page
     assert "- llamacpp plain: not installed: pip install llama-cpp-python" in page
     assert "another text in another repeat: openvino lookup" in page
     assert "cpu: a chip" in page and "gpu" not in page
@@ -387,6 +416,16 @@ def test_command_from_flags_to_files(fake_module, checkpoint, tmp_path, monkeypa
     assert "| fake | good: well |" in (out / "peers.md").read_text()
     assert "peers.md" in capsys.readouterr().out
     assert run_command("--peers", "absent", *flags, "--out-dir", str(out)) == 1
+    flags = ["--target", str(checkpoint), "--max-new-tokens", "5", "--repeats", "1", "--out-dir", str(out)]
+    assert run_command("--peers", "fake:good", *flags, "--concurrency", "2", "--prompt-tokens", "50") == 0
+    report = json.loads((out / "peers.json").read_text())
+    [good] = report["rows"]
+    assert report["settings"]["prompt_tokens"] == [50, 50] and len(good["samples"]) == 1
+    assert "50 to 50 tokens long, asked 2 at once" in (out / "peers.md").read_text()
+
+
+def test_long_prompts_begin_with_different_questions():
+    assert joined([[1, 2], [3], [4, 5]], 4, 3) == [[1, 2, 3, 4], [3, 4, 5, 1], [4, 5, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -396,6 +435,9 @@ def test_command_from_flags_to_files(fake_module, checkpoint, tmp_path, monkeypa
         (["--max-new-tokens", "1"], "from 2 on"),
         (["--questions", "no-such-file"], "no-such-file"),
         (["--max-context", "32"], "context holds 32"),
+        (["--peers", "sharesd:plain"], "sharesd has naive, share"),
+        (["--prompt-tokens", "2000"], "a prompt has 2000 tokens, 64 are to follow"),
+        (["--concurrency", "3", "--num-questions", "4"], "ask a multiple"),
     ],
 )
 def test_command_refuses_before_anything_is_measured(flags, message, checkpoint, tmp_path):
@@ -419,10 +461,30 @@ def test_transformers_gives_our_text_in_all_variants(checkpoint, monkeypatch, tm
     for name, peer in peers.items():
         for variant in RUNTIMES[name].variants:
             peer.prepare(variant)
-            found = peer.generate(variant, [300, 301, 302, 300, 301])
-            assert len(found.token_ids) == told.num_tokens and 1 <= found.num_first < told.num_tokens
-            texts[name, variant] = found.token_ids
-    assert len(set(map(tuple, texts.values()))) == 1, texts
+            found = peer.generate(variant, [LOOPING])
+            assert 1 <= found.num_first < told.num_tokens
+            texts[name, variant] = tuple(found.answers[0])
+    assert len(set(texts.values())) == 1, texts
+
+
+def test_several_at_once_get_the_texts_that_they_get_alone(checkpoint, monkeypatch, tmp_path):
+    from benchmark.peers import ours, transformers_peer
+
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+    told = small(checkpoint, dtype="float32", max_batch=3)
+    batch = [LOOPING, PROMPT, [300, 5]]
+    peer = ours.open_peer(small(checkpoint, dtype="float32"))
+    peer.prepare("naive")
+    alone = [peer.generate("naive", [prompt]).answers[0] for prompt in batch]
+    ways = {ours: ("naive", "hybrid"), transformers_peer: ("plain", "continuous")}
+    for module, variants in ways.items():
+        peer = module.open_peer(told)
+        for variant in variants:
+            peer.prepare(variant)
+            for _ in range(2):
+                assert peer.generate(variant, batch).answers == alone, variant
+    with pytest.raises(ValueError, match="drafts answers one prompt at a time"):
+        peer.prepare("lookup")
 
 
 def test_transformers_goes_on_after_end_tokens(tmp_path, monkeypatch):
@@ -431,11 +493,11 @@ def test_transformers_goes_on_after_end_tokens(tmp_path, monkeypatch):
     folder = make_checkpoint(tmp_path / "model")
     first = transformers_peer.open_peer(small(folder, dtype="float32"))
     first.prepare("plain")
-    text = first.generate("plain", PROMPT).token_ids
+    text = first.generate("plain", [PROMPT]).answers[0]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": text[2]}))
     second = transformers_peer.open_peer(small(folder, dtype="float32"))
     second.prepare("plain")
-    assert second.generate("plain", PROMPT).token_ids == text
+    assert second.generate("plain", [PROMPT]).answers[0] == text
 
 
 @pytest.fixture
@@ -487,23 +549,39 @@ def stand_in_openvino(monkeypatch) -> ModuleType:
     library = ModuleType("openvino_genai")
     library.used = []
 
+    def convert(path, device, **options):
+        assert options == {"enable_save_ov_model": True}
+        (Path(path).parent / "openvino_model.xml").write_text("<net/>")
+
+    class Handle:
+        def __init__(self, num_tokens):
+            self.num_tokens, self.given = num_tokens, 0
+
+        def can_read(self):
+            return self.given < self.num_tokens
+
+        def read(self):
+            first, self.given = self.given, min(self.num_tokens, self.given + 2 if self.given else 1)
+            return {0: SimpleNamespace(generated_ids=list(range(first, self.given)))}
+
     class Pipeline:
-        def __init__(self, path, device, **options):
-            library.used.append((Path(path), options))
-            if options.get("enable_save_ov_model"):
-                (Path(path).parent / "openvino_model.xml").write_text("<net/>")
+        def __init__(self, path, scheduler, device, options):
+            library.used.append((Path(path), scheduler, options))
+            self.handles = []
 
-        def generate(self, ids, config, streamer):
-            library.used.append((ids.tolist(), vars(config)))
-            assert streamer.write(0) == "go on"
-            for i in range(1, config.max_new_tokens, 2):
-                streamer.write(list(range(i, min(i + 2, config.max_new_tokens))))
-            streamer.end()
+        def add_request(self, number, ids, config):
+            library.used.append((number, ids.tolist(), vars(config)))
+            self.handles.append(Handle(config.max_new_tokens))
+            return self.handles[-1]
 
-    library.LLMPipeline = Pipeline
+        def has_non_finished_requests(self):
+            return any(handle.can_read() for handle in self.handles)
+
+        def step(self):
+            pass
+
+    library.LLMPipeline, library.ContinuousBatchingPipeline = convert, Pipeline
     library.SchedulerConfig = library.GenerationConfig = SimpleNamespace
-    library.StreamerBase = object
-    library.StreamingStatus = SimpleNamespace(RUNNING="go on")
     library.draft_model = lambda path, device, **options: ("draft", Path(path))
     library.get_version = lambda: "1"
     runtime = ModuleType("openvino")
@@ -520,14 +598,15 @@ def test_openvino_is_asked_for_comparable_work(stand_in_openvino, checkpoint, ca
     found = {}
     for variant in RUNTIMES["openvino"].variants:
         peer.prepare(variant)
-        folder, options = stand_in_openvino.used[-1]
+        folder, scheduler, options = stand_in_openvino.used[-1]
         assert (folder / "openvino_model.xml").exists() and not list(folder.glob("*.gguf"))
         assert options["INFERENCE_PRECISION_HINT"] == "bf16" and options["INFERENCE_NUM_THREADS"] == 1
-        assert options["scheduler_config"].enable_prefix_caching is False
-        result = peer.generate(variant, PROMPT)
-        assert result.token_ids == list(range(12)) and result.num_first == 1
-        ids, config = stand_in_openvino.used[-1]
-        assert ids == [PROMPT] and config["ignore_eos"] and not config["do_sample"]
+        assert scheduler.enable_prefix_caching is False
+        result = peer.generate(variant, [PROMPT, [9]])
+        assert result.answers == [list(range(12))] * 2 and result.num_first == 2
+        assert [used[:2] for used in stand_in_openvino.used[-2:]] == [(0, [PROMPT]), (1, [[9]])]
+        config = stand_in_openvino.used[-1][2]
+        assert config["ignore_eos"] and not config["do_sample"]
         found[variant] = (options, config)
     assert "Q4_0" in found["draft"][0]["draft_model"][1].name and found["draft"][1]["num_assistant_tokens"] == 3
     assert found["lookup"][0]["prompt_lookup"] and found["lookup"][1]["max_ngram_size"] == 3
@@ -553,6 +632,40 @@ def stand_in_llama(monkeypatch) -> ModuleType:
             yield from range(10**6)
 
     library.Llama = Llama
+    library.llama_backend_init = lambda: None
+    library.llama_model_default_params = SimpleNamespace
+    library.llama_context_default_params = lambda: SimpleNamespace(n_batch=2)
+    library.llama_model_load_from_file = lambda path, params: Path(path.decode())
+    library.llama_sampler_init_greedy = lambda: "greedy"
+    library.llama_get_memory = lambda context: context.held
+    library.llama_memory_clear = lambda held, data: held.clear()
+
+    def open_context(model, params):
+        library.used.append((model, vars(params)))
+        return SimpleNamespace(held={}, asked=[])
+
+    def new_batch(num_tokens, embd, num_ids):
+        assert (embd, num_ids) == (0, 1)
+        numbers = {name: [0] * num_tokens for name in ("token", "pos", "logits", "n_seq_id")}
+        return SimpleNamespace(**numbers, seq_id=[[0] for _ in range(num_tokens)], n_tokens=0)
+
+    def decode(context, batch):
+        """Each token must lie behind those of its sequence."""
+        context.asked = []
+        for i in range(batch.n_tokens):
+            row, at = batch.seq_id[i][0], batch.pos[i]
+            assert batch.n_seq_id[i] == 1 and at == len(context.held.setdefault(row, []))
+            context.held[row].append(batch.token[i])
+            context.asked.append((row, batch.logits[i]))
+        return 0
+
+    def choose(greedy, context, i):
+        row, wanted = context.asked[i]
+        assert greedy == "greedy" and wanted
+        return sum(context.held[row]) % 100
+
+    library.llama_init_from_model, library.llama_batch_init = open_context, new_batch
+    library.llama_decode, library.llama_sampler_sample = decode, choose
     speculative = ModuleType("llama_cpp.llama_speculative")
     speculative.LlamaPromptLookupDecoding = lambda num_pred_tokens: ("lookup", num_pred_tokens)
     monkeypatch.setitem(sys.modules, "llama_cpp", library)
@@ -564,7 +677,7 @@ def test_llamacpp_is_asked_for_comparable_work(stand_in_llama, checkpoint, cache
     from benchmark.peers import llamacpp_peer
 
     peer = llamacpp_peer.open_peer(small(checkpoint))
-    for variant in RUNTIMES["llamacpp"].variants:
+    for variant in ("plain", "lookup"):
         peer.prepare(variant)
         file, options = stand_in_llama.used[-1]
         assert file.exists() and file.stem.endswith("BF16")
@@ -573,7 +686,31 @@ def test_llamacpp_is_asked_for_comparable_work(stand_in_llama, checkpoint, cache
             variant == "plain"
         )
         for _ in range(2):
-            assert peer.generate(variant, PROMPT).token_ids == list(range(12))
+            assert peer.generate(variant, [PROMPT]).answers == [list(range(12))]
+
+
+def sums(prompt, num_tokens) -> list[int]:
+    """What the stand-in answers: each token the sum of all before."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(sum(ids) % 100)
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("variant", "weights"), [("continuous", "BF16"), ("f16", "F16"), ("q4_0", "Q4_0")])
+def test_llamacpp_decodes_sequences_together(stand_in_llama, checkpoint, cache, variant, weights):
+    from benchmark.peers import llamacpp_peer
+
+    peer = llamacpp_peer.open_peer(small(checkpoint, max_batch=2))
+    peer.prepare(variant)
+    file, options = stand_in_llama.used[-1]
+    assert file.exists() and file.stem.endswith(weights)
+    assert (options["n_ctx"], options["n_seq_max"]) == (128, 2)
+    for _ in range(2):
+        found = peer.generate(variant, [PROMPT, [9, 8]])
+        assert found.answers == [sums(PROMPT, 12), sums([9, 8], 12)]
+    with pytest.raises(ValueError, match="Llama.generate answers one prompt at a time"):
+        peer.prepare("plain")
 
 
 def test_foreign_runtimes_say_what_they_cannot_do(stand_in_openvino, stand_in_llama, checkpoint):

@@ -197,6 +197,41 @@ def test_what_could_not_pay_is_not_even_tried() -> None:
     assert 0 < sum(num > 0 for num in chosen) <= 6, "the costs are looked at twice"
 
 
+def test_who_shares_a_round_waits_only_so_long_for_the_drafts_of_others() -> None:
+    """Be they known to pay, tried or looked for; and not at all behind a piece of a prompt."""
+    costs = Costs({1: 1.0, 2: 1.1, 3: 1.2, 4: 1.6, 9: 2.6}, 0.2)
+    assert Policy(chains(8), costs=copy.deepcopy(costs)).best_shape() == chain(2)
+    for alpha in (0.2, 0.95):
+        policy = Policy(chains(8), costs=copy.deepcopy(costs))
+        policy.longest = 1.5
+        assert policy.worth([[0.99] * 8])[0] == 2 and policy.looks()
+        chosen = live_chains(policy, costs, alpha, 400)
+        assert max(chosen) == 1, "two draft steps and a step of three tokens take 1.6"
+        policy.longest = 1.0
+        assert policy.worth([[0.99] * 8])[0] == 0 and not policy.looks() and not policy.learns
+        assert not any(live_chains(policy, costs, alpha, 200))
+    policy = Policy(chains(8), costs=copy.deepcopy(costs))
+    policy.longest = 1.0
+    live_chains(policy, costs, 0.95, 100)
+    assert policy._patience == FIRST_TRY, "what there was no time for was not tried"
+    fixed = Policy(chains(8), pinned=chain(3), costs=copy.deepcopy(costs))
+    fixed.longest = 1.0
+    assert fixed.next_shape() == chain(3) and fixed.worth([[0.9] * 3])[0] == 3, "who asks for drafts gets them"
+
+
+def test_a_stall_rules_no_draft_out_for_those_who_share_rounds() -> None:
+    costs = {2: Costs({1: 1.0, 2: 1.2, 9: 3.0})}
+    live = LiveCosts(costs[2], costs)
+    live.at(0, 2, 2)
+    for _ in range(20):
+        live.learn(PLAIN, 1, 0.0, 1.0)
+    for _ in range(3):
+        live.learn(PLAIN, 2, 0.0, 9.0)
+    assert live.step(2) / live.step(1) > 1.5 and live.plain_steps(PLAIN, 2) == pytest.approx(1.2)
+    live.at(100, 1, 2)
+    assert live.plain_steps(chain(1), 2) == pytest.approx(1.2), "with another number of threads, too"
+
+
 def test_tables_that_lose_rest_with_the_account() -> None:
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
     policy.account.book(-9)

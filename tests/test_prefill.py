@@ -15,7 +15,7 @@ from tiny import make_checkpoint
 from torch import Tensor
 
 from sharesd.config import SamplingParams
-from sharesd.decoding import engine as engine_module
+from sharesd.decoding import reader
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
@@ -61,7 +61,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def toy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engine]:
     """Makes engines that read prompts as on a GPU."""
     tokenizer = load_tokenizer(make_checkpoint(tmp_path))
-    monkeypatch.setattr(engine_module, "reads_in_pieces", lambda cache: True)
+    monkeypatch.setattr(reader, "reads_in_pieces", lambda cache: True)
 
     def make(batch: int = 1, *, reread: bool = True) -> Engine:
         toy = Toy()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compile.linear import pack_linears
 from sharesd.config import SamplingParams
+from sharesd.decoding.costs import Costs
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.output import Completion
 from sharesd.decoding.prefill import CHUNK, slots_for
@@ -249,6 +250,30 @@ def spy(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, int, list[
 
     patch.setattr(type(engine.target), "forward", noted)
     return passes
+
+
+def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds behind a piece of a prompt are plain; else several callers share drafts that are short enough."""
+    engine = new("share", prefill_chunk=8)
+    policy = engine.way(GREEDY).policy
+    policy.use(Costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1))
+    monkeypatch.setattr(policy.live, "learn", lambda *times: None)
+    request = engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=80))
+    passes = spy(engine, monkeypatch)
+    for _ in range(6):
+        engine.step()
+    assert max(t for _, t, _ in passes[1:]) == 5, "alone"
+    engine.add(list(range(30)), replace(GREEDY, max_new_tokens=80))
+    del passes[:]
+    for _ in range(4):
+        engine.step()
+    assert [t for _, t, _ in passes] == [8, 1, 8, 1, 8, 1, 6, 1]
+    policy.use(Costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 0.0))
+    monkeypatch.setattr(policy.live, "learn", lambda *times: None)
+    del passes[:]
+    for _ in range(6):
+        engine.step()
+    assert max(t for b, t, _ in passes if b == 2) == 3 and request.finish_reason is None, "more takes too long"
 
 
 def test_alone_a_prompt_is_read_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ RUNTIMES: dict[str, Runtime] = {
             "plain": "generate()",
             "assisted": "assistant_model: a quantized copy",
             "lookup": "prompt_lookup_num_tokens=10",
+            "continuous": "init_continuous_batching()",
         },
     ),
     "openvino": Runtime(
@@ -62,7 +63,7 @@ RUNTIMES: dict[str, Runtime] = {
         package="openvino_genai",
         distribution="openvino-genai",
         variants={
-            "plain": "LLMPipeline, weights as float16",
+            "plain": "ContinuousBatchingPipeline, weights as float16",
             "draft": "draft_model: an int4 copy",
             "lookup": "prompt_lookup: 5 tokens after 3-grams",
         },
@@ -71,7 +72,14 @@ RUNTIMES: dict[str, Runtime] = {
         module="benchmark.peers.llamacpp_peer",
         package="llama_cpp",
         distribution="llama-cpp-python",
-        variants={"plain": "Llama.generate", "lookup": "LlamaPromptLookupDecoding"},
+        variants={
+            "plain": "Llama.generate",
+            "lookup": "LlamaPromptLookupDecoding",
+            "continuous": "llama_decode, a sequence per prompt",
+            "f16": "the same, weights as F16",
+            "q8_0": "the same, weights as Q8_0",
+            "q4_0": "the same, weights as Q4_0",
+        },
     ),
 }
 """In the order of the table."""

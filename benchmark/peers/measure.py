@@ -1,4 +1,4 @@
-"""The measuring loop: prompt by prompt, all ways of all runtimes right after each other, each time in another order."""
+"""The measuring loop: batch by batch, all ways of all runtimes right after each other, each time in another order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import product
 from typing import Protocol
 
 from benchmark.peers.process import PeerError
-from benchmark.peers.protocol import Sample
+from benchmark.peers.protocol import Batch, Sample
 
 Key = tuple[int, int]
-"""(repeat, prompt)"""
+"""(repeat, batch)"""
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Row:
 class Asked(Protocol):
     """What the loop needs of a `Worker`."""
 
-    def prepare(self, variant: str, prompt: list[int]) -> None: ...
-    def measure(self, variant: str, prompt: list[int]) -> Sample: ...
+    def prepare(self, variant: str, batch: Batch) -> None: ...
+    def measure(self, variant: str, batch: Batch) -> Sample: ...
     def close(self) -> None: ...
 
 
@@ -44,26 +44,26 @@ Say = Callable[[str, int, int], None]
 
 
 def measure(
-    rows: Sequence[Row], prompts: Sequence[list[int]], *, repeats: int, open_worker: Callable[[str], Asked], say: Say
+    rows: Sequence[Row], batches: Sequence[Batch], *, repeats: int, open_worker: Callable[[str], Asked], say: Say
 ) -> None:
     """Fill the rows. A row that fails gets its reason and is left out from then on; the others go on.
 
     Each runtime has one process, opened when first needed and again if it died. Only one of them works at any time.
     """
-    steps = list(_steps(rows, len(prompts), repeats))
+    steps = list(_steps(rows, len(batches), repeats))
     workers: dict[str, Asked] = {}
     try:
         for done, (row, key) in enumerate(steps):
             if row.failure is not None:
                 continue
-            say(f"{row.name}: {_what(key, len(prompts), repeats)}", done, len(steps))
+            say(f"{row.name}: {_what(key, len(batches), repeats)}", done, len(steps))
             try:
                 if row.runtime not in workers:
                     workers[row.runtime] = open_worker(row.runtime)
                 if key is None:
-                    workers[row.runtime].prepare(row.variant, prompts[0])
+                    workers[row.runtime].prepare(row.variant, batches[0])
                 else:
-                    row.samples[key] = workers[row.runtime].measure(row.variant, prompts[key[1]])
+                    row.samples[key] = workers[row.runtime].measure(row.variant, batches[key[1]])
             except PeerError as error:
                 row.failure = str(error)
                 if error.dead and row.runtime in workers:
@@ -73,16 +73,16 @@ def measure(
             worker.close()
 
 
-def _steps(rows: Sequence[Row], num_prompts: int, repeats: int) -> Iterator[tuple[Row, Key | None]]:
+def _steps(rows: Sequence[Row], num_batches: int, repeats: int) -> Iterator[tuple[Row, Key | None]]:
     """First all are warmed up (None), then measured."""
     for row in rows:
         yield row, None
-    for i, key in enumerate(product(range(repeats), range(num_prompts))):
+    for i, key in enumerate(product(range(repeats), range(num_batches))):
         for row in (*rows[i % len(rows) :], *rows[: i % len(rows)]):
             yield row, key
 
 
-def _what(key: Key | None, num_prompts: int, repeats: int) -> str:
+def _what(key: Key | None, num_batches: int, repeats: int) -> str:
     if key is None:
         return "loading and warming up"
-    return f"prompt {key[1] + 1} of {num_prompts}, repeat {key[0] + 1} of {repeats}"
+    return f"batch {key[1] + 1} of {num_batches}, repeat {key[0] + 1} of {repeats}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark.peers.gguf_export import WeightType, gguf_file
-from benchmark.peers.protocol import Sample, Settings, TokenClock
+from benchmark.peers.protocol import Batch, Sample, Settings, TokenClock
 from compile.native import cache_root
 from sharesd.models.resolve import resolve
 
@@ -48,17 +47,17 @@ class OpenVinoPeer:
         scheduler = library.SchedulerConfig()
         scheduler.enable_prefix_caching = False
         scheduler.max_num_batched_tokens = self._settings.config.max_context  # prompts in one piece
-        extra: dict[str, Any] = {"scheduler_config": scheduler}
+        extra: dict[str, Any] = {}
         if variant == "draft":
             extra["draft_model"] = library.draft_model(_model_folder(library, folder, "Q4_0"), "CPU", **self._options)
         elif variant == "lookup":
             extra["prompt_lookup"] = True
-        self._pipelines[variant] = library.LLMPipeline(
-            _model_folder(library, folder, self._stored), "CPU", **self._options, **extra
+        self._pipelines[variant] = library.ContinuousBatchingPipeline(
+            _model_folder(library, folder, self._stored), scheduler, "CPU", {**self._options, **extra}
         )
 
-    def generate(self, variant: str, prompt: list[int]) -> Sample:
-        """One answer, timed by the streamer."""
+    def generate(self, variant: str, batch: Batch) -> Sample:
+        """The answers, timed step by step."""
         import numpy as np
         from openvino import Tensor
 
@@ -70,24 +69,17 @@ class OpenVinoPeer:
             config.num_assistant_tokens = self._settings.config.num_draft or DRAFT_TOKENS
         elif variant == "lookup":
             config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
-        ids_1T = Tensor(np.array([prompt], dtype=np.int64))
-        clock = TokenClock()
-        self._pipelines[variant].generate(ids_1T, config, _streamer(self._library, clock))
+        pipeline, clock = self._pipelines[variant], TokenClock(batch)
+        handles = [
+            pipeline.add_request(row, Tensor(np.array([ids], dtype=np.int64)), config) for row, ids in enumerate(batch)
+        ]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            for row, handle in enumerate(handles):
+                if handle.can_read():
+                    for output in handle.read().values():
+                        clock.add(output.generated_ids, row)
         return clock.sample(self._settings.num_tokens)
-
-
-def _streamer(library: Any, clock: TokenClock) -> Any:
-    """Hands tokens, one or several at a time, to the clock."""
-
-    class Streamer(library.StreamerBase):
-        def write(self, ids: int | Sequence[int]) -> Any:
-            clock.add([ids] if isinstance(ids, int) else list(ids))
-            return library.StreamingStatus.RUNNING
-
-        def end(self) -> None:
-            pass
-
-    return Streamer()
 
 
 def _model_folder(library: Any, folder: Path, weights: WeightType) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmark.peers.catalogue import OURS, RUNTIMES
-from benchmark.peers.protocol import Sample, Settings, TokenClock
+from benchmark.peers.protocol import Batch, Sample, Settings, TokenClock
 from sharesd.config import SamplingParams
 from sharesd.decoding.engine import Engine
 from sharesd.load import Runtime
@@ -24,12 +24,12 @@ class Ours:
         """Compile and warm up a mode."""
         self._engines[variant] = self._runtime.engine(variant)  # type: ignore[arg-type]
 
-    def generate(self, variant: str, prompt: list[int]) -> Sample:
-        """One answer."""
+    def generate(self, variant: str, batch: Batch) -> Sample:
+        """The answers, decoded together."""
         params = SamplingParams(max_new_tokens=self._num_tokens, ignore_eos=True)
-        clock = TokenClock()
-        for chunk in self._engines[variant].generate([prompt], params):
-            clock.add(chunk.token_ids)
+        clock = TokenClock(batch)
+        for chunk in self._engines[variant].generate(batch, params):
+            clock.add(chunk.token_ids, chunk.row)
         return clock.sample(self._num_tokens)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmark.peers.protocol import Sample, Settings
+from benchmark.peers.protocol import Batch, Sample, Settings
 
 LIMIT_S = 900.0
 """Longest wait for an answer, loading and converting a model included."""
@@ -63,14 +63,14 @@ class Worker:
     ) -> None:
         self.close()
 
-    def prepare(self, variant: str, prompt: list[int]) -> None:
+    def prepare(self, variant: str, batch: Batch) -> None:
         """Load and warm up; PeerError where that fails."""
-        self._ask({"do": "prepare", "variant": variant, "prompt": prompt})
+        self._ask({"do": "prepare", "variant": variant, "batch": batch})
 
-    def measure(self, variant: str, prompt: list[int]) -> Sample:
-        """One answer; PeerError where there is none."""
+    def measure(self, variant: str, batch: Batch) -> Sample:
+        """The answers to a batch; PeerError where there are none."""
         watch = _OthersWatch(self._process.pid)
-        answer = self._ask({"do": "measure", "variant": variant, "prompt": prompt})
+        answer = self._ask({"do": "measure", "variant": variant, "batch": batch})
         return Sample(**{**answer["sample"], "others_busy": watch.share()})
 
     def close(self) -> None:

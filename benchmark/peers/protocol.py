@@ -1,4 +1,7 @@
-"""What a runtime must offer to be measured, and the one clock that times them all. Imports nothing heavy."""
+"""What a runtime must offer to be measured, and the one clock that times them all. Imports nothing heavy.
+
+A batch is the prompts (token ids) that a runtime is asked at the same moment: one, or as many as `config.max_batch`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from typing import Any, Protocol
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
 
+Batch = list[list[int]]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What all runtimes are told."""
 
     config: EngineConfig
-    """The model and its dtype; the rest of it concerns ShareSD alone."""
+    """The model and its dtype, and prompts that are answered together; the rest of it concerns ShareSD alone."""
     num_tokens: int
     """Tokens to generate per prompt, whatever end-of-sequence ids come up."""
     num_threads: int
@@ -44,56 +49,70 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One measured answer."""
+    """The measured answers to one batch."""
 
-    token_ids: list[int]
-    """The answer."""
+    answers: list[list[int]]
+    """By prompt."""
+    num_read: int
+    """Tokens of the prompts."""
     num_first: int
-    """Tokens that came out first, together; not counted as decoded."""
+    """Tokens that had come out when the last of the prompts got its first ones."""
     first_s: float
-    """From the request to these: reading the prompt, and the first round where a runtime starts with one."""
+    """From the request to then: reading the prompts, and whatever a runtime decodes meanwhile."""
     decode_s: float
-    """From these to the last token."""
+    """From then to the last token."""
     others_busy: float = 0.0
     """Share of the machine's CPU time that other processes took meanwhile."""
 
     @property
-    def num_decoded(self) -> int:
-        """Tokens that came out during `decode_s`."""
-        return len(self.token_ids) - self.num_first
+    def work(self) -> tuple[int, float]:
+        """Tokens and seconds that speed is made of. Alone, what came after the first delivery: decoding. Of several
+        prompts everything, since runtimes read some while they decode others."""
+        num_tokens = sum(map(len, self.answers))
+        if len(self.answers) == 1:
+            return num_tokens - self.num_first, self.decode_s
+        return num_tokens, self.first_s + self.decode_s
 
 
 class TokenClock:
     """Notes when tokens come out of a runtime. Starts when it is made: right before the request."""
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._first: tuple[float, int] | None = None
-        self._last = self._started
-        self._ids: list[int] = []
+    def __init__(self, batch: Batch) -> None:
+        self._num_read = sum(map(len, batch))
+        self._answers: Batch = [[] for _ in batch]
+        self._num_first = 0
+        self._started = self._first = self._last = time.perf_counter()
 
-    def add(self, ids: Sequence[int]) -> None:
-        """Tokens came out now."""
+    def add(self, ids: Sequence[int], row: int = 0) -> None:
+        """Tokens of the answer to a prompt of the batch came out now."""
         if not ids:
             return
         self._last = time.perf_counter()
-        self._ids += ids
-        self._first = self._first or (self._last, len(ids))
+        is_first = not self._answers[row]
+        self._answers[row] += ids
+        if is_first and all(self._answers):
+            self._first, self._num_first = self._last, sum(map(len, self._answers))
 
     def sample(self, num_tokens: int) -> Sample:
-        """What was measured; ValueError unless `num_tokens` came out, and not all at once."""
-        if len(self._ids) != num_tokens:
-            raise ValueError(f"it gave {len(self._ids)} tokens where {num_tokens} were asked for")
-        assert self._first is not None
-        first_at, num_first = self._first
-        if num_first == num_tokens:
+        """What was measured; ValueError unless `num_tokens` of each answer came out, and not all at once."""
+        wrong = next((len(ids) for ids in self._answers if len(ids) != num_tokens), None)
+        if wrong is not None:
+            raise ValueError(f"it gave {wrong} tokens where {num_tokens} were asked for")
+        if self._first == self._last:
             raise ValueError(f"it gave all {num_tokens} tokens at once, so decoding cannot be timed; ask for more")
         return Sample(
-            token_ids=self._ids,
-            num_first=num_first,
-            first_s=first_at - self._started,
-            decode_s=self._last - first_at,
+            answers=self._answers,
+            num_read=self._num_read,
+            num_first=self._num_first,
+            first_s=self._first - self._started,
+            decode_s=self._last - self._first,
         )
+
+
+def require_alone(settings: Settings, name: str) -> None:
+    """ValueError where several prompts are to be answered together."""
+    if settings.config.max_batch > 1:
+        raise ValueError(f"{name} answers one prompt at a time")
 
 
 class Peer(Protocol):
@@ -103,6 +122,6 @@ class Peer(Protocol):
         """Load, convert and compile whatever `generate` needs; errors say why this way of decoding is impossible."""
         ...
 
-    def generate(self, variant: str, prompt: list[int]) -> Sample:
-        """Answer a prompt with `settings.num_tokens` tokens, nothing of earlier prompts reused."""
+    def generate(self, variant: str, batch: Batch) -> Sample:
+        """Answer each prompt with `settings.num_tokens` tokens, nothing of earlier prompts reused."""
         ...

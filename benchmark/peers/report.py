@@ -10,27 +10,32 @@ from rich.table import Table
 
 from benchmark.reports.text import ABSENT, number, percent, times
 
-COLUMNS = ("runtime", "decoding", "tok/s", "x naive", "our best", "own text", "first", "as ours")
+COLUMNS = ("runtime", "decoding", "tok/s", "x naive", "our best", "own text", "first", "read", "as ours")
 LEGEND = (
-    "tok/s: generated tokens over the time from the first token to the last, over the fastest repeat of each prompt "
-    "(in brackets: the slowest and the fastest repeat as a whole). x naive: its speed over that of `sharesd naive`. "
-    "our best: speed of our fastest mode over its own. own text: share of answers that a speculative variant gives "
-    "with exactly the token ids of the runtime's own plain decoding. first: time from the request to the first token. "
-    "as ours: mean number of leading tokens that equal those of `sharesd naive`; every runtime rounds in its own way, "
-    "so each takes another turn at some near-tie."
+    "tok/s: generated tokens over the time from the first token to the last; of several prompts at once, all tokens "
+    "over all the time, reading included (in brackets: the slowest and the fastest repeat as a whole; else each "
+    "batch's fastest). x naive: its speed over that of `sharesd naive`. our best: speed of our fastest mode over its "
+    "own. own text: share of answers that a variant gives with exactly the token ids of the runtime's own plain "
+    "decoding. first: time from the request to the first token, of several prompts until all have theirs. read: tokens "
+    "of the prompts per second of it. as ours: mean number of leading tokens that equal those of `sharesd naive`; "
+    "every runtime rounds in its own way, so each takes another turn at some near-tie."
 )
 NOTES = (
-    "One clock times all: it notes when tokens come out of a runtime (the streamers of transformers and OpenVINO "
-    "GenAI, the generators of llama-cpp-python and ShareSD). The tokens of the first delivery and the time until then "
-    "count as prefill; where a runtime drafts before it delivers anything, its first round is in there too.",
-    "Before anything is measured, every variant answers the first prompt once.",
-    "transformers: `generate()` uncompiled, with the attention that the library chooses; its assistant is a copy whose "
+    "One clock times all: it notes when tokens come out of a runtime (the streamers of transformers, the steps of "
+    "OpenVINO GenAI and llama.cpp, the generators of llama-cpp-python and ShareSD). The tokens of the first delivery "
+    "and the time until then count as prefill; where a runtime drafts before it delivers anything, its first round is "
+    "in there too.",
+    "Before anything is measured, every variant answers the first prompts once.",
+    "transformers: uncompiled, with the attention that the library chooses. `generate()` takes several prompts as one "
+    "batch, padded on the left; continuous batching shares no blocks between requests. The assistant is a copy whose "
     "linears are quantized as `--quant` says and run by the kernels of ShareSD's drafter.",
     "OpenVINO GenAI: weights stored as float16 (its GGUF reader knows no bfloat16), computed in the dtype above. "
-    "Prefix caching is off, so that prompts seen before are read again. The draft model is an int4 copy (Q4_0) which "
-    "drafts as many tokens as `--num-draft` says.",
-    "llama.cpp: a GGUF file with all matrices in the dtype above. Prompt lookup, with the two tokens that the package "
-    "advises on CPU, is its Python package's only way to speculate.",
+    "Prefix caching is off, so that prompts seen before are read again, and a step may read `--max-context` tokens. "
+    "The draft model is an int4 copy (Q4_0) which drafts as many tokens as `--num-draft` says.",
+    "llama.cpp: a GGUF file with all matrices in the dtype above, or as the variant says: such weights are another, "
+    "smaller model. Several prompts are sequences of one context, by the C interface; its Python package answers one "
+    "at a time. Prompt lookup, with the two tokens that the package advises on CPU, is the package's only way to "
+    "speculate.",
 )
 NOISY = 0.1
 """Share of the machine's CPUs in the hands of others from which on a report warns."""
@@ -78,9 +83,10 @@ def markdown(report: Mapping[str, Any]) -> str:
     parts = [
         f"# {_title(report)}",
         f"{settings['num_prompts']} prompts ({settings['questions']}, first turns, {settings['prompt_format']}), "
-        f"{settings['num_tokens']} new tokens each whatever end tokens come up, greedy, {settings['dtype']} on "
-        f"{settings['device']}, {settings['num_threads']} threads, {settings['repeats']} repeats. Every runtime has a "
-        "process of its own; they take turns prompt by prompt, one at a time and each time in another order.",
+        f"{_asked(settings)}, {settings['num_tokens']} new tokens each whatever end tokens come up, greedy, "
+        f"{settings['dtype']} on {settings['device']}, {settings['num_threads']} threads, {settings['repeats']} "
+        "repeats. Every runtime has a process of its own; they take turns after each answer, one at a time and each "
+        "time in another order.",
         _table(COLUMNS, [_line(row, report) for row in report["rows"]]),
         LEGEND,
         _bullets(remarks(report)),
@@ -92,6 +98,12 @@ def markdown(report: Mapping[str, Any]) -> str:
         _bullets([f"{name}: {value}" for name, value in environment.items()]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _asked(settings: Mapping[str, Any]) -> str:
+    lengths, together = settings["prompt_tokens"], settings["concurrency"]
+    how = "one by one" if together == 1 else f"{together} at once"
+    return f"{min(lengths)} to {max(lengths)} tokens long, asked {how}"
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -117,6 +129,7 @@ def _cells(row: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
         times(found["best_mode_ratio"]),
         percent(found["same_as_plain"]),
         f"{1e3 * found['first_token_s']:.0f} ms",
+        number(found["read_per_second"], 0),
         ABSENT if leading is None else f"{leading:.0f}/{report['settings']['num_tokens']}",
     ]
 

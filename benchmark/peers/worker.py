@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TextIO
 
-from benchmark.peers.protocol import Peer, Settings
+from benchmark.peers.protocol import Batch, Peer, Settings
 
 
 def serve(open_peer: Callable[[Settings], Peer], requests: Iterable[str], replies: TextIO) -> None:
@@ -53,13 +53,13 @@ class _Session:
         self._peer = peer
         self._warm: set[str] = set()
 
-    def answer(self, do: str, variant: str, prompt: list[int]) -> dict[str, Any]:
-        """`prepare` warms a variant up with the prompt; `measure` does so where it was not done, and measures."""
+    def answer(self, do: str, variant: str, batch: Batch) -> dict[str, Any]:
+        """`prepare` warms a variant up with the batch; `measure` does so where it was not done, and measures."""
         if variant not in self._warm:
             self._peer.prepare(variant)
-            self._peer.generate(variant, prompt)
+            self._peer.generate(variant, batch)
             self._warm.add(variant)
-        return {"ok": True} if do == "prepare" else {"sample": asdict(self._peer.generate(variant, prompt))}
+        return {"ok": True} if do == "prepare" else {"sample": asdict(self._peer.generate(variant, batch))}
 
 
 def _describe(error: Exception) -> str:

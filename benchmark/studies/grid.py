@@ -28,7 +28,6 @@ from sharesd.config import EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
     from benchmark.studies.interleave import Comparison
-    from sharesd.decoding.engine import Engine
 
 MODES = ("share", "suffix", "recycle", "classic", "hybrid")
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 5
@@ -62,8 +61,8 @@ class Cell:
     """All tokens are those of naive."""
     naive_ms: float | None
     """Milliseconds of naive per decoded token, all rows together."""
-    drift: float | None
-    """Median over all runs of how much one naive answer differed in speed from the next."""
+    spread: float | None
+    """Median over the turns of how far their runs lie apart: largest less smallest ratio, over their median."""
     turns: list[dict[str, Any]]
     """Of each: question_ids, prompt_tokens, decoded_tokens, ratios of the runs in their order, speedup (their
     median)."""
@@ -181,20 +180,21 @@ def measure(
     `prompts` are token ids by context, in the order of `question_ids`; `others` are prompts to warm up with.
     """
     from benchmark.studies.interleave import compare_modes
+    from sharesd.decoding.calibrate import warm_up
     from sharesd.load import Runtime  # torch takes seconds, mistakes should not
 
-    all_modes: tuple[Mode, ...] = ("naive", *modes)
     with loading_bars() as progress:
-        runtime = Runtime(config, all_modes, progress=progress)
+        runtime = Runtime(config, modes, progress=progress)
     if runtime.max_context < config.max_context:
         raise ValueError(
             f"prompts and answers take up to {config.max_context} tokens and the model's context is "
             f"{runtime.max_context}; lower --contexts"
         )
     rows = [others[row % len(others)] for row in range(config.max_batch)]
-    engines: dict[Mode, Engine] = {}
+    naive, engines = runtime.plain_beside(), {}
     for params in samplings:
-        for mode in all_modes:
+        warm_up(naive, params)
+        for mode in modes:
             with err_console.status(f"warming up {mode}, {config.max_batch} rows"):
                 engines[mode] = runtime.engine(mode, warm=params)  # one for all ways of sampling
                 engines[mode].complete(rows, params)
@@ -205,7 +205,7 @@ def measure(
                 group = slice(first, first + config.max_batch)
                 about = {"question_ids": list(question_ids[group]), "prompt_tokens": list(map(len, asked[group]))}
                 for params, turns in zip(samplings, found, strict=True):
-                    turns.append((about, compare_modes(engines, asked[group], params, runs=runs)))
+                    turns.append((about, compare_modes(naive, engines, asked[group], params, runs=runs)))
         for params, turns in zip(samplings, found, strict=True):
             yield [
                 cell_of(context, config.max_batch, params.temperature, mode, [(a, by[mode]) for a, by in turns])
@@ -222,7 +222,7 @@ def cell_of(
     first = [each.ratios[0] for each in comparisons if each.ratios]
     decode_s, rounds = (sum(getattr(each.stats, name) for each in comparisons) for name in ("decode_s", "rounds"))
     naive_s = [seconds for each in comparisons for seconds in each.naive_s]
-    drifts = [abs(drift) for each in comparisons for drift in each.drifts]
+    spreads = [(max(each.ratios) - min(each.ratios)) / median(each.ratios) for each in comparisons if each.ratios]
     return Cell(
         context=context,
         batch=batch,
@@ -235,7 +235,7 @@ def cell_of(
         draft_share=sum(each.stats.draft_s for each in comparisons) / decode_s if decode_s else 0.0,
         identical=all(each.identical for each in comparisons),
         naive_ms=1e3 * median(naive_s) if naive_s else None,
-        drift=median(drifts) if drifts else None,
+        spread=median(spreads) if spreads else None,
         turns=[
             {**about, "decoded_tokens": each.stats.decoded_tokens, "ratios": each.ratios, "speedup": each.speedup}
             for about, each in turns
@@ -323,9 +323,9 @@ def _line(cells: Sequence[Cell]) -> str:
     """A point of the grid, as soon as it is measured."""
     first = cells[0]
     speedups = "  ".join(f"{cell.mode} {times(cell.speedup)}" for cell in cells)
-    drift = "-" if first.drift is None else f"{100 * first.drift:.1f} %"
+    spread = percent(median([cell.spread for cell in cells if cell.spread is not None] or [0.0]))
     where = f"{first.context} tokens, B={first.batch}, T={first.temperature:g}"
-    return f"{where}: naive {number(first.naive_ms, 2)} ms/token (drift {drift})  {speedups}"
+    return f"{where}: naive {number(first.naive_ms, 2)} ms/token (runs apart {spread})  {speedups}"
 
 
 def _report(args: argparse.Namespace, config: EngineConfig, modes: Sequence[Mode], label: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Modes measured between two answers of `naive` each, over prompts whose KV is read once.
+"""Modes measured in turns with `naive`, round by round, over prompts whose KV is read once.
 
-naive, share, naive, suffix, naive ...: each mode is compared with the mean of the two beside it, so that a machine that
-becomes slower or faster meanwhile does so for both. All of them answer the same rows, and find their prompts' KV in the
-cache; only what a drafter alone reads (mode classic) is read once more.
+`naive` has a KV cache of its own, so that both answer the same rows at once: whichever has fewer tokens decodes its
+next round. A machine that becomes slower or faster meanwhile, or stalls, does so for both.
 
 Engines go on learning from answer to answer, as they do for a user. What they may not know is the answer itself:
 tables which keep what they saw beyond a text are put back before every run to what they held before these prompts.
@@ -29,9 +28,7 @@ class Comparison:
     ratios: list[float] = field(default_factory=list)
     """Of each run: seconds per decoded token of naive over those of the mode."""
     naive_s: list[float] = field(default_factory=list)
-    """Of each run: seconds per decoded token of naive, the mean of the two beside the mode."""
-    drifts: list[float] = field(default_factory=list)
-    """Of each run: by what share the second of these differed from the first."""
+    """Of each run: seconds per decoded token of naive."""
     stats: Stats = field(default_factory=Stats)
     """Of the mode, over all runs."""
     identical: bool = True
@@ -44,33 +41,41 @@ class Comparison:
 
 
 def compare_modes(
-    engines: Mapping[Mode, Engine], prompts: Sequence[list[int]], params: SamplingParams, *, runs: int
+    naive: Engine, engines: Mapping[Mode, Engine], prompts: Sequence[list[int]], params: SamplingParams, *, runs: int
 ) -> dict[Mode, Comparison]:
-    """Every mode but `naive` against it. The engines share a cache with a row for each prompt (token ids)."""
-    naive, modes = engines["naive"], [mode for mode in engines if mode != "naive"]
+    """Every mode against `naive`, whose cache is not theirs. Caches have a row for each prompt (token ids)."""
+    modes = list(engines)
     found: dict[Mode, Comparison] = {mode: Comparison() for mode in modes}
     seen = _seen_by_tables(engines)
     for run in range(runs):
         _put_back(seen)
-        wanted, before = _answer(naive, prompts, params), naive.stats
         for mode in modes[run % len(modes) :] + modes[: run % len(modes)]:
             engine, comparison = engines[mode], found[mode]
-            comparison.identical &= _answer(engine, prompts, params) == wanted
-            stats = engine.stats
-            comparison.stats.merge(stats)
-            comparison.identical &= _answer(naive, prompts, params) == wanted
-            after = naive.stats
-            if stats.decoded_tokens:
-                first, second = (each.decode_s / each.decoded_tokens for each in (before, after))
-                comparison.naive_s.append((first + second) / 2)
-                comparison.drifts.append(second / first - 1)
-                comparison.ratios.append(comparison.naive_s[-1] / (stats.decode_s / stats.decoded_tokens))
-            before = after
+            wanted, got = _answers((naive, engine), prompts, params)
+            comparison.identical &= got == wanted
+            comparison.stats.merge(engine.stats)
+            if engine.stats.decoded_tokens:
+                plain_s, seconds = (each.stats.decode_s / each.stats.decoded_tokens for each in (naive, engine))
+                comparison.naive_s.append(plain_s)
+                comparison.ratios.append(plain_s / seconds)
     return found
 
 
-def _answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
-    return [answer.token_ids for answer in engine.complete(prompts, params, reuse=True)]
+def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: SamplingParams) -> list[list[list[int]]]:
+    """Token ids of each engine's rows, decoded in turns."""
+    streams = [engine.generate(prompts, params, reuse=True) for engine in engines]
+    answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]
+    counts = [0] * len(engines)
+    running = list(range(len(engines)))
+    while running:
+        behind = min(running, key=counts.__getitem__)
+        chunk = next(streams[behind], None)
+        if chunk is None:
+            running.remove(behind)
+        else:
+            answers[behind][chunk.row] += chunk.token_ids
+            counts[behind] += len(chunk.token_ids)
+    return answers
 
 
 def _seen_by_tables(engines: Mapping[Mode, Engine]) -> list[tuple[RecycleTable, ndarray]]:

@@ -110,7 +110,7 @@ class LiveCosts:
 
     def __init__(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """`measured`: the same for other numbers of rows, where that was measured."""
-        self.table = costs
+        self.table = copy.deepcopy(costs)
         """For the numbers of threads and of rows that are in use."""
         self.measured = measured or {}
         self.context = 0.0
@@ -122,6 +122,7 @@ class LiveCosts:
         self._plain_at: _Plain | None = None
         self._used: Counter[int] = Counter()  # since then: how often entries took part, steps by width, drafts by kind
         self._place: tuple[int, int] | None = None
+        self._at_start = costs  # for this number of rows
         self._others: dict[tuple[int, int], tuple[Costs, float, Counter[object], _Plain | None]] = {}
 
     def at(self, context: float, threads: int, rows: int = 1) -> None:
@@ -133,6 +134,7 @@ class LiveCosts:
         place = threads, rows
         if place == self._place:
             return
+        self._at_start = self.measured.get(rows, self._at_start)
         if self._place is not None:
             self._others[self._place] = (self.table, self.drift, self._timed, self._plain_at)
         if place in self._others:
@@ -171,6 +173,14 @@ class LiveCosts:
     def draft(self, shape: Shape) -> float:
         """Seconds of a model's draft, but for the drift."""
         return self.table.of_draft(shape, self.context)
+
+    def plain_steps(self, shape: Shape, width: int) -> float:
+        """How many times as long as a plain step a round takes, a model's draft of this shape and a step of this width.
+
+        As measured at start: what a stall of the machine has made look long would never be looked at again.
+        """
+        costs, context = self._at_start if self._at_start.step else self.table, self.context
+        return (costs.of_draft(shape, context) + costs.of_step(width, context)) / costs.of_step(1, context)
 
     def tried(self, shape: Shape) -> bool:
         """Whether rounds have told what drafts of this kind take."""

@@ -27,8 +27,8 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.constrain import allowed
 from sharesd.decoding.output import Completion, Source, TokenChunk
 from sharesd.decoding.policy import Policy
-from sharesd.decoding.prefill import CHUNK, next_padded_piece, next_piece, read_piece, reads_in_pieces, whole_chunks
-from sharesd.decoding.request import QueueFull, Request, advance, awaited
+from sharesd.decoding.reader import Reader
+from sharesd.decoding.request import QueueFull, Request, advance, awaited, bearable
 from sharesd.decoding.round import RoundResult, RowState
 from sharesd.decoding.slots import Slots
 from sharesd.decoding.stats import Stats
@@ -46,11 +46,6 @@ from sharesd.sampling.sampler import Sampler
 Prompt = str | Sequence[int]
 MOST_WAYS = 24
 """Kinds of rounds whose graphs and policies are kept; the one that was used longest ago goes first."""
-BEARABLE, LEAST_PIECE = 1.6, 8
-"""What a CPU reads of a prompt between two rounds of others: as much as takes so many times as long as a round, but at
-least so many tokens."""
-RECENT = 8
-"""Rounds, and pieces of prompts, over which their times are averaged."""
 
 
 class _Flight(NamedTuple):
@@ -122,18 +117,12 @@ class Engine:
         """Whether rounds are launched before the last one is read."""
         self.partial = self._device.type == "cpu" and graphs is None and widths is None and not target.step_widths
         """Whether a round runs over no more rows than it must: where nothing is made for one number of rows."""
-        self._reread, self._in_pieces = reread, reread or reads_in_pieces(cache)
-        if self._in_pieces and prefill_chunk not in (None, CHUNK):
-            raise ValueError(
-                f"prefill_chunk is {prefill_chunk}, and this target reads prompts in pieces of {CHUNK}; leave it out"
-            )
-        self._prefill_chunk = prefill_chunk
-        self._round_s, self._token_s = 0.0, 0.0  # running means: a round, a token of a prompt that is read
+        self._reader = Reader(target, cache, drafter, reread=reread, prefill_chunk=prefill_chunk)
+        self._has_read = False  # in this step
         self._ways: dict[Kind, Way] = {}
         self._slots = Slots(cache, reread=reread, partial=self.partial)
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=(*target.eos_ids, *tokenizer.eos_ids))
         self._waiting: deque[Request] = deque()
-        self._reading: Request | None = None
         self._turn: object | None = None
         self._flight: _Flight | None = None  # launched ahead
         self._stale = True  # what the device knows of live rows
@@ -202,7 +191,7 @@ class Engine:
         except BaseException:
             for request in self._requests:
                 self.cancel(request)
-            self._reading, self._flight = None, None
+            self._reader.request, self._flight = None, None
             raise
 
     def cancel(self, request: Request) -> None:
@@ -311,7 +300,7 @@ class Engine:
             self.sampling.release(row)
         self._slots.clear()
         self._waiting.clear()
-        self._reading, self._flight, self._stale = None, None, True
+        self._reader.request, self._flight, self._stale = None, None, True
         self._turn = self.cache.turn = object()
         self.cache.lengths.clamp_(min=1)  # steps of drafters may look at the token before
 
@@ -326,25 +315,24 @@ class Engine:
         """Read a piece of a prompt; with `whole`, all prompts that get a row. Returns the first tokens of answers."""
         chunks: list[TokenChunk] = []
         started = time.perf_counter()
-        while self._reading or (self._waiting and self._slots.free):
-            most = CHUNK if whole or not self._live else self._prefill_chunk or self._bearable()
-            chunks += self._read_piece(self._reading or self._admit(), most)
+        reader, self._has_read = self._reader, False
+        while reader.request or (self._waiting and self._slots.free):
+            request = reader.request or self._admit()
+            logits_1V = reader.read(waited_for=not whole and bool(self._live))
+            self._has_read = True
+            if logits_1V is not None:
+                self._stale = True
+                chunks.append(self._first_token(request, logits_1V))
             if not whole:
                 break
         self.stats.prefill_s += time.perf_counter() - started
         return chunks
 
-    def _bearable(self) -> int:
-        """Tokens of a prompt to read between two rounds, so that those who wait for their next one hardly notice."""
-        if not self._token_s:
-            return LEAST_PIECE
-        return min(CHUNK, max(LEAST_PIECE, int(BEARABLE * self._round_s / self._token_s)))
-
     def _admit(self) -> Request:
         """The next request gets a row."""
         request = self._waiting.popleft()
         row = self._slots.take(request)
-        self._reading = request
+        self._reader.request = request
         self.sampling.place(row, request.params, request.index, request.prompt_ids)
         self._stale = True
         if self.drafter is not None:
@@ -353,30 +341,9 @@ class Engine:
             self._way([row]).policy.begin()
         return request
 
-    def _read_piece(self, request: Request, most: int) -> list[TokenChunk]:
-        """At most so many tokens of its prompt; its first token, if that was the last piece."""
-        prompt, row, cache = request.prompt_ids, request.slot, self.cache
+    def _first_token(self, request: Request, logits_1V: Tensor) -> TokenChunk:
+        row = request.slot
         assert row is not None
-        if self._in_pieces:
-            piece = next_padded_piece(self.target, cache, request.num_read, len(prompt))
-        else:
-            piece = next_piece(self.target, cache, request.num_read, len(prompt), most)
-        started = time.perf_counter()
-        logits_1V = read_piece(self.target, cache, row, prompt, piece)
-        if piece.size >= LEAST_PIECE:
-            token_s = (time.perf_counter() - started) / piece.size
-            self._token_s += (token_s - self._token_s) / (RECENT if self._token_s else 1)
-        cache.held[row] += prompt[request.num_read : piece.end]
-        cache.settled[row] = whole_chunks(piece.end)
-        request.num_read = piece.end
-        if self.drafter is not None:
-            self.drafter.read(row, prompt[: piece.end])
-        if piece.end < len(prompt):
-            return []
-        self._reading, self._stale = None, True
-        return [self._first_token(request, row, logits_1V)]
-
-    def _first_token(self, request: Request, row: int, logits_1V: Tensor) -> TokenChunk:
         one = self.sampling.only(row)
         sampler = Sampler(one.kind([0]), one, gumbel=self.gumbel)
         legal_11W = None
@@ -408,7 +375,9 @@ class Engine:
     @property
     def _live(self) -> list[Request]:
         """Requests that are being decoded, by row."""
-        return [request for request in self._slots.requests if request is not None and request is not self._reading]
+        return [
+            request for request in self._slots.requests if request is not None and request is not self._reader.request
+        ]
 
     @torch.inference_mode()
     def _launch(self) -> _Flight | None:
@@ -422,9 +391,10 @@ class Engine:
         policy, round_ = way.policy, way.round(first, end)
         if self._stale:
             self._tell_rows(live)
-        alone = not self._waiting and self._reading is None and live[0].call is not None
+        alone = not self._waiting and self._reader.request is None and live[0].call is not None
         counting = awaited(live, alone)
         policy.awaited = [request.slot for request in counting]  # type: ignore[misc]
+        policy.longest = bearable(live, self._has_read)
         context = sum(len(held) for held in self.cache.held[first:end]) / (end - first) + 1
         policy.live.at(context, CREW.size, end - first)
         plain = [row for row, request in zip(rows, live, strict=True) if not request.params.speculate]
@@ -486,8 +456,8 @@ class Engine:
         moved = advance(live, before, alone)
         accepted_of = [paths[request] for request in counting if request in paths]
         policy.record(tree, accepted_of, draft_s, verify_s + overhead_s, moved)
-        round_s = draft_s + verify_s + overhead_s
-        self._round_s += (round_s - self._round_s) / (RECENT if self._round_s else 1)
+        if not num_nodes:
+            self._reader.took(draft_s + verify_s + overhead_s)
         stats.draft_s += draft_s
         stats.verify_s += verify_s
         stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
@@ -521,8 +491,8 @@ class Engine:
         assert request.slot is not None
         self.sampling.release(request.slot)
         self._slots.release(request)
-        if self._reading is request:
-            self._reading = None
+        if self._reader.request is request:
+            self._reader.request = None
         self._stale = True
 
     def _tell_rows(self, live: Sequence[Request]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
+from math import inf
 
 import numpy as np
 
@@ -165,6 +166,8 @@ class Policy:
         self._windows_only = all(shape.recent for shape in shapes)
         self.awaited: Sequence[int] = (0,)
         """Rows of the coming round whose tokens count, see `request.awaited`."""
+        self.longest = inf
+        """Plain steps that the coming round may take, see `request.bearable`."""
         self.known_place = False
         """Whether tables know what comes next: a model is right more often there."""
         self._survivals: dict[object, Survival] = {}  # by place, and by kind of draft
@@ -181,9 +184,9 @@ class Policy:
 
     def use(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """Take these costs, and those `measured` for numbers of rows, and forget what was learnt meanwhile."""
-        awaited = self.awaited
+        awaited, longest = self.awaited, self.longest
         self.__init__(self.shapes, pinned=self.pinned, costs=costs, measured=measured)  # type: ignore[misc]
-        self.awaited = awaited
+        self.awaited, self.longest = awaited, longest
 
     @property
     def costs(self) -> Costs:
@@ -219,7 +222,7 @@ class Policy:
         if rate > MARGIN * plain:  # it would pay, and tables promise more
             return PLAIN
         self._plain_rounds += 1
-        if self._plain_rounds <= self._patience or not may_try or not self.affords(best):
+        if self._plain_rounds <= self._patience or not best.nodes or not may_try or not self.affords(best):
             self._until_check = RECHECK - 1
             return PLAIN
         self._trying = (self._trying or TRY_ROUNDS) - 1
@@ -258,8 +261,12 @@ class Policy:
         return self.account.affords(loss) and doubt * (1 + hope.sum()) / took > MARGIN
 
     def looks(self) -> bool:
-        """Whether to ask tables in the coming round: always, unless that takes longer than it gains."""
+        """Whether to ask tables in the coming round: always, unless that takes longer than it gains, or not even one
+        guess could be verified in time.
+        """
         if self.pinned is None and self.live.known:
+            if not self._bearable(PLAIN, 1):
+                return False
             resting = self.account.empty or self._look_gain < self._look_cost()
             if resting and self._until_look > 0:
                 self._until_look -= 1
@@ -275,7 +282,7 @@ class Policy:
     @property
     def learns(self) -> bool:
         """Whether tables shall learn from the logits of the coming round: not where it is long until they are asked."""
-        return self._until_look < SOON
+        return self._until_look < SOON and self._bearable(PLAIN, 1)
 
     def looked(self, rate: float, without: float) -> None:
         """Tables were asked: the draft promises so many tokens per second with, and without what they said."""
@@ -292,6 +299,8 @@ class Policy:
         for shape in self.shapes:
             if shape.recent and not self._windows_only and self.live.context < WORTHWHILE * shape.recent:
                 continue
+            if not self._bearable(shape):
+                continue
             kind = shape.is_tree, shape.recent
             if kind not in rates:
                 rates[kind] = self._survival(shape).rates()
@@ -299,6 +308,12 @@ class Policy:
             if rate > best_rate:
                 best, best_rate = shape, rate
         return best
+
+    def _bearable(self, shape: Shape, num_guesses: int = 0) -> bool:
+        """Whether a round with a model's draft and so many guesses of tables takes no longer than it may."""
+        if self.longest == inf or not self.live.known:
+            return True
+        return self.live.plain_steps(shape, 1 + shape.nodes + num_guesses) <= self.longest
 
     def rate_of_shape(self, shape: Shape) -> float:
         """Tokens per second that model drafts of this shape promise."""
@@ -343,11 +358,13 @@ class Policy:
         """
         longest = min(max(map(len, scores), default=0), self.most() - beside.nodes)
         honesty = (self._beside if beside.nodes else self._tables).honesty
-        gains = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
-        self._worth = list(accumulate(gains[:longest], initial=0.0))
         base, draft_s = 0.0, 0.0
         if beside.nodes:
             base, draft_s = self._gain(beside, self._survival(beside).rates()), self.live.draft(beside)
+        while self.pinned is None and longest and not self._bearable(beside, longest):
+            longest -= 1
+        gains = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
+        self._worth = list(accumulate(gains[:longest], initial=0.0))
         rates = [self._rate(base + honesty * gain, beside.nodes + num, draft_s) for num, gain in enumerate(self._worth)]
         if self.pinned is not None:
             return longest, rates[longest]

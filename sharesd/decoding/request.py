@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from sharesd.config import SamplingParams
 from sharesd.decoding.stats import Stats
@@ -11,6 +12,9 @@ from sharesd.sampling.grammar import Matcher
 
 AHEAD = 2
 """Tokens by which a request may lead the last one of its call and still be waited for."""
+
+BEARABLE = 1.5
+"""Plain rounds that a round with drafts may take where several callers share it."""
 
 
 class QueueFull(ValueError):
@@ -75,6 +79,15 @@ def awaited(live: Sequence[Request], alone: bool) -> list[Request]:
         return list(live)
     most = min(request.num_emitted for request in live) + AHEAD
     return [request for request in live if request.num_emitted <= most]
+
+
+def bearable(live: Sequence[Request], has_read: bool) -> float:
+    """Plain rounds that the coming one may take. A caller waits for a draft of their own as long as it pays; but those
+    who share the round wait too, and if they `has_read`, have waited for another's prompt already.
+    """
+    if live[0].call is not None or (len(live) == 1 and not has_read):
+        return inf
+    return 1.0 if has_read else BEARABLE
 
 
 def advance(live: Sequence[Request], before: Sequence[int], alone: bool) -> float:
