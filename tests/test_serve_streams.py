@@ -305,3 +305,20 @@ def test_metrics_have_the_names_that_vllms_client_reads(server: Served) -> None:
         assert delta[f"sharesd:{name}_seconds_count{own}"] == count
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[f"sharesd:{name}{own}"] == 0
+
+
+def test_times_of_a_choice_add_up() -> None:
+    with served(settings={"max_batch": 1}, delay=0.02, piece=2) as server:
+        server.complete([5] * 7, n=2, max_tokens=5, speculate=False)
+        metrics, own = server.metrics(), '{engine="0",model_name="fake"}'
+        assert metrics["process_resident_memory_bytes"] > 2**20
+    parts = {
+        name: metrics[f"sharesd:{name}_seconds_sum{own}"]
+        for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
+    }
+    assert metrics[f"sharesd:request_queue_time_seconds_count{own}"] == 2
+    queued, prefill, decode, whole = parts.values()
+    assert queued + prefill + decode == pytest.approx(whole)
+    assert 0.16 < queued < 0.4, "the second choice waits for the eight steps of the first"
+    assert 0.14 < prefill < 0.5 and 0.14 < decode < 0.5, "four steps each, for both"
+    assert metrics[f"sharesd:time_to_first_token_seconds_sum{own}"] == pytest.approx(queued + prefill)
