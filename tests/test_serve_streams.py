@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -163,6 +165,30 @@ def test_a_client_that_hangs_up_frees_its_rows(streamed: bool, reset: bool) -> N
         name = 'sharesd:http_requests_client_disconnected_total{engine="0",model_name="fake"}'
         server.wait(lambda: server.metrics()[name] == 1)
         server.complete(n=1)
+
+
+def test_clients_that_are_killed_free_their_rows() -> None:
+    body = json.dumps({"prompt": "the cat", "max_tokens": 200, "stream": True})
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    client = (
+        "import socket, sys\n"
+        "sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))\n"
+        "sock.sendall(sys.argv[3].encode())\n"
+        "while sock.recv(4096): pass\n"
+    )
+    with served(settings={"max_batch": 2}, delay=0.02) as server:
+        address = server.url.removeprefix("http://").split(":")
+        command = [sys.executable, "-S", "-c", client, *address, head + body]
+        clients = [subprocess.Popen(command) for _ in range(3)]
+        server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (2, 1))
+        for process in clients:
+            process.kill()
+        for process in clients:
+            process.wait()
+        before = server.engine.steps
+        server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (0, 0))
+        assert server.engine.steps - before <= 3
+        server.complete()
 
 
 def test_the_openai_client_may_close_a_stream() -> None:
