@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable
 from typing import Any
 
@@ -76,9 +77,8 @@ class Metrics:
             num_accepted = chunk.sources.count("accepted")
             for counters in self._speculation:
                 counters.round(num_drafted, num_accepted)
-        for drafter in chunk.drafters:
-            if drafter is not None:
-                self._by_drafter.labels(*self._own, drafter).inc()
+        for drafter, num in Tally(filter(None, chunk.drafters)).items():
+            self._by_drafter.labels(*self._own, drafter).inc(num)
         if chunk.finish_reason is not None:
             self._ended(choice, admitted)
 
@@ -143,11 +143,14 @@ class _Speculation:
         self._drafts = counter("num_drafts", "Rounds of choices that verified a draft").labels(*own)
         self._drafted = counter("num_draft_tokens", "Draft tokens that were verified").labels(*own)
         self._accepted = counter("num_accepted_tokens", "Draft tokens that were accepted").labels(*own)
-        self._at = counter("num_accepted_tokens_per_pos", "Accepted draft tokens, by their place", "position")
+        self._by_place = counter("num_accepted_tokens_per_pos", "Accepted draft tokens, by their place", "position")
+        self._at: list[Counter] = []
 
     def round(self, num_drafted: int, num_accepted: int) -> None:
         self._drafts.inc()
         self._drafted.inc(num_drafted)
         self._accepted.inc(num_accepted)
-        for position in range(num_accepted):
-            self._at.labels(*self._own, str(position)).inc()
+        while len(self._at) < num_accepted:
+            self._at.append(self._by_place.labels(*self._own, str(len(self._at))))
+        for counter in self._at[:num_accepted]:
+            counter.inc()
