@@ -43,7 +43,7 @@ def _request(text: str, dice: Random) -> Mixed:
         "ignore_eos": dice.random() < 0.8,
         "n": 2 if dice.random() < 0.2 else 1,
     }
-    for name, values in {
+    optional: dict[str, list[Any]] = {
         "top_p": [0.8, 0.95],
         "top_k": [5, 40],
         "min_p": [0.05],
@@ -52,7 +52,8 @@ def _request(text: str, dice: Random) -> Mixed:
         "frequency_penalty": [0.5, -0.3],
         "logit_bias": [{"260": -100, "28": 3}],
         "stop": [[" the"], [".", "and "]],
-    }.items():
+    }
+    for name, values in optional.items():
         if dice.random() < 0.25:
             body[name] = dice.choice(values)
     if dice.random() < 0.5:
