@@ -66,13 +66,13 @@ def test_a_block_is_our_operators(
 @pytest.mark.parametrize("step", ["plain", "chain", "tree"])
 def test_a_whole_step_is_one_form(step: str, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     [form] = found["whole"][step]
-    assert launches(form) == [FUSED, *LAYER * LAYERS, LINEAR], "embedding, layers, head"
+    assert launches(form) == [FUSED, *LAYER * LAYERS, LINEAR], "embedding, layers, the head with its norm"
     assert len(set(form["caches"])) == 2 * LAYERS
 
 
-def test_noise_is_one_kernel(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+def test_noise_is_two_kernels(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     [form] = found["noise"]["noise"]
-    assert launches(form) == [FUSED]
+    assert launches(form) == [FUSED, FUSED], "the keys of positions, and what they make of tokens"
 
 
 def test_caches_stay_where_they_are(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
