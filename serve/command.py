@@ -54,7 +54,7 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
             f"--memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
     return Model(
-        engine=start_engine(runtime, mode, SamplingParams()),
+        engine=start_engine(runtime, mode, SamplingParams(), each_kind=True),
         tokenizer=runtime.tokenizer,
         max_context=runtime.max_context,
         vocab_size=runtime.target.vocab_size,

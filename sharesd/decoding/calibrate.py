@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from statistics import median, quantiles
@@ -67,6 +68,20 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
         sweeps = {fewest: SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
         measured = {rows: _costs(engine, params, rows, kept, sweeps[rows]) for rows in sweeps}
         policy.use(measured[engine.cache.batch], measured)
+    engine.forget()
+
+
+def warm_up_each_kind(engine: Engine) -> None:
+    """Capture rounds of all kinds that requests may make up together, where rounds are captured: whoever asks for
+    something first shall not wait for that, and neither shall others. (Not of other acceptance than `match`, for which
+    all requests must be alike.) What rounds take was measured with one of them.
+    """
+    if engine.graphs is None:
+        return
+    for temperature, bias, logprobs in product((0.0, 1.0), ({}, {0: 0.0}), (False, True)):
+        params = SamplingParams(max_new_tokens=1, temperature=temperature, logit_bias=bias, logprobs=logprobs)
+        engine.complete([[0]], params)  # a first token, which no round makes
+        _capture(engine, params)
     engine.forget()
 
 
