@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compile.linear import LAYOUT
 from compile.native import kernel
-from compile.ops import LIBRARY, on_its_device, runs_triton
+from compile.ops import LIBRARY, on_cuda, runs_triton
 from compile.rotary import rotate
 from compile.sight import CHUNK, SINKS
 
@@ -267,7 +267,7 @@ LIBRARY.define(
     "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False) -> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
-LIBRARY.impl("attend_", on_its_device(_attend_cuda), "CUDA")
+on_cuda("attend_", _attend_cuda)
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
 
 
@@ -332,8 +332,8 @@ def _keep_cuda(*arguments) -> None:
 
 
 LIBRARY.define("keep_rows_(Tensor(a!)[] caches, Tensor addresses, Tensor lengths, Tensor path, Tensor num) -> ()")
-LIBRARY.impl("keep_rows_", on_its_device(_keep_cuda), "CUDA")
+on_cuda("keep_rows_", _keep_cuda)
 LIBRARY.impl("keep_rows_", lambda *_: None, "Meta")
 LIBRARY.define("addresses(Tensor[] caches) -> Tensor")
-LIBRARY.impl("addresses", _addresses, "CUDA")
+on_cuda("addresses", _addresses)
 LIBRARY.impl("addresses", lambda caches: caches[0].new_empty(len(caches), dtype=torch.int64), "Meta")

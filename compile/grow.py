@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.ops import LIBRARY, on_its_device, runs_triton
+from compile.ops import LIBRARY, on_cuda, runs_triton
 
 
 class Nodes(NamedTuple):
@@ -122,11 +122,11 @@ LIBRARY.define(
     "Tensor(f!) front_tokens, Tensor(g!) front_scores, Tensor(h!) front_paths, Tensor(i!) front_slots, "
     "Tensor(j!) front_depth, Tensor new, Tensor logp) -> ()"
 )
-LIBRARY.impl("grow_", on_its_device(_grow_cuda), "CUDA")
+on_cuda("grow_", _grow_cuda)
 LIBRARY.impl("grow_", lambda *_: None, "Meta")
 LIBRARY.define(
     "choose_nodes_(Tensor wanted, int top, Tensor tokens, Tensor scores, Tensor ancestors, Tensor places, "
     "Tensor(a!) draft, Tensor(b!) depth, Tensor(c!) path, Tensor(d!) draft_places) -> ()"
 )
-LIBRARY.impl("choose_nodes_", on_its_device(_choose_cuda), "CUDA")
+on_cuda("choose_nodes_", _choose_cuda)
 LIBRARY.impl("choose_nodes_", lambda *_: None, "Meta")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile.ops import LIBRARY
+from compile.ops import LIBRARY, on_cuda
 
 NUMBERS = (
     "temperature",
@@ -59,5 +59,5 @@ LIBRARY.define(
     "process_logits(Tensor logits, Tensor numbers, Tensor? bias, Tensor? prompt_mask, Tensor? counts, Tensor? draft, "
     "Tensor? seen, bool sampled, bool truncated, float cold) -> Tensor"
 )
-LIBRARY.impl("process_logits", _process_cuda, "CUDA")
+on_cuda("process_logits", _process_cuda)
 LIBRARY.impl("process_logits", lambda x, *rest: torch.empty_like(x, dtype=torch.float32).contiguous(), "Meta")

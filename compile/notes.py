@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.ops import LIBRARY, on_its_device, runs_triton
+from compile.ops import LIBRARY, on_cuda, runs_triton
 
 
 def step_tokens(root_B: Tensor, draft_BN: Tensor, width: int) -> Tensor:
@@ -74,14 +74,14 @@ def _note_round_meta(root, lengths, active, num_new, tokens, path, told):
 
 
 LIBRARY.define("step_tokens(Tensor root, Tensor draft, int width) -> Tensor")
-LIBRARY.impl("step_tokens", on_its_device(_step_tokens_cuda), "CUDA")
+on_cuda("step_tokens", _step_tokens_cuda)
 LIBRARY.impl("step_tokens", lambda root, draft, width: root.new_empty(len(root), width), "Meta")
 LIBRARY.define("note_token_(Tensor token, Tensor lengths, Tensor root_at, Tensor(a!) last, Tensor(b!) draft) -> ()")
-LIBRARY.impl("note_token_", on_its_device(_note_token_cuda), "CUDA")
+on_cuda("note_token_", _note_token_cuda)
 LIBRARY.impl("note_token_", lambda *_: None, "Meta")
 LIBRARY.define(
     "note_round_(Tensor(a!) root, Tensor(b!) lengths, Tensor active, Tensor num_new, Tensor tokens, Tensor? path, "
     "Tensor? told) -> Tensor"
 )
-LIBRARY.impl("note_round_", on_its_device(_note_round_cuda), "CUDA")
+on_cuda("note_round_", _note_round_cuda)
 LIBRARY.impl("note_round_", _note_round_meta, "Meta")

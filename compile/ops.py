@@ -20,13 +20,14 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" and HAS_TRITON
 
 
-def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a kernel with the device of its first argument, a tensor or a list of them, as the current one: that is
-    where Triton launches."""
+def on_cuda(name: str, kernel: Callable[..., Any]) -> None:
+    """Registers what runs for an operator on CUDA. It is called with the device of its first argument, a tensor or a
+    list of them, as the current one: that is where Triton launches.
+    """
 
     @wraps(kernel)
     def launch(first: Tensor | list[Tensor], *rest: Any) -> Any:
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
             return kernel(first, *rest)
 
-    return launch
+    LIBRARY.impl(name, launch, "CUDA")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compile.attention import Branches
 from compile.native import kernel
-from compile.ops import LIBRARY, on_its_device, runs_triton
+from compile.ops import LIBRARY, on_cuda, runs_triton
 
 
 def walks(device: torch.device, *, chains: bool = False) -> bool:
@@ -49,5 +49,5 @@ def _walk_cuda(*arguments) -> Tensor:
 
 
 LIBRARY.define("walk(Tensor tokens, Tensor? depth, Tensor? path, Tensor target) -> Tensor")
-LIBRARY.impl("walk", on_its_device(_walk_cuda), "CUDA")
+on_cuda("walk", _walk_cuda)
 LIBRARY.impl("walk", lambda tokens, depth, path, target: target.new_empty(len(target), 1 + 2 * target.shape[1]), "Meta")

@@ -53,7 +53,7 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
             f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens takes {size / 2**20:.0f} MiB and "
             f"--memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
-    engine = start_engine(runtime, mode, SamplingParams())
+    engine = start_engine(runtime, mode, SamplingParams(), each_kind=True)
     return Model(
         engine=engine,
         tokenizer=runtime.tokenizer,

@@ -62,6 +62,8 @@ class Output(NamedTuple):
     chunk: Chunk
     num_drafted: int
     """Draft tokens that were verified in it."""
+    admitted: float
+    """When the step began that gave the choice its row, in time.monotonic()."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class _Taken:
     """A choice that the engine decodes."""
 
     choice: Choice
+    admitted: float | None = None
+    """When the step began that gave it a row."""
     begun: bool = False
     """Its first tokens came."""
     num_drafted: int = 0
@@ -153,22 +157,27 @@ class EngineThread:
             wait = False
 
     def _step(self) -> None:
-        self._step_began = time.monotonic()
+        self._step_began = began = time.monotonic()
         chunks = self._engine.step()
         self._step_began = None
+        for request in self._requests.values():
+            taken = self._taken[id(request)]
+            if taken.admitted is None and request.num_read:
+                taken.admitted = began
         outputs = [self._output(chunk) for chunk in chunks]
-        for choice, chunk, _ in outputs:
-            if chunk.finish_reason is not None:
-                self._forget(choice)
+        for output in outputs:
+            if output.chunk.finish_reason is not None:
+                self._forget(output.choice)
         self._tell(Round(outputs, self._engine.num_running, self._engine.num_waiting))
 
     def _output(self, chunk: Chunk) -> Output:
         taken = self._taken[id(chunk.request)]
+        assert taken.admitted is not None
         if not taken.begun:  # no drafts, though a round of the same step may have counted its own already
             taken.begun = True
-            return Output(taken.choice, chunk, 0)
+            return Output(taken.choice, chunk, 0, taken.admitted)
         before, taken.num_drafted = taken.num_drafted, chunk.request.stats.drafted_tokens
-        return Output(taken.choice, chunk, taken.num_drafted - before)
+        return Output(taken.choice, chunk, taken.num_drafted - before, taken.admitted)
 
     def _add(self, choices: list[Choice]) -> None:
         try:

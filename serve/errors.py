@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 MOST_SHOWN = 40
 """Characters of a wrong value that a message repeats."""
+MOST_ERRORS = 1000
+"""Wrong values and unknown keys in one body that are looked at: each takes some microseconds, all at once."""
 
 WANTED = {
     "prompt": "give a text, a list of texts, a list of token ids, or a list of such lists, none of them empty",
@@ -87,7 +89,9 @@ def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) 
 
 
 def of_schema(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
+    """The first thing that is wrong with a body; of one with very many only that."""
+    if error.error_count() > MOST_ERRORS:
+        return invalid(f"the body has {error.error_count()} wrong values or unknown keys; leave them out")
     first = error.errors(include_url=False, include_context=False)[0]
     place = first["loc"]
     if first["type"] == "json_invalid":

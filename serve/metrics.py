@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
+from collections import Counter as Tally
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from serve.choice import Choice
 from serve.engine_thread import Output, Round
@@ -23,6 +23,7 @@ class Metrics:
     def __init__(self, model_name: str, kv_use: Callable[[], float]) -> None:
         """`kv_use` tells which share of the KV cache is in use."""
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._model = model_name
         self._running = self._gauge("num_requests_running", "Choices that have a row")
         self._waiting = self._gauge("num_requests_waiting", "Choices that wait for a row")
@@ -37,6 +38,13 @@ class Metrics:
         self._first = self._histogram("time_to_first_token_seconds", "Until the first tokens of a choice", SECONDS)
         self._gap = self._histogram("inter_token_latency_seconds", "Between rounds of a choice, per token", SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "Until the end of a choice", LONG_SECONDS)
+        self._queued = self._histogram("request_queue_time_seconds", "Until a choice got its row", LONG_SECONDS)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From a choice's row to its first tokens", LONG_SECONDS
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first tokens of a choice to its last", LONG_SECONDS
+        )
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a choice", TOKENS)
         self._length = self._histogram("request_generation_tokens", "Tokens of a choice", TOKENS)
         self._iteration = self._histogram("iteration_tokens_total", "Tokens of a round, of all rows", PER_ROUND)
@@ -58,7 +66,7 @@ class Metrics:
 
     def gave(self, output: Output, gap: float | None) -> None:
         """A choice took tokens, `gap` seconds after those before; None: they are its first."""
-        choice, chunk, num_drafted = output
+        choice, chunk, num_drafted, admitted = output
         num_tokens = len(chunk.token_ids)
         self._generation_tokens.inc(num_tokens)
         if gap is None:
@@ -69,11 +77,10 @@ class Metrics:
             num_accepted = chunk.sources.count("accepted")
             for counters in self._speculation:
                 counters.round(num_drafted, num_accepted)
-        for drafter in chunk.drafters:
-            if drafter is not None:
-                self._by_drafter.labels(*self._own, drafter).inc()
+        for drafter, num in Tally(filter(None, chunk.drafters)).items():
+            self._by_drafter.labels(*self._own, drafter).inc(num)
         if chunk.finish_reason is not None:
-            self._ended(choice)
+            self._ended(choice, admitted)
 
     def rejected(self, reason: str) -> None:
         """There was no place for a request."""
@@ -91,9 +98,13 @@ class Metrics:
         self._hits.inc(choice.cached_tokens)
         self._prompt_length.observe(len(choice.prompt))
 
-    def _ended(self, choice: Choice) -> None:
+    def _ended(self, choice: Choice, admitted: float) -> None:
+        assert choice.first is not None and choice.last is not None
         self._success.labels(*self._own, choice.finish_reason).inc()
-        self._whole.observe(time.monotonic() - choice.began)
+        self._whole.observe(choice.last - choice.began)
+        self._queued.observe(admitted - choice.began)
+        self._prefill.observe(choice.first - admitted)
+        self._decode.observe(choice.last - choice.first)
         self._length.observe(len(choice.token_ids))
 
     @property
@@ -132,11 +143,14 @@ class _Speculation:
         self._drafts = counter("num_drafts", "Rounds of choices that verified a draft").labels(*own)
         self._drafted = counter("num_draft_tokens", "Draft tokens that were verified").labels(*own)
         self._accepted = counter("num_accepted_tokens", "Draft tokens that were accepted").labels(*own)
-        self._at = counter("num_accepted_tokens_per_pos", "Accepted draft tokens, by their place", "position")
+        self._by_place = counter("num_accepted_tokens_per_pos", "Accepted draft tokens, by their place", "position")
+        self._at: list[Counter] = []
 
     def round(self, num_drafted: int, num_accepted: int) -> None:
         self._drafts.inc()
         self._drafted.inc(num_drafted)
         self._accepted.inc(num_accepted)
-        for position in range(num_accepted):
-            self._at.labels(*self._own, str(position)).inc()
+        while len(self._at) < num_accepted:
+            self._at.append(self._by_place.labels(*self._own, str(len(self._at))))
+        for counter in self._at[:num_accepted]:
+            counter.inc()

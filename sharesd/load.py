@@ -32,7 +32,7 @@ from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
 from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.calibrate import warm_up
+from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_rows, shallow
@@ -145,8 +145,12 @@ class Runtime:
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
-    def engine(self, mode: Mode | None = None, *, warm: SamplingParams | None = None) -> Engine:
-        """The engine of a mode, compiled and warmed up for this way of sampling."""
+    def engine(
+        self, mode: Mode | None = None, *, warm: SamplingParams | None = None, each_kind: bool = False
+    ) -> Engine:
+        """The engine of a mode, compiled and warmed up for this way of sampling; with `each_kind` for all rounds that
+        requests together may need.
+        """
         mode = mode or self.config.mode
         if mode not in self._engines:
             raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
@@ -154,6 +158,8 @@ class Runtime:
         started = time.perf_counter()
         params = warm or SamplingParams()
         warm_up(engine, params, self._costs_file(mode, params))
+        if each_kind:
+            warm_up_each_kind(engine)
         if self.device.type == "cuda":
             save_configs(cache_root() / "settings")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started

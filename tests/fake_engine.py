@@ -48,6 +48,10 @@ class FakeRequest:
     finish_reason: str | None = None
     stats: Any = field(default_factory=lambda: SimpleNamespace(drafted_tokens=0))
 
+    @property
+    def num_read(self) -> int:
+        return len(self.prompt_ids) - self.unread
+
 
 class FakeEngine:
     """`delay`: seconds of a step. `piece`: prompt tokens that a step reads. `eager`: the step that reads a prompt's end

@@ -181,7 +181,7 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )
     patch.setattr(logits, "arg_max", lambda x: x.argmax(-1))
-    for module in (sampler, hybrid):
+    for module in (sampler, logits, hybrid):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
     walk = acceptance.accept_tree_reference
     patch.setattr(sampler, "accept_tree", lambda tree, target_BT: walk(tree, tree.branches, target_BT))

@@ -1,6 +1,6 @@
 """Attention on CUDA: every row has the bits of plain decoding, only live slots are read, and every GPU can hold it.
 
-Triton's interpreter runs the kernels on a CPU (`triton_cpu.py` mends its bfloat16 products), unless there is a GPU.
+Triton's interpreter runs the kernels on a CPU (`triton_cpu.py` mends its bfloat16), unless there is a GPU.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value
 heads, S slots, d head size.
@@ -166,7 +166,7 @@ def tables(positions: int, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("r, dtype", [(8, torch.float16), (5, torch.float16), (0, torch.float32)])
+@pytest.mark.parametrize("r, dtype", [(8, torch.bfloat16), (8, torch.float16), (5, torch.float16), (0, torch.float32)])
 def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
     step = heads_of(random_step(7, 4, 2, 16, SPLIT, [5, 90], dtype))
     rotary = tables(94, r, dtype) if r else None  # the last rows lie behind the last position
@@ -182,10 +182,12 @@ def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("gemma", [False, True])
-@pytest.mark.parametrize("d, dtype", [(16, torch.float16), (40, torch.float16), (24, torch.float32)])
+@pytest.mark.parametrize(
+    "d, dtype",
+    [(40, torch.bfloat16), (16, torch.float16), (40, torch.float16), (24, torch.float32)],
+)
 def test_norms_of_heads_round_as_separate_ones(dtype: torch.dtype, d: int, gemma: bool) -> None:
-    """The sums of squares may be added in another order, which halves seldom show; a row's bits are its own.
-    (Not in bfloat16, to which the interpreter does not round.)"""
+    """The sums of squares may be added in another order, which halves seldom show; a row's bits are its own."""
     step = heads_of(random_step(7, 4, 2, d, SPLIT, [5, 90], dtype))
     step.q[0, 0, 0] = 0
     norms = [RMSNorm(d, 1e-6, gemma, dtype=dtype, device="cpu").requires_grad_(False) for _ in range(2)]
@@ -201,13 +203,34 @@ def test_norms_of_heads_round_as_separate_ones(dtype: torch.dtype, d: int, gemma
             if dtype != torch.float32:
                 assert (got == wanted).double().mean() > 0.99
         assert torch.equal(ours.v_cache, theirs.v_cache)
-    whole = live(step.fresh(), None, rotary, norms=both)
-    for first in range(2):
-        part = Step(*(x[:, first : first + 1] for x in step[:3]), *step.fresh()[3:5], step.lengths + first)
-        before = Step(*(x[:, :first] for x in step[:3]), *part[3:5], step.lengths)
-        if first:
-            live(before, None, rotary, norms=both)
-        assert torch.equal(live(part, None, rotary, norms=both)[:, 0], whole[:, first])
+    together, cut = step.fresh(), step.fresh()
+    whole = live(together, None, rotary, norms=both)
+    for first, end in ((0, 1), (1, 2), (2, 5), (5, 7)):
+        part = Step(*(x[:, first:end] for x in step[:3]), *cut[3:5], step.lengths + first)
+        assert torch.equal(live(part, None, rotary, norms=both), whole[:, first:end])
+    assert all(torch.equal(a, b) for a, b in zip(cut[3:5], together[3:5], strict=True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "dtype, gemma", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)], ids=str
+)
+def test_normalised_and_rotated_keys_are_those_of_float64(dtype: torch.dtype, gemma: bool) -> None:
+    """But for the roundings on the way: after the norm, its weight, the cosine, and the sum."""
+    n, T, d = 90, 5, 64
+    step, dice = random_step(T, 4, 2, d, SPLIT, [n], dtype), torch.Generator().manual_seed(1)
+    norm = RMSNorm(d, 1e-5, gemma, dtype=dtype, device="cpu").requires_grad_(False)
+    norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=dice))
+    rotary = tables(n + T, d // 2, dtype)
+    live(step, None, rotary, norms=(norm, norm))
+    wide, (cos, sin) = step.k.double(), (x[n:, None].double() for x in rotary)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+    wanted = rotate(wide, *(x.transpose(0, 1) for x in (cos, sin)))
+    a, b = wide.abs().chunk(2, -1)
+    large = torch.cat([a * cos.abs() + b * sin.abs(), b * cos.abs() + a * sin.abs()], -1)
+    error = (step.k_cache[:, :, n : n + T].transpose(1, 2).double() - wanted).abs()
+    roundings = 8 if dtype == torch.float32 else 4.1
+    assert (error <= roundings * torch.finfo(dtype).eps / 2 * large).all()
 
 
 @pytest.mark.interpreted

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from oracle import new_engine, tiny_decoder
 from tiny import make_checkpoint
+from torch import Tensor
 
+from compile import ops
 from sharesd import device
 from sharesd.cli import options
 from sharesd.config import EngineConfig, SamplingParams
@@ -83,3 +87,29 @@ def test_loading_and_every_call_make_it_so(tmp_path: Path, monkeypatch: pytest.M
     assert used == [torch.device("cpu")]
     new_engine(tiny_decoder(0)).complete([[1]], SamplingParams(max_new_tokens=2))
     assert len(used) == 2, "the calling thread may be another one"
+    engine = new_engine(tiny_decoder(0))
+    engine.add([1], SamplingParams(max_new_tokens=2))
+    engine.step()
+    assert len(used) == 3
+
+
+def test_kernels_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[tuple[str, str], Any] = {}
+    current: list[Tensor | None] = [None]
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(
+        ops, "LIBRARY", SimpleNamespace(impl=lambda name, kernel, key: registered.update({(name, key): kernel}))
+    )
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    ops.on_cuda("one", lambda first, *rest: (current[-1], rest))
+    ops.on_cuda("many", lambda first, *rest: (current[-1], rest))
+    assert list(registered) == [("one", "CUDA"), ("many", "CUDA")]
+    tensors = [torch.zeros(1), torch.zeros(2)]
+    assert registered["one", "CUDA"](tensors[0], 3, "x") == (tensors[0], (3, "x"))
+    assert registered["many", "CUDA"](tensors[::-1]) == (tensors[1], ()) and current == [None]

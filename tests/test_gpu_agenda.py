@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from contextlib import nullcontext
@@ -90,6 +91,17 @@ def test_the_steps_fit_into_28_minutes_and_their_functions_exist() -> None:
     for step in STEPS:
         module, _, function = step.measure.partition(":")
         assert callable(getattr(importlib.import_module(f"benchmark.gpu.{module}"), function))
+
+
+def test_three_calls_of_ten_minutes_make_up_the_agenda() -> None:
+    """As the documentation has them."""
+    text = (agenda.ROOT / "docs/gpu.md").read_text()
+    calls = re.findall(r"--step (\S+) +# (\d+) s", text)
+    assert len(calls) == 3
+    names = [names.split(",") for names, _ in calls]
+    assert sorted(sum(names, [])) == sorted(step.name for step in STEPS)
+    for each, (_, seconds) in zip(names, calls, strict=True):
+        assert sum(step.limit_s for step in agenda.named(each)) == int(seconds) <= 600
 
 
 def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: Any) -> None:

@@ -6,7 +6,9 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +133,24 @@ def test_no_captures_notices_one() -> None:
         replayed()
 
 
+def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[object] = []
+
+    @contextmanager
+    def captures(graph: object, pool: object) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", captures)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    graphs = Graphs()
+    for _ in range(3):
+        assert graphs.capture(lambda: 7) is not None
+    Graphs().capture(lambda: 7)
+    assert len(pools) == 4 and len(set(pools[:3])) == 1 and pools[3] is not pools[0]
+
+
 def test_without_cuda_capturing_is_reported_and_rounds_go_on(caplog: pytest.LogCaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("CUDA graphs can be captured here")
@@ -232,11 +252,11 @@ IN_EACH = pytest.mark.parametrize(
 
 @IN_EACH
 def test_captured_rounds_equal_uncaptured_ones(
-    kind: str, params: SamplingParams, batch: int, way_of_cuda: None
+    kind: str, params: SamplingParams, batch: int, way_of_cuda: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = RecordedGraphs()
     compare(kind, params, batch, graphs, CPU)
-    assert graphs.num_replays > 6
+    assert graphs.num_replays > 6 and not caplog.records, "no capture failed"
 
 
 @pytest.mark.cuda
@@ -277,6 +297,23 @@ def test_rounds_launched_ahead_change_nothing(
         assert engine.num_running == 0 and engine.stats.rounds == sum(map(len, engine.stats.accept_lengths))
     assert found[0] == found[1]
     assert len({len(tokens) for tokens, _, _ in found[0][0]}) > 2, "rows shall end at different times"
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("kind", ["naive", "share"])
+def test_a_round_is_launched_before_the_one_in_front_of_it_is_read(kind: str, ahead: bool, way_of_cuda: None) -> None:
+    graphs = RecordedGraphs()
+    engine = new(kind, 1, widths=[7], graphs=graphs, auto_length=False, ahead=ahead)
+    engine.complete(PROMPTS[:1], replace(GREEDY, max_new_tokens=30))  # captures
+    chunks = engine.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
+    next(chunks)
+    launches: list[int] = []  # replays so far, at each read
+    before, each = graphs.num_replays, 1 + engine.num_draft
+    with host_reads(lambda name: launches.append(graphs.num_replays - before)):
+        for _ in range(3):
+            next(chunks)
+    chunks.close()
+    assert launches == [each * (number + ahead) for number in (1, 2, 3)]
 
 
 def new_pool(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -33,15 +34,17 @@ from oracle import (
     tiny_decoder,
     tiny_tokenizer,
 )
+from tiny import make_checkpoint
 from torch import Tensor
 
 from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
-from sharesd.config import SamplingParams
+from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.output import Completion
 from sharesd.decoding.stats import Stats
+from sharesd.load import Runtime
 from sharesd.sampling import probs_of, process, seeds_of_prompts
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -639,3 +642,21 @@ def test_the_fallback_is_exact_at_one_width(sampling: str, tmp_path: Path) -> No
             logits = model.model(torch.tensor([[*prompt, *completion.token_ids]]), use_cache=False).logits
         direct = logits[0, len(prompt) - 1 : -1].log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
         torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), direct, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"draft_window": 64}, "draft_window is 64 and gpt2 (transformers) looks at all tokens; take off or auto"),
+        ({"tree": (2, 2, 4)}, "gpt2 (transformers) takes chains only; drop --tree"),
+    ],
+)
+def test_the_fallback_says_what_it_cannot_do(asked: dict[str, Any], said: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=384, n_embd=64, n_layer=1, n_head=2, n_positions=64, eos_token_id=None)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(make_checkpoint(tmp_path))
+    options: dict[str, Any] = {"target": str(tmp_path), "device": "cpu", "compile": "off", "max_context": 64}
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        Runtime(EngineConfig(**options, **asked), ("share",))
+    assert Runtime(EngineConfig(**options, draft_window="auto"), ("share",)).engine("share").drafter is not None

@@ -117,7 +117,7 @@ def test_prompts_on_a_gpu_are_read_in_pieces() -> None:
     with torch.inference_mode():
         model = Decoder(DecoderConfig.from_hf(config | heads), dtype=torch.bfloat16, device="meta")
         cache, rows = model.new_cache(2, slots_for(CONTEXT)), []
-        run_stack = model.run_stack
+        run_stack = model._run_stack
         model.run_stack = lambda x, *rest: (rows.append(x.shape[:2]), run_stack(x, *rest))[1]  # type: ignore[func-returns-value]
         logits_BV = prefill(model, cache, [tokens(600), tokens(100)], [0, 0])
     assert (logits_BV.device.type, logits_BV.shape) == ("meta", (2, VOCAB))

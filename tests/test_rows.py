@@ -138,10 +138,13 @@ def wanted() -> list[Completion]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: list[Completion]) -> None:
+    check_load(mode, new(mode, batch=5, prefill_chunk=16, auto_length=False), wanted)
+
+
+def check_load(mode: str, engine: Engine, wanted: list[Completion]) -> None:
     """In any order, some cancelled while they wait, are read or are decoded; every row is free at the end."""
     dice = random.Random(mode)
-    engine = new(mode, batch=5, prefill_chunk=16, auto_length=False)
-    todo = list(range(len(REQUESTS)))
+    todo = list(range(len(wanted)))
     dice.shuffle(todo)
     done: dict[Request, Completion] = {}
     number: dict[Request, int] = {}
@@ -162,8 +165,8 @@ def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: lis
             accepted += sum(source == "accepted" for source in chunk.sources)
             assert chunk.request.params.speculate or set(chunk.sources) == {"target"}
         most = max(most, engine.num_running)
-    assert most > 2 and engine.num_running == engine.num_waiting == 0 and len(engine._slots.free) == 5
-    assert 0 < len(cancelled) < 30
+    assert most > 2 and engine.num_running == engine.num_waiting == 0 and len(engine._slots.free) == engine.cache.batch
+    assert 0 < len(cancelled) < len(wanted) // 2
     for request, at in number.items():
         if request in cancelled:
             count = len(request.tokens) - len(request.prompt_ids)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -153,6 +154,26 @@ def test_requests_are_cancelled_when_the_time_is_over() -> None:
         process.terminate()
         assert running.result().status_code == 503
         assert process.wait(10) == 0
+
+
+def test_a_signal_under_load_ends_in_time_and_everybody_is_told() -> None:
+    flags = ("--max-batch", "2", "--max-queue", "6", "--shutdown-timeout", "0.5")
+    with program(*flags) as (process, url), ThreadPoolExecutor(12) as pool:
+
+        def ask(number: int) -> tuple[int, str]:
+            body = {"prompt": "the cat", "max_tokens": 200, "speculate": False, "stream": number % 2 == 0}
+            answer = httpx.post(f"{url}{TEXT}", json=body, timeout=30)
+            return answer.status_code, answer.text
+
+        running = [pool.submit(ask, number) for number in range(12)]
+        time.sleep(0.5)
+        started = time.monotonic()
+        process.terminate()
+        assert process.wait(10) == 0 and time.monotonic() - started < 3
+        answers = [asked.result() for asked in running]
+        assert Counter(status for status, _ in answers)[429] == 4, "two rows and six places"
+        for status, text in answers:
+            assert status in (429, 503) or (status == 200 and "shut down" in text and text.endswith("data: [DONE]\n\n"))
 
 
 def test_a_second_signal_ends_at_once() -> None:

@@ -33,6 +33,13 @@ def server(folder: Path) -> Iterator[Served]:
         yield running
 
 
+def test_rounds_of_all_kinds_are_ready_before_the_first_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[Any] = []
+    monkeypatch.setattr("sharesd.load.warm_up_each_kind", warmed.append)
+    model = load_model(EngineConfig(target=str(folder), mode="naive", max_context=64), "naive", None)
+    assert warmed == [model.engine]
+
+
 def test_texts_are_those_of_plain_decoding_whatever_runs_beside(folder: Path, server: Served) -> None:
     plain = build(EngineConfig(target=str(folder), mode="naive", max_batch=2, max_context=256))
     asked: list[dict[str, Any]] = [

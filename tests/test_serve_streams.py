@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -165,6 +167,30 @@ def test_a_client_that_hangs_up_frees_its_rows(streamed: bool, reset: bool) -> N
         server.complete(n=1)
 
 
+def test_clients_that_are_killed_free_their_rows() -> None:
+    body = json.dumps({"prompt": "the cat", "max_tokens": 200, "stream": True})
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    client = (
+        "import socket, sys\n"
+        "sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))\n"
+        "sock.sendall(sys.argv[3].encode())\n"
+        "while sock.recv(4096): pass\n"
+    )
+    with served(settings={"max_batch": 2}, delay=0.02) as server:
+        address = server.url.removeprefix("http://").split(":")
+        command = [sys.executable, "-S", "-c", client, *address, head + body]
+        clients = [subprocess.Popen(command) for _ in range(3)]
+        server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (2, 1))
+        for process in clients:
+            process.kill()
+        for process in clients:
+            process.wait()
+        before = server.engine.steps
+        server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (0, 0))
+        assert server.engine.steps - before <= 3
+        server.complete()
+
+
 def test_the_openai_client_may_close_a_stream() -> None:
     with served(delay=0.02) as server:
         answer = server.openai().completions.create(model="fake", prompt="the", max_tokens=200, stream=True)
@@ -305,3 +331,20 @@ def test_metrics_have_the_names_that_vllms_client_reads(server: Served) -> None:
         assert delta[f"sharesd:{name}_seconds_count{own}"] == count
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[f"sharesd:{name}{own}"] == 0
+
+
+def test_times_of_a_choice_add_up() -> None:
+    with served(settings={"max_batch": 1}, delay=0.02, piece=2) as server:
+        server.complete([5] * 7, n=2, max_tokens=5, speculate=False)
+        metrics, own = server.metrics(), '{engine="0",model_name="fake"}'
+        assert metrics["process_resident_memory_bytes"] > 2**20
+    parts = {
+        name: metrics[f"sharesd:{name}_seconds_sum{own}"]
+        for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
+    }
+    assert metrics[f"sharesd:request_queue_time_seconds_count{own}"] == 2
+    queued, prefill, decode, whole = parts.values()
+    assert queued + prefill + decode == pytest.approx(whole)
+    assert 0.16 < queued < 0.4, "the second choice waits for the eight steps of the first"
+    assert 0.14 < prefill < 0.5 and 0.14 < decode < 0.5, "four steps each, for both"
+    assert metrics[f"sharesd:time_to_first_token_seconds_sum{own}"] == pytest.approx(queued + prefill)

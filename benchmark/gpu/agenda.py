@@ -46,7 +46,7 @@ STEPS = (
     Step("tiles", 130, "tiles:measure", "the fastest tiles of our products, kept for what follows and to be shipped"),
     Step("gemlite", 100, "low_bits:measure", "low-bit products by gemlite, beside ours; the faster ones are used"),
     Step("tests", 140, "gpu_tests:measure", "the tests that need a GPU, those of our kernels among them"),
-    Step("135m", 300, "embedded:measure", "the embedded model: texts, speed, captures and memory in all modes"),
+    Step("135m", 300, "embedded:measure", "the embedded model: texts, speed, captures, memory, rows that come and go"),
     Step("7b", 290, "widened:measure", "widened to 7B: naive, share, costs, long contexts, profile", {"size": "7b"}),
     Step("1b", 110, "widened:measure", "widened to 1B: naive, share, costs", {"size": "1b"}),
     Step("hybrid", 100, "widened:compare", "hybrid against naive, prompt by prompt, at 7B", {"modes": "naive,hybrid"}),

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmark.gpu.joining import compare_joining
 from benchmark.gpu.modes import WAYS, compare_modes, loaded
 from benchmark.gpu.worker import Job
 from sharesd.config import EngineConfig, Mode
+
+MODES: tuple[Mode, ...] = ("naive", "share", "suffix")
+ROWS = 4
+"""Of which requests take one each, as they come."""
 
 
 def measure(job: Job) -> None:
@@ -19,7 +24,11 @@ def measure(job: Job) -> None:
     _measure(job, config, ("naive", "share", "suffix", "hybrid"), ways, 96, "chains")
     if job.has_time(60):
         _measure(job, replace(config, tree=(2, 4, 8)), ("naive", "share"), ["T=0", "T=1"], 96, "trees")
-    identical = [row["identical"].split(" of ") for row in job.table("modes")]
+    if job.has_time(60):
+        label, together = "rows that come and go", replace(config, max_batch=ROWS)
+        with job.part(label), loaded(job, together, MODES, label=label) as runtime:
+            compare_joining(job, runtime, MODES, tokens=64)
+    identical = [row["identical"].split(" of ") for table in ("modes", "joining") for row in job.table(table)]
     job.put(all_texts_identical=bool(identical) and all(same == asked for same, asked in identical))
 
 

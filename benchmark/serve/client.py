@@ -152,7 +152,7 @@ class Client:
 async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
     """A stream to its end, so that its connection can be used again; Failed where it is not whole."""
     finished = False
-    async for data in _events(response):
+    async for data in events(response):
         now = perf_counter() - sent
         if data == b"[DONE]":
             finished = True
@@ -168,7 +168,7 @@ async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
         raise Failed("no answer", "the stream held no token")
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+async def events(response: httpx.Response) -> AsyncIterator[bytes]:
     """The data of server-sent events, one line each, as OpenAI's protocol has them.
 
     httpx's own lines also end at U+2028 and its like, which JSON may hold.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from benchmark.serve.workload import Request
 
 NAIVE = "naive"
+EXACT_RATE = 16.0
+"""Requests per second of --exact, where no rate is given."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         help="load for a server that speaks OpenAI's protocol, and how fast it answers",
         description="Send requests to any server that speaks OpenAI's protocol and measure its answers, or start our "
         "own in several modes and compare them (docs/benchmark-serve.md). The exit status is 1 if a load got no "
-        "answer, or if texts differ from those of mode naive.",
+        "answer, if texts differ from those of mode naive, or if --exact finds anything else.",
     )
     parser.set_defaults(run=run, parser=parser)
     flags.add_server(parser.add_argument_group("server"))
@@ -48,6 +50,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print tables, write files where asked; returns the exit status."""
     modes = _modes(args)
+    if args.exact:
+        return _exact(args, modes)
     saves = args.save_result or args.save_detailed or args.out_dir is not None or args.sweep is not None
     settings = settings_of(args)
     out_dir = arguments.out_folder(args.out_dir, "serve") if saves else None
@@ -78,6 +82,37 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"files: {out_dir}", markup=False, highlight=False, soft_wrap=True)
     differs = any(run.result.get("same_texts_as_naive") != run.result.get("texts_compared") for run in runs)
     return 1 if differs or any(run.result["completed"] == 0 for run in runs) else 0
+
+
+def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
+    """`--exact`: print a line for each load, and all that is wrong; returns the exit status."""
+    if not modes:
+        raise ValueError(f"--exact is {args.exact} and compares modes with naive; name them with --spawn")
+    from benchmark.serve.exact import Outcome, alone, together
+    from benchmark.serve.mixed import mixed
+    from benchmark.serve.spawn import spawned
+
+    requests = mixed(args.num_prompts, args.seed)
+    server_flags = ["--max-queue", str(4 * len(requests)), *args.server_flags]  # nobody is to be refused
+    with loading_bars() as progress:
+        progress("asking naive, one by one", 0, 1)
+        with spawned(NAIVE, server_flags) as url:
+            expected = asyncio.run(alone(url, requests, args.timeout))
+        outcomes: list[Outcome] = []
+        for mode in modes[1:] or modes:
+            with spawned(mode, server_flags) as url:
+                for order in range(args.exact):
+                    progress(f"{mode}, all together", len(outcomes), args.exact * len(modes[1:] or modes))
+                    rate = args.request_rate or EXACT_RATE
+                    load = together(url, requests, expected, mode=mode, order=order, rate=rate, timeout_s=args.timeout)
+                    outcomes.append(asyncio.run(load))
+    head = ["mode", "order", "identical choices", "hung up"]
+    rows = [[o.mode, str(o.order), f"{o.num_identical}/{o.num_choices}", str(o.num_given_up)] for o in outcomes]
+    console.print(rich_table(f"{len(requests)} requests, as answered by mode naive alone", head, rows))
+    for outcome in outcomes:
+        for line in (*outcome.differing, *outcome.failures, *(f"{name} is {x:g}" for name, x in outcome.left.items())):
+            console.print(f"{outcome.mode} {outcome.order}: {line}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
 def _tell(progress: Progress, what: str, total: int, done: int) -> None:

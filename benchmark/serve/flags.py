@@ -26,6 +26,13 @@ def add_server(group: Any) -> None:
         help="start our own server in mode naive and in each of these, with commas, and compare; its own flags go "
         "behind --, such as -- --max-batch 8",
     )
+    group.add_argument(
+        "--exact",
+        type=number,
+        metavar="N",
+        help="instead of measuring, N loads of --num-prompts requests of all kinds, each in an order of its own, with "
+        "clients that hang up: their texts must be those that mode naive gives to each request alone (needs --spawn)",
+    )
     group.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="of the server that --spawn starts")
     group.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="what is asked")
     group.add_argument("--model", metavar="ID", help="model to ask (default: the first that the server names)")

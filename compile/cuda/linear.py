@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compile.cuda.settings import ROWS, tile_of
 from compile.fused import compose
-from compile.ops import LIBRARY, on_its_device
+from compile.ops import LIBRARY, on_cuda
 
 INPUT_MULTIPLE = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -125,6 +125,6 @@ LIBRARY.define(
     "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, Tensor? residual, str gated, "
     "Tensor? scale, int group, Tensor counters) -> Tensor"
 )
-LIBRARY.impl("row_linear", on_its_device(_row_linear), "CUDA")
+on_cuda("row_linear", _row_linear)
 LIBRARY.impl("row_linear", _row_linear, "CPU")  # by Triton's interpreter, for tests
 LIBRARY.impl("row_linear", _row_linear_meta, "Meta")

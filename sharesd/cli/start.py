@@ -21,7 +21,7 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
         return Runtime(config, modes, progress=progress)
 
 
-def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams) -> Engine:
-    """The engine of a mode, compiled and warmed up for this way of sampling."""
+def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:
+    """The engine of a mode, compiled and warmed up as `Runtime.engine` says."""
     with err_console.status(f"compiling mode {mode}"):
-        return runtime.engine(mode, warm=params)
+        return runtime.engine(mode, warm=params, each_kind=each_kind)

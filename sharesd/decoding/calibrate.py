@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from statistics import median, quantiles
@@ -34,6 +35,9 @@ AGREE = 1.25
 """The middle half of the repeats of a round, relative to a plain step, may differ by this factor."""
 STARTS = 3
 """Starts at which costs are measured: one of them may fall into a bad moment of the machine."""
+BRIEFLY = 1
+"""Sweeps, at least, over more rows than the fewest, which take long: several starts are joined, and rounds correct
+costs as they go."""
 SLOWER = 1.3
 """Costs from a moment when plain steps took so many times as long as they do now are not used."""
 FAR = 2048
@@ -60,12 +64,28 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     if engine.drafter is not None and engine.drafter.on_host:
         _verify_tree(engine, params)
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
-        measured = {rows: _costs(engine, params, rows, kept) for rows in _batches(engine)}
+        fewest, *more = _batches(engine)
+        sweeps = {fewest: SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
+        measured = {rows: _costs(engine, params, rows, kept, sweeps[rows]) for rows in sweeps}
         policy.use(measured[engine.cache.batch], measured)
     engine.forget()
 
 
-def _costs(engine: Engine, params: SamplingParams, rows: int, kept: Path | None) -> Costs:
+def warm_up_each_kind(engine: Engine) -> None:
+    """Capture rounds of all kinds that requests may make up together, where rounds are captured: whoever asks for
+    something first shall not wait for that, and neither shall others. (Not of other acceptance than `match`, for which
+    all requests must be alike.) What rounds take was measured with one of them.
+    """
+    if engine.graphs is None:
+        return
+    for temperature, bias, logprobs in product((0.0, 1.0), ({}, {0: 0.0}), (False, True)):
+        params = SamplingParams(max_new_tokens=1, temperature=temperature, logit_bias=bias, logprobs=logprobs)
+        engine.complete([[0]], params)  # a first token, which no round makes
+        _capture(engine, params)
+    engine.forget()
+
+
+def _costs(engine: Engine, params: SamplingParams, rows: int, kept: Path | None, sweeps: int) -> Costs:
     """Of rounds over so many rows: what earlier starts measured, and this one, unless there were enough."""
     if kept and rows < engine.cache.batch:
         kept = kept.with_name(f"{kept.stem}-{rows}{kept.suffix}")
@@ -74,7 +94,7 @@ def _costs(engine: Engine, params: SamplingParams, rows: int, kept: Path | None)
         now = min(_timed(_step(engine, params, 0, rows)) for _ in range(SWEEPS[0]))
         earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
     if len(earlier) < STARTS:
-        fresh, agree = measure_costs(engine, params, rows)
+        fresh, agree = measure_costs(engine, params, rows, sweeps)
         if kept and agree:
             _write(kept, [*earlier, fresh])
         earlier.append(fresh)
@@ -114,9 +134,11 @@ def _verify_tree(engine: Engine, params: SamplingParams) -> None:
 
 
 @torch.inference_mode()
-def measure_costs(engine: Engine, params: SamplingParams, rows: int | None = None) -> tuple[Costs, bool]:
+def measure_costs(
+    engine: Engine, params: SamplingParams, rows: int | None = None, sweeps: int = SWEEPS[0]
+) -> tuple[Costs, bool]:
     """Seconds of steps and draft steps of the first `rows` rows (default: all), behind whatever text the engine
-    decoded last; and whether they can be trusted.
+    decoded last, from `sweeps` repeats at least; and whether they can be trusted.
 
     Leaves that text alone, and writes behind it. Every round is compared with the plain steps around it, at two
     contexts: what slows the machine down meanwhile slows both.
@@ -137,7 +159,7 @@ def measure_costs(engine: Engine, params: SamplingParams, rows: int | None = Non
     for sweep in range(SWEEPS[1] * PATIENCE):
         passed = time.perf_counter() - started
         agree = all(_spread(times) < AGREE for times in ratios.values())
-        if sweep >= SWEEPS[0] and (passed > PATIENCE * SECONDS or (agree and (passed > SECONDS or sweep >= SWEEPS[1]))):
+        if sweep >= sweeps and (passed > PATIENCE * SECONDS or (agree and (passed > SECONDS or sweep >= SWEEPS[1]))):
             break
         for is_far in (False, *([True] if far is not None else [])):
             if is_far and far is not None:

@@ -7,7 +7,7 @@ ratio. Where that is no draft at all it tries one now and then.
 
 What all this rests on are estimates, and so what drafting has really won or lost against plain steps is kept in an
 account: tries are paid from it, and when it is empty nothing is drafted until plain rounds have filled it again. So
-drafts cost a fiftieth of the time at most, and a few steps, however wrong the estimates are.
+drafts cost a hundredth of the time at most, and a few steps, however wrong the estimates are.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ THIN, EARLY_PROBE, PROBE, LATE_PROBE = 1.15, 4, 32, 128
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present. Early where that is in doubt; late where drafts promise more, since a promise that is
 wrong has to be noticed, too."""
-ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.015, 4.0, (1.0, 6.0), 12.0, 0.5
+ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.008, 2.0, (0.5, 6.0), 12.0, 0.5
 """Of the account, in plain steps: what a round adds; what it holds at first, at least and at most when a text begins,
 and at most; what it must hold before there are drafts again."""
 

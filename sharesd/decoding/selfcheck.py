@@ -41,7 +41,7 @@ def shallow(model: Decoder) -> Decoder:
     twin = copy.copy(model)
     twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
     twin.config = replace(model.config, layers=model.config.layers[:1])
-    twin.run_stack = twin._run_stack
+    twin.run_stack = None
     return twin
 
 

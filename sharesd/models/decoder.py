@@ -182,8 +182,8 @@ class Decoder(nn.Module):
         self.run_block: Callable[..., Tensor] = call_block
         """(block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x. Compilation and offloading put
         theirs."""
-        self.run_stack: Callable[..., Tensor] = self._run_stack
-        """(x, cache, branches) -> x: all blocks and the last norm. Compilation puts its own here."""
+        self.run_stack: Callable[..., Tensor] | None = None
+        """(x, cache, branches) -> x: all blocks and the last norm, where compilation puts something of its own here."""
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
         """An empty cache in the model's dtype and on its device."""
@@ -202,7 +202,7 @@ class Decoder(nn.Module):
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:
             x_BTD = x_BTD * self.embed_scale
-        x_BTD = self.run_stack(x_BTD, cache, branches)
+        x_BTD = (self.run_stack or self._run_stack)(x_BTD, cache, branches)
         if keep_BR is not None:
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
         logits_BRV = project(self.head, x_BTD, norm=self.norm if self._norm_in_head else None)
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
     @property
     def _norm_in_head(self) -> bool:
         """Whether the last norm is done in the launch of the head."""
-        return self.run_stack == self._run_stack and getattr(self.head, "fuses", False)
+        return self.run_stack is None and getattr(self.head, "fuses", False)
 
     @property
     def rope_tables(self) -> list[tuple[Tensor, Tensor]]:
