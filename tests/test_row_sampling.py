@@ -228,7 +228,7 @@ def test_kind_is_the_union_of_what_rows_ask_for() -> None:
     assert rows.kind([0]) == Kind() and rows.kind([]) == Kind() and rows.kind([0, 1]) == Kind(sampled=True)
     assert rows.kind([1, 2]) == Kind(sampled=True, logprobs=True, top_logprobs=3)
     assert rows.kind([3]) == Kind(penalized=True), "greedy rows are not truncated"
-    assert rows.kind(range(5)) == Kind(True, True, True, False, True, 3)
+    assert rows.kind(range(5)) == Kind(True, True, True, logprobs=True, top_logprobs=3)
     assert hash(rows.kind([1])) == hash(Kind(sampled=True))
 
 

@@ -94,10 +94,10 @@ class Grammars:
         limits = package.LLParserLimits(verbose_errors=False, max_lexer_states=MOST_LEXER_STATES)
         compiled = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         compiled.compute_bitmask()
-        if compiled.stop_reason().startswith("NoExtension") and not compiled.is_accepting():
-            raise ValueError("the grammar cannot be compiled: there is no text that it allows")
         if compiled.is_error():
             reason = " ".join(compiled.get_error().split())[:_SHOWN]
+            if reason.startswith("NoExtensionBias"):
+                reason = "there is no text that it allows and this vocabulary can write"
             raise ValueError(f"the grammar cannot be compiled: {reason}")
         return compiled
 
