@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from serve.choice import Choice, Chunk
 from sharesd.config import SamplingParams
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.grammar import Grammars
+
+if TYPE_CHECKING:  # it needs torch, which the server's start does not wait for
+    from sharesd.sampling.grammar import Grammars
 
 
 class Engine(Protocol):

@@ -9,7 +9,7 @@ from anyio import to_thread
 from serve.engine_thread import Model
 from serve.errors import invalid
 from serve.schemas import Generation
-from sharesd.sampling import grammar
+from sharesd import grammar
 
 MOST_CHARACTERS = 100_000
 """Of a grammar."""

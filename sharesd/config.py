@@ -81,7 +81,7 @@ class SamplingParams:
     speculate: bool = True
     """Whether drafts may be made for this request; the text is the same."""
     grammar: str | None = None
-    """What the answer must be, as `sharesd.sampling.grammar` makes it from a JSON schema, a regular expression or Lark.
+    """What the answer must be, as `sharesd.grammar` makes it from a JSON schema, a regular expression or Lark.
     Text that the grammar cannot complete ends as one that is cut short."""
     acceptance: Acceptance = "match"
     """`match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and

@@ -28,16 +28,9 @@ from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import SuffixTable
+from sharesd.grammar import from_json_schema, from_lark, from_regex
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.grammar import (
-    Grammars,
-    Matcher,
-    forbid,
-    from_json_schema,
-    from_lark,
-    from_regex,
-    num_words,
-)
+from sharesd.sampling.grammar import Grammars, Matcher, forbid, num_words
 
 pytest.importorskip("llguidance")
 

@@ -14,8 +14,8 @@ from tiny import make_checkpoint
 
 from serve.command import load_model
 from sharesd.config import EngineConfig, SamplingParams
+from sharesd.grammar import from_choices, from_json_schema, from_lark, from_regex
 from sharesd.load import build
-from sharesd.sampling.grammar import from_choices, from_json_schema, from_lark, from_regex
 
 PROMPTS = ["the cat sat", "a blue sky and", "why is the red mat"]
 

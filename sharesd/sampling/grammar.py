@@ -1,21 +1,21 @@
 """Grammars: which tokens may follow a text, and each node of a draft, by the package llguidance.
 
-A grammar is what llguidance reads: JSON `{"grammars": [...]}`, as `from_json_schema` and the others make it, or Lark.
+Grammars are written by `sharesd/grammar.py`.
 
 Legend: T = N + 1 places of a round (the root and N nodes), V vocabulary, W words of 32 tokens each.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sharesd.grammar import llguidance
 from sharesd.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,39 +25,8 @@ MOST_KEPT = 64
 """Compiled grammars that are kept; the one that was used longest ago goes first."""
 MOST_LEXER_STATES = 20_000
 """Of a grammar: each takes one or two kilobytes. Its other limits are llguidance's own."""
-WHITE_SPACE = r" |\n {0,24}"
-"""Between the parts of JSON, where a model could go on for ever."""
 _SHOWN = 300
 """Characters of llguidance's reason that an error repeats."""
-
-
-def from_json_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON of this schema. Its `x-guidance`, llguidance's options, may say otherwise about white space.
-
-    ValueError where that is no object.
-    """
-    given = schema.get("x-guidance", {})
-    if not isinstance(given, Mapping):
-        raise ValueError(f"x-guidance of the schema is {str(given)[:40]!r}; give an object, or leave it out")
-    options = {"whitespace_pattern": WHITE_SPACE, **given}
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
-
-
-def from_lark(text: str) -> str:
-    """A grammar in llguidance's dialect of Lark."""
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
-
-
-def from_regex(pattern: str) -> str:
-    """The texts that a regular expression (as Rust knows them) matches as a whole."""
-    return _llguidance().LLMatcher.grammar_from_regex(pattern)
-
-
-def from_choices(texts: Sequence[str]) -> str:
-    """One of these texts; ValueError where there is none."""
-    if not texts:
-        raise ValueError("the list of choices is empty; give at least one text")
-    return from_lark("start: " + " | ".join(map(json.dumps, texts)))
 
 
 def num_words(vocab_size: int) -> int:
@@ -90,7 +59,7 @@ class Grammars:
         return Matcher(compiled.deep_copy())
 
     def _compile(self, grammar: str) -> LLMatcher:
-        package, vocabulary = _llguidance(), self._read_vocabulary()
+        package, vocabulary = llguidance(), self._read_vocabulary()
         limits = package.LLParserLimits(verbose_errors=False, max_lexer_states=MOST_LEXER_STATES)
         compiled = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         compiled.compute_bitmask()
@@ -109,7 +78,7 @@ class Grammars:
                 size = max(self._vocab_size, self._tokenizer.vocab_size)
                 text = self._tokenizer.backend.to_str()
                 try:
-                    made = _llguidance().LLTokenizer(text, n_vocab=size, eos_token=self._eos_ids)
+                    made = llguidance().LLTokenizer(text, n_vocab=size, eos_token=self._eos_ids)
                 except Exception as error:  # the package raises nothing narrower
                     reason = str(error).partition("\n")[0][:_SHOWN]
                     raise ValueError(f"grammars do not know this model's tokenizer: {reason}") from error
@@ -152,7 +121,7 @@ class Matcher:
 
     def advance(self, tokens: Sequence[int]) -> int:
         """The text goes on with these. Returns how many of them the grammar takes; nothing may follow after fewer."""
-        node = -1
+        node: int | None = -1
         for count, token in enumerate(tokens):
             child = self._children.get((node, token)) if node is not None else None
             if child is not None:
@@ -181,11 +150,3 @@ def _takes(state: LLMatcher, token: int) -> bool:
 def _write(state: LLMatcher, legal_W: Tensor) -> None:
     bits = torch.frombuffer(bytearray(state.compute_bitmask()), dtype=torch.int32)
     legal_W.copy_(bits[: len(legal_W)])
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ValueError("grammars need the package llguidance: pip install 'sharesd[serve]'") from error
-    return llguidance
