@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+TOGETHER = ["-n", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
+"""Flags of pytest-xdist for the many tests that compute little: several at once. `-n 0` ends it."""
 GROUPS: dict[str, dict[str, str]] = {
     "compiled by Inductor": {"TEST_GROUP": "inductor"},
     "Triton's kernels, interpreted": {"TEST_GROUP": "interpreted", "TRITON_INTERPRET": "1"},
@@ -32,7 +34,7 @@ def main(flags: list[str]) -> int:
     crashes: list[str] = []
     for name, settings in GROUPS.items():
         print(f"\n-- {name}", flush=True)
-        status, summary, running = run(settings, flags)
+        status, summary, running = run(settings, [*(TOGETHER if settings["TEST_GROUP"] == "others" else []), *flags])
         counts.update({word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summary)})
         if status < 0:
             crashes.append(f"{name}: {signal.Signals(-status).name} in {running}")

@@ -73,6 +73,8 @@ class Gate:
                 visit.status = message["status"]
                 MutableHeaders(scope=message).update({"x-request-id": visit.id, "x-content-type-options": "nosniff"})
             visit.complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
+            if visit.complete and visit.call is not None:
+                visit.call.close()  # before the client hears the end: its next request finds the place free
             await send(message)
 
         try:

@@ -76,7 +76,7 @@ def test_no_object_of_a_request_stays(tmp_path: Path) -> None:
         ask_all(server, range(100, 300))
         more = {name: count for name, count in (ours() - before).items() if count > 8}
         assert not more, "8 at most are of what is asked last"
-        assert len(server.metrics()) <= lines + 4, "no label has a value of each request"
+        assert len(server.metrics()) <= lines + 20, "no label has a value of each request"
 
 
 @pytest.mark.slow
