@@ -74,7 +74,7 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
 def warm_up_each_kind(engine: Engine) -> None:
     """Capture rounds of all kinds that requests may make up together, where rounds are captured: whoever asks for
     something first shall not wait for that, and neither shall others. (Not with grammars, which are rare, and not of
-    other acceptance than `match`, for which all requests must be alike.) What rounds take was measured with one of them.
+    other acceptance than `match`, for which all requests must be alike.) What rounds take was measured with one kind.
     """
     if engine.graphs is None:
         return
