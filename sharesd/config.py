@@ -178,8 +178,8 @@ class EngineConfig:
     """How the drafter's linears are quantized."""
     compile: CompileMode = "auto"
     """`native`: all blocks in one call of a C++ kernel (CPU). `regional`: one block compiled by Inductor and reused.
-    `full`: the whole step in one Inductor graph. `off`: eager. `auto`: native on a CPU if the kernel knows the model,
-    else regional. On CUDA rounds are also captured in graphs, unless it is off."""
+    `full`: the whole step in one Inductor graph (models of transformers: `regional`, too). `off`: eager. `auto`: native
+    on a CPU if the kernel knows the model, else regional. On CUDA rounds are captured in graphs unless it is off."""
     exact: bool = True
     """Give a row the same bits in every mode: by kernels that do so in steps of any width, or by one fixed width."""
     steady_cublas: bool = False

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
-from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_rows, shallow
+from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
 from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
@@ -213,12 +213,15 @@ class Runtime:
     def _choose_widths(self) -> tuple[int, ...] | None:
         """Numbers of rows that steps may have; a single one where a row's bits depend on the width. None = any."""
         target, most = self.target, 1 + self.config.most_draft
-        compiled = self.compile in ("regional", "full") and isinstance(target, Decoder)
-        widths: tuple[int, ...] | None = (1, most) if compiled else None
+        widths: tuple[int, ...] | None = (1, most) if self.compile in ("regional", "full") else None
         bits, self._depends_on_width = RowBits(False, False), False
-        self._step = self._compile(target, {*self._draft_widths, *(widths or ())})
         if isinstance(target, Decoder):
+            self._step = self._compile(target, {*self._draft_widths, *(widths or ())})
             bits = self._check_rows(target, widths or sorted({*WIDTHS, most}))
+        else:
+            self._step = self._compile(target, {self._fixed_width} if self.config.exact else {*(widths or ())})
+            if self._step is target:
+                widths = None
         self._trees = target.takes_trees
         if bits.chains:
             log.info("exact: rows have the same bits in steps of any width")
@@ -331,8 +334,10 @@ class Runtime:
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps compiled as the config says."""
-        if self.compile == "off" or not isinstance(model, Decoder):
+        if self.compile == "off":
             return model
+        if not isinstance(model, Decoder):
+            return self._compile_whole(model, widths)
         low = partial(getattr, self._switch, "low")
         if self.compile == "full":
             model.step_widths = frozenset(widths)
@@ -348,6 +353,34 @@ class Runtime:
         model.step_widths = frozenset(widths)
         model.run_block = CompiledBlocks(widths, low)
         return model
+
+    def _compile_whole(self, model: CausalModel, widths: set[int]) -> CausalModel:
+        """A model of transformers with whole steps of these widths compiled; itself where that cannot be, with a
+        warning. Decided now, by steps of each width with the weights now in use, in the same way for all modes.
+        """
+        if self.compile == "native":
+            return model
+        from torch._dynamo.exc import TorchDynamoException  # a second to import
+
+        compiled = CompiledModel(model, widths, partial(getattr, self._switch, "low"))
+        cache = self.cache if model is self.target else model.new_cache(self.config.max_batch, self._slots)
+        try:
+            for width in sorted(widths):
+                check_compiled(compiled, model, cache, width)
+        except (TorchDynamoException, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            log.warning("%s runs eagerly, which is slower: %s", model.name, reason)
+            return model
+        model.step_widths |= {*self._draft_widths, *widths}  # in all modes alike, since prompts are padded by it
+        return compiled
+
+    @cached_property
+    def _low_step(self) -> CausalModel:
+        """The target, as its quantized weights draft."""
+        if isinstance(self.target, Decoder) or self._step is self.target:
+            return self._step
+        with self._switch.use_low():
+            return self._compile(self.target, self._draft_widths)
 
     def _drafter(self, mode: str) -> Drafter | None:
         num_nodes, trees = self.config.most_draft, self._trees
@@ -369,7 +402,7 @@ class Runtime:
         if mode == "share":
             low_bytes = self._reports["share"].low_bytes
             return ShareDrafter(
-                self._step,
+                self._low_step,
                 self.cache,
                 self._switch,
                 shapes=looking_back(shapes, self._draft_windows()),
@@ -445,7 +478,7 @@ class Runtime:
             auto_length=self.config.num_draft is None,
             widths=self._widths,
             reread=self.config.exact and (self.device.type == "cuda" or self._depends_on_width),
-            graphs=self._graphs if isinstance(self.target, Decoder) else None,
+            graphs=self._graphs if isinstance(self.target, Decoder) or self._step is not self.target else None,
             gumbel=self._gumbel,
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,

@@ -62,6 +62,36 @@ def check_rows(model: CausalModel, cache: StaticKVCache, widths: Sequence[int], 
     return RowBits(chains_agree, trees_agree)
 
 
+@torch.inference_mode()
+def check_compiled(compiled: CausalModel, model: CausalModel, cache: StaticKVCache, width: int) -> None:
+    """Compare steps of this width with the model's own, several in a row. Overwrites the cache, and leaves it empty.
+
+    Raises ValueError where they compute something else (code was left out of what was traced, or depends on what
+    changes between calls), or give a row other bits at another place in the step.
+    """
+    _fill(cache)
+    dice = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(model.vocab_size, (cache.batch, 3 * width), generator=dice).to(cache.lengths.device)
+    parts = tokens_BT.split(width, 1)
+
+    def logits_of(steps: CausalModel) -> Tensor:
+        """[B, T, V], the KV of each step being what the next ones read."""
+        cache.lengths.zero_()
+        logits = []
+        for tokens_BW in parts:
+            logits.append(steps.forward(tokens_BW.contiguous(), cache).clone())
+            cache.lengths += width
+        return torch.cat(logits, 1)
+
+    ours_BTV, wanted_BTV = logits_of(compiled), logits_of(model)
+    error = (ours_BTV - wanted_BTV).float().norm() / wanted_BTV.float().norm()
+    limit = 1e-4 if wanted_BTV.dtype in (torch.float32, torch.float64) else 1e-1
+    if not error < limit:
+        raise ValueError(f"compiled steps compute something else (relative error {error:.1e})")
+    if not check_rows(compiled, cache, (width,), trees=False).chains:
+        raise ValueError("rows of compiled steps depend on their place")
+
+
 class _Check:
     def __init__(self, model: CausalModel, cache: StaticKVCache, plain_width: int) -> None:
         self._model, self._cache, self._plain_width = model, cache, plain_width
