@@ -10,7 +10,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf_files import write_gguf
+from packaging.version import Version
 from test_weights import weights_of
 
 from sharesd.models import convert, rope
@@ -83,6 +85,8 @@ def test_conversion_equals_that_of_transformers(
 
     mine, other = load_tokenizer(ours), load_tokenizer(theirs)
     assert mine.eos_ids == other.eos_ids == (2,)
+    if pre in ("smollm", "llama-bpe", "spm") and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("transformers made other tokenizers of such files before 5.23")
     for text in TEXTS:
         assert mine.encode(text) == other.encode(text)
         assert mine.decode(mine.encode(text), False) == other.decode(other.encode(text), False)
