@@ -1,4 +1,4 @@
-"""The tests, in groups with a process each: a crash ends its group only, and is reported with the test that ran.
+"""The tests, in groups with processes of their own: a crash ends its group at most, and the test that ran is named.
 
 python scripts/run_tests.py [flags of pytest, for every group]
 """

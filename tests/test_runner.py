@@ -1,4 +1,4 @@
-"""scripts/run_tests.py: a crash ends its group only, and the test is named."""
+"""scripts/run_tests.py: a crash ends its group at most, and the test is named."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_a_crash_fails_the_run_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "test_planted.py").write_text(PLANTED)
     done = run(tmp_path)
+    assert done.returncode == 1
+    assert "crashed while running 'test_planted.py::test_falls'" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("1 failed, 5 passed"), "all others ran"
+
+
+def test_a_crash_in_a_group_of_one_process_is_named_too(tmp_path: Path) -> None:
+    (tmp_path / "test_planted.py").write_text(PLANTED)
+    done = run(tmp_path, "-n", "0")
     assert done.returncode == 1
     assert "CRASHED all others: SIGSEGV in test_planted.py::test_falls" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 failed, 2 passed"), "the other groups ran"
