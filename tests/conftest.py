@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import guard
 import pytest
+import torch
 from grouping import *  # noqa: F403
 from grouping import INTERPRETED
 
@@ -27,3 +29,20 @@ def kernels(request: pytest.FixtureRequest) -> None:
         return  # nothing of them is wanted on a GPU
     with ThreadPoolExecutor() as pool:
         list(pool.map(native.library, ("bfloat16", "float16", "float32", "float64", "choice")))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of small operations: more threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept on disk goes away (the kernels' library is loaded before)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,14 +21,7 @@ from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejec
 Rule = Callable[[DraftTree, Tensor, Tensor, Tensor], Verdict]
 SAMPLERS = pytest.mark.parametrize("rule", [accept_rejection, accept_block], ids=["rejection", "block"])
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of small operations: more threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def deviation(counts: Tensor, expected: Tensor) -> float:

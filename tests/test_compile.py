@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from sharesd.load import Runtime, fixed_width
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 
-pytestmark = pytest.mark.inductor
+pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread", "own_cache")]
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
 PROMPTS: list[str | list[int]] = [
     "why is the sky blue",
@@ -45,17 +45,6 @@ PROMPTS: list[str | list[int]] = [
 GREEDY = SamplingParams(max_new_tokens=40)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95, seed=3)
 NUM_DRAFT = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One thread; quantized weights are kept in a folder that goes away (the kernels' library is loaded before)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,23 +30,12 @@ from sharesd.decoding.selfcheck import check_compiled
 from sharesd.load import Runtime, _head_name, _layer_of
 from sharesd.models.hf import HFModel, _RowLayer, load_hf
 
-pytestmark = pytest.mark.inductor
+pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread", "own_cache")]
 MODES = ("naive", "share", "suffix")
 PROMPTS: list[str | list[int]] = ["why is the sky blue", [7], [5, 6, 7, 5, 6, 7, 5], [9] * 33]
 GREEDY = SamplingParams(max_new_tokens=24)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, top_p=0.95, seed=3)
 WIDTH = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One thread; what is kept goes away."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

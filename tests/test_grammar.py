@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,13 +40,7 @@ MODEL.eos_ids = (END,)
 PATTERNS = (r"[a-f]{3,9}( (th|ab)[a-p]{1,4}){1,3}", r"((ab|ba|abab){1,4}(\.\.|,) ){2,3}", r"[a-p .]*")
 MODES = ("share", "share tree", "classic", "suffix", "hybrid", "hybrid tree")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def new(mode: str, **options: Any) -> Engine:

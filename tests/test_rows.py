@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +35,7 @@ MODEL = tiny_decoder(3)
 GREEDY = SamplingParams(max_new_tokens=12)
 MODES = ("naive", "share", "suffix", "hybrid", "classic", "hybrid classic", "ngram+recycle")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of small operations: more threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def new(mode: str, *, batch: int = 4, **options: Any) -> Engine:
