@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from recorded_graphs import RecordedGraphs, take_the_way_of_cuda
-from test_rows import GREEDY, REQUESTS, alone, check_load, new, one_thread  # noqa: F401
+from test_rows import GREEDY, REQUESTS, alone, check_load, new
 
 from compile.graphs import no_captures
 from sharesd.decoding import calibrate
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.costs import Costs
 from sharesd.decoding.output import Completion
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 COUNT, WIDTH = 24, 5
 
