@@ -15,7 +15,7 @@ from compile.attention import Branches
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.calibrate import typical
 from sharesd.decoding.costs import Costs, LiveCosts
-from sharesd.decoding.policy import FIRST_TRY, Policy
+from sharesd.decoding.policy import FIRST_TRY, Policy, Promises
 from sharesd.decoding.request import AHEAD, Request, advance, awaited
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.stops import StopChecker
@@ -234,11 +234,21 @@ def test_a_stall_rules_no_draft_out_for_those_who_share_rounds() -> None:
 
 def test_tables_that_lose_rest_with_the_account() -> None:
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
-    policy.account.book(-9)
-    assert policy.account.empty and policy.worth([[0.99, 0.98]])[0] == 0
+    policy.table_account.book(-9)
+    assert policy.table_account.empty and policy.worth([[0.99, 0.98]])[0] == 0
     for _ in range(1200):
-        policy.account.book(0.0)
+        policy.table_account.book(0.0)
     assert policy.worth([[0.99, 0.98]])[0] == 2
+
+
+def test_what_tables_lose_is_no_reason_to_do_without_a_model() -> None:
+    policy = Policy(chains(4), costs=Costs({1: 1.0, 9: 1.6}, draft=0.1))
+    guesses = DraftTree(torch.zeros(1, 4, dtype=torch.int64))
+    for _ in range(20):
+        policy.record(guesses, [[]], 0.1, 1.5, 1.0)
+        policy.record(tree_of(PLAIN), [[]], 0.0, 1.0, 1.0)
+    assert policy.table_account.empty and policy.worth([[0.99, 0.98]])[0] == 0
+    assert policy.next_shape().nodes
 
 
 def test_guesses_are_cut_where_they_stop_paying() -> None:
@@ -253,32 +263,30 @@ def test_guesses_are_cut_where_they_stop_paying() -> None:
 
 def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
-    plain = policy.rate_of_shape(PLAIN)
-
     learnt = 0
 
-    def asked(rounds: int, rate: float) -> int:
+    def asked(rounds: int, gain: float) -> int:
         nonlocal learnt
         times = 0
         for _ in range(rounds):
             looks = policy.looks()
             learnt += policy.learns
             if looks:
-                policy.looked(rate, plain)
+                policy.looked(gain)
             policy.record(tree_of(PLAIN), [[]], 0.03 * looks, 1.0, 1)
             times += looks
         return times
 
-    assert asked(400, plain) < 150
+    assert asked(400, 0.0) < 150
     learnt = 0
-    assert asked(320, plain) == 10
+    assert asked(320, 0.0) == 10
     assert learnt == 40, "they learn from a few rounds before they are asked"
-    assert asked(80, 1.5 * plain) > 40, "one good guess, and they are asked again"
-    asked(400, plain)
+    assert asked(80, 0.5) > 40, "one good guess, and they are asked again"
+    asked(400, 0.0)
     policy.begin()
-    assert asked(6, plain) == 6, "another text may be another case"
+    assert asked(6, 0.0) == 6, "another text may be another case"
     free = Policy(chains(8), pinned=chain(3))
-    free.looked(0.0, 1.0)
+    free.looked(0.0)
     assert all(free.looks() for _ in range(50))
 
 
@@ -344,3 +352,15 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     assert 0 < fresh.step[1] < 7 and "measured again" in caplog.text
     for mode in ("suffix", "hybrid"):
         assert runtime.engine(mode).way(SamplingParams()).policy.costs.step  # type: ignore[arg-type]
+
+
+def test_what_tables_promise_in_vain_is_remembered_from_text_to_text() -> None:
+    promises = Promises()
+    for _ in range(20):
+        promises.fade(0.4)
+        for _ in range(5):
+            promises.learn(4, 1.0, 0.2)
+    assert promises.honesty < 0.5
+    for _ in range(200):
+        promises.learn(4, 1.0, 1.0)
+    assert promises.honesty > 0.8

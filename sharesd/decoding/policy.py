@@ -7,7 +7,8 @@ ratio. Where that is no draft at all it tries one now and then.
 
 What all this rests on are estimates, and so what drafting has really won or lost against plain steps is kept in an
 account: tries are paid from it, and when it is empty nothing is drafted until plain rounds have filled it again. So
-drafts cost a hundredth of the time at most, and a few steps, however wrong the estimates are.
+drafts cost a hundredth of the time at most, and a few steps, however wrong the estimates are. Model drafts and tables
+have accounts of their own: what one of them loses is no reason to do without the other.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NEW_TEXT = 0.4
 POOLED = 8
 """Tries that the acceptance at all positions together is worth, in the estimate for each."""
 PROMISES = 8
-"""Tokens promised and accepted that are assumed before there is evidence about a table."""
+"""Tokens promised and accepted that are assumed before there is evidence about a table, or for what it usually is."""
 FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
 TRY_ROUNDS = 3
@@ -122,6 +123,7 @@ class Promises:
 
     def __init__(self) -> None:
         self._rounds, self._nodes, self._promised, self._held = 0.0, 0.0, 0.0, 0.0  # decayed
+        self._pool = (0.0, 0.0)  # promised and held, forgotten ten times as slowly
 
     def fade(self, share: float) -> None:
         """Let the evidence count less."""
@@ -134,11 +136,14 @@ class Promises:
         self._nodes += nodes
         self._promised += promised
         self._held += held
+        keep = 1 - (1 - FORGET) / 10
+        self._pool = (keep * self._pool[0] + promised, keep * self._pool[1] + held)
 
     @property
     def honesty(self) -> float:
         """Tokens accepted for each token promised."""
-        return (self._held + PROMISES) / (self._promised + PROMISES)
+        usual = (self._pool[1] + PROMISES) / (self._pool[0] + PROMISES)
+        return (self._held + PROMISES * usual) / (self._promised + PROMISES)
 
     @property
     def per_round(self) -> tuple[float, float]:
@@ -161,7 +166,7 @@ class Policy:
         """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding)."""
         self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
         self.live = LiveCosts(costs or Costs(), measured)
-        self.account = Account()
+        self.account, self.table_account = Account(), Account()  # of model drafts, of tables alone
         self._most = max((shape.nodes for shape in shapes), default=0)
         self._windows_only = all(shape.recent for shape in shapes)
         self.awaited: Sequence[int] = (0,)
@@ -177,7 +182,7 @@ class Policy:
         self._plain_rounds, self._patience = 0, FIRST_TRY
         self._trying, self._until_check = 0, 0  # rounds that are left of a try, and until it is looked what pays
         self._since_plain = 0  # rounds since the last plain one
-        self._look_gain, self._look_s = 1.0, 0.0  # running means: share of a plain step gained, seconds taken
+        self._look_gain, self._look_s, self._num_looks = 1.0, 0.0, 0  # running means: share gained, seconds taken
         self._rest, self._until_look = PAUSE[0], 0  # rounds from look to look; until the next
         self._looked = False  # in this round
         self._drafted = False  # by a model: else there is no evidence that could fade
@@ -197,6 +202,7 @@ class Policy:
         """A new text: what was learnt from the last one counts less."""
         self._fade(NEW_TEXT)
         self.account.begin()
+        self.table_account.begin()
         self._until_check = 0
         self._look_gain, self._rest = max(self._look_gain, self._look_cost() + FRESH), PAUSE[0]
 
@@ -267,7 +273,7 @@ class Policy:
         if self.pinned is None and self.live.known:
             if not self._bearable(PLAIN, 1):
                 return False
-            resting = self.account.empty or self._look_gain < self._look_cost()
+            resting = self.table_account.empty or self._look_gain < self._look_cost()
             if resting and self._until_look > 0:
                 self._until_look -= 1
                 return False
@@ -284,9 +290,9 @@ class Policy:
         """Whether tables shall learn from the logits of the coming round: not where it is long until they are asked."""
         return self._until_look < SOON and self._bearable(PLAIN, 1)
 
-    def looked(self, rate: float, without: float) -> None:
-        """Tables were asked: the draft promises so many tokens per second with, and without what they said."""
-        self._look_gain += (max(0.0, rate / without - 1) - self._look_gain) / LOOKS
+    def looked(self, gain: float) -> None:
+        """Tables were asked: thanks to them the draft promises so much more, as a share, than what it would be."""
+        self._look_gain += (max(0.0, gain) - self._look_gain) / LOOKS
 
     def _look_cost(self) -> float:
         """Share of a plain step that a look takes."""
@@ -373,7 +379,7 @@ class Policy:
             return (best, rates[best]) if rates[best] > rates[0] else (0, rates[0])
         best = max(range(longest + 1), key=rates.__getitem__)
         promise = rates[best] / rates[0]
-        if promise > MARGIN and not self.account.empty and not self.must_probe(promise):
+        if promise > MARGIN and not self.table_account.empty and not self.must_probe(promise):
             return best, rates[best]
         return 0, rates[0]
 
@@ -409,16 +415,19 @@ class Policy:
             promises = self._beside if shape.nodes else self._tables
             promises.learn(guessed, self._worth[min(guessed, len(self._worth) - 1)] if guessed else 0.0, held)
         if self._looked and not shape.nodes:
-            self._look_s += (draft_s - self._look_s) / LOOKS
+            self._num_looks = min(LOOKS, self._num_looks + 1)
+            self._look_s += (draft_s - self._look_s) / self._num_looks
         self.live.learn(shape, 1 + num_nodes, draft_s, step_s)
         self._since_plain = self._since_plain + 1 if num_nodes else 0
         if paths and self.live.settled:
-            plain = self.live.step(1) * self.live.drift
+            plain, gain = self.live.step(1) * self.live.drift, 0.0
             if num_nodes:
                 most = 2 * self.expected(tree) / self.live.step(1)  # a stall of the machine is no fault of the draft's
-                self.account.book(advance - min(most, (draft_s + step_s) / plain))
-            else:
-                self.account.book(-draft_s / plain if self._looked else 0.0)
+                gain = advance - min(most, (draft_s + step_s) / plain)
+            elif self._looked:
+                gain = -draft_s / plain
+            self.account.book(gain if shape.nodes else 0.0)
+            self.table_account.book(0.0 if shape.nodes else gain)
         self._looked = False
 
     def _fade(self, share: float) -> None:

@@ -83,7 +83,10 @@ class HybridDrafter:
                 return draft
             self._idle += 1
         if looks:
-            policy.looked(rate, policy.rate_of_shape(PLAIN))
+            without = policy.rate_of_shape(PLAIN)
+            if self.model_drafter is not None and num_nodes:
+                without = max(without, policy.rate_of_shape(policy.best_shape()))
+            policy.looked(rate / without - 1)
         if other_rule:  # which knows no rows with fewer nodes than others
             num_nodes = min([num_nodes, *(len(guess.tokens) for guess in guesses.values())])
         if not num_nodes:
@@ -106,7 +109,7 @@ class HybridDrafter:
                 after = self._ask(row, room, [tokens[node] for node in chain])
                 woven[row] = weave(model, [(-1, guesses[row]), (chain[-1], after)])
         num_added, rate = policy.worth([woven[row].scores[shape.nodes :] for row in policy.awaited], beside=shape)
-        policy.looked(rate, policy.rate_of_shape(shape))
+        policy.looked(rate / policy.rate_of_shape(shape) - 1 if num_added else 0.0)
         if num_added == 0:
             return draft
         self._woven = True
