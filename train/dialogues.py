@@ -13,6 +13,7 @@ from train.prompts import Message
 
 if TYPE_CHECKING:
     from sharesd.decoding.engine import Engine
+    from sharesd.decoding.output import TokenChunk
     from sharesd.decoding.request import Request
 
 
@@ -68,13 +69,13 @@ class Dialogue:
         self.messages = [*self.messages, self.to_ask.pop(0)]
         return request
 
-    def take(self, request: Request, ids: list[int], text: str) -> None:
-        """Tokens of the answer, and text that they complete."""
-        self._ids += ids
-        self._text += text
-        if request.finish_reason is not None:
-            self.turns.append(Turn(request.prompt_ids, self._ids))
-            self.finish_reasons.append(request.finish_reason)
+    def take(self, chunk: TokenChunk) -> None:
+        """Tokens of the answer."""
+        self._ids += chunk.token_ids
+        self._text += chunk.text
+        if chunk.finish_reason is not None:
+            self.turns.append(Turn(chunk.request.prompt_ids, self._ids))
+            self.finish_reasons.append(chunk.finish_reason)
             self.messages = [*self.messages, {"role": "assistant", "content": self._text}]
             self._ids, self._text = [], ""
 
@@ -127,7 +128,7 @@ def converse(
             return
         for chunk in engine.step():
             dialogue = asked[chunk.request]
-            dialogue.take(chunk.request, chunk.token_ids, chunk.text)
+            dialogue.take(chunk)
             if chunk.finish_reason is not None:
                 del asked[chunk.request]
                 if not (dialogue.goes_on and ask(dialogue)):
