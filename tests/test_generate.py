@@ -22,6 +22,7 @@ from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.tokenizer import load_tokenizer
 from train.__main__ import main
+from train.generate import read
 from train.masks import masked
 from train.prompts import conversation, read_prompts, records
 from train.shards import Shard, answers_in
@@ -50,7 +51,7 @@ RECORDS = [
 ]
 BAD: list[tuple[Any, str]] = [
     ({"prompt": "how " * 200}, "too long for the context"),
-    ({"question": "how is it"}, "asked before"),
+    ({"question": "how is it"}, "asks what an earlier one does"),
     ({"messages": [{"role": "assistant", "content": "the"}]}, "a user's message is missing or empty"),
     ({"messages": [{"role": "user", "content": " "}]}, "a user's message is missing or empty"),
     (
@@ -226,6 +227,17 @@ def test_more_prompts_hold_those_of_fewer(model: str, prompts: str, tmp_path: Pa
     assert answers(tmp_path).items() <= answers(whole).items() and some.items() <= answers(tmp_path).items()
 
 
+def test_a_record_is_left_out_whatever_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "asked.json"
+    path.write_text(json.dumps([{"prompt": f"the {i % 7}"} for i in range(20)]), encoding="utf-8")
+    every = read([str(path)] * 2, None, 0)
+    assert [record.number for record in every] == list(range(40))
+    assert [record.number for record in every if record.talk] == list(range(7))
+    for most in range(1, 20):
+        assert {*map(str, read([str(path)] * 2, most, 0))} < {*map(str, every)}
+        assert len(read([str(path)] * 2, most, 0)) == 2 * most
+
+
 def killed(command: list[str], folder: Path, lines: int) -> int:
     """Run it until the folder has so many lines, and kill it there. Returns how many whole lines it left."""
     with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process:
@@ -325,6 +337,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
         (["--temperature", "0", "--top-p", "0.9"], {}, "--top-p has no effect on greedy decoding"),
         (["--max-batch", "0"], {}, "--max-batch is 0; it must be at least 1"),
         (["--samples", "0"], {}, "--samples is 0; it must be at least 1"),
+        (["--samples", "3"], {}, "--samples 3 at --temperature 0,1 answers some records greedily twice"),
         (["--num-prompts", "0"], {}, "--num-prompts is 0; it must be at least 1"),
         (["--mode", "fast"], {}, "mode is 'fast'; choose one of"),
         (["--prompts", "none.jsonl"], {}, "none.jsonl cannot be read (No such file or directory)"),

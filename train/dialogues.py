@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sharesd.config import SamplingParams
@@ -66,7 +66,7 @@ class Dialogue:
         if len(ids) + self.params.max_new_tokens > engine.max_context:
             raise Unfit("too long for the context")
         request = engine.add(ids, self.params)
-        self.messages = [*self.messages, self.to_ask.pop(0)]
+        self.messages, self.to_ask = [*self.messages, self.to_ask[0]], self.to_ask[1:]
         return request
 
     def take(self, chunk: TokenChunk) -> None:
@@ -133,8 +133,3 @@ def converse(
                 del asked[chunk.request]
                 if not (dialogue.goes_on and ask(dialogue)):
                     yield dialogue
-
-
-def with_sampling(params: SamplingParams, temperature: float, seed: int) -> SamplingParams:
-    """The same, at a temperature: top-p means nothing at 0."""
-    return replace(params, temperature=temperature, top_p=params.top_p if temperature else 1.0, seed=seed)

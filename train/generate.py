@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
 from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
-from train.dialogues import Dialogue, Unfit, converse, questions_of, seed_of, with_sampling
+from train.dialogues import Dialogue, Unfit, converse, questions_of, seed_of
 from train.prompts import Message, conversation, records
 from train.shards import Shard, answers_in, keep_settings
 
@@ -30,8 +31,8 @@ class Wanted(NamedTuple):
 
     number: int
     source: str
-    messages: list[Message] | None
-    """System and user only; None where it is left out."""
+    talk: tuple[list[Message], list[Message]] | None
+    """What the system says, and the user; None where it is left out."""
     reason: str = ""
     """Why it is left out."""
 
@@ -83,30 +84,27 @@ def run(args: argparse.Namespace) -> int:
     wanted = read(args.prompts, args.num_prompts, args.seed)
     every = [(record, sample) for record in wanted for sample in range(args.samples)][rank::world]
     keys = {(record.number, sample) for record, sample in every}
+    skipped = Counter[str](record.reason for record, _ in every if record.talk is None)
+    failed = Counter[str]()
     folder = Path(args.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     keep_settings(folder, _settings(args, config, temperatures))
-    skipped, failed = Counter[str](), Counter[str]()
+
+    def dialogue(record: Wanted, sample: int) -> Dialogue:
+        assert record.talk is not None
+        temperature = temperatures[(record.number + sample) % len(temperatures)]
+        seed = seed_of(args.seed, record.number, sample)
+        sampling = replace(params, temperature=temperature, seed=seed, top_p=args.top_p if temperature else 1.0)
+        return Dialogue(record.number, sample, record.source, *record.talk, sampling)
+
+    def refused(dialogue: Dialogue, reason: ValueError) -> None:
+        (skipped if isinstance(reason, Unfit) else failed)[str(reason)] += 1
+
     with Shard(folder, rank, world) as shard:
         before = written(folder, keys)
-        dialogues = []
-        for record, sample in every:
-            if record.messages is None:
-                skipped[record.reason] += 1
-            elif (record.number, sample) not in before:
-                temperature = temperatures[(record.number + sample) % len(temperatures)]
-                sampling = with_sampling(params, temperature, seed_of(args.seed, record.number, sample))
-                questions = questions_of(record.messages)
-                dialogues.append(Dialogue(record.number, sample, record.source, *questions, sampling))
-
-        def refused(dialogue: Dialogue, reason: ValueError) -> None:
-            (skipped if isinstance(reason, Unfit) else failed)[str(reason)] += 1
-
-        speed = ""
-        if dialogues:
-            warm = replace(params, temperature=max(temperatures))
-            num_tokens, seconds = _answer(config, mode, warm, dialogues, shard, refused)
-            speed = f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, prompts included"
+        left = [dialogue(*one) for one in every if one[0].talk is not None and (one[0].number, one[1]) not in before]
+        warm = replace(params, temperature=max(temperatures))
+        speed = _answer(config, mode, warm, left, shard, refused) if left else ""
     after = written(folder, keys)
     if len(after) + skipped.total() + failed.total() != len(every):
         raise RuntimeError(
@@ -136,8 +134,8 @@ def _answer(
     dialogues: Sequence[Dialogue],
     shard: Shard,
     refused: Callable[[Dialogue, ValueError], None],
-) -> tuple[int, float]:
-    """Have the dialogues and write them down; returns the tokens of all answers and the seconds they took."""
+) -> str:
+    """Have the dialogues and write them down; returns a line that says how fast."""
     num_tokens = 0
     with loading_bars() as progress:
         from sharesd.load import Runtime  # torch takes seconds, mistakes should not
@@ -149,36 +147,38 @@ def _answer(
             shard.add(dialogue.record())
             num_tokens += sum(len(turn.answer_ids) for turn in dialogue.turns)
             progress("answering", number, len(dialogues))
-        return num_tokens, time.perf_counter() - started
+        seconds = time.perf_counter() - started
+    return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, prompts included"
 
 
 def read(files: Sequence[str], most: int | None, seed: int) -> list[Wanted]:
     """Records of the files, each numbered by its place in all of them; of each file at most so many, drawn at random.
 
-    More of them hold all that fewer hold. What was asked before, and what cannot be asked, comes with its reason.
+    Those that cannot be asked, or ask the same as an earlier one, have a reason instead. Whatever is drawn, a record
+    has the same number and reason, and more of them hold all that fewer hold.
     """
-    found, seen, index = [], set[str](), 0
+    drawn, seen, numbers = [], set[str](), count()
     for name in files:
-        here = list(enumerate(records(Path(name)), index))
-        index += len(here)
+        here = [_wanted(number, *found, seen) for found, number in zip(records(Path(name)), numbers, strict=False)]
         if most is not None:
             random.Random(seed).shuffle(here)
-            here = sorted(here[:most])
-        for number, (where, record) in here:
-            try:
-                system, asked = questions_of(conversation(record))
-                messages = [*system, *asked]
-            except ValueError as error:
-                found.append(Wanted(number, where, None, str(error)))
-                continue
-            key = json.dumps(messages)
-            found.append(
-                Wanted(number, where, None, "asked before") if key in seen else Wanted(number, where, messages)
-            )
-            seen.add(key)
-    if not found:
+        drawn += sorted(here[:most], key=lambda record: record.number)
+    if not drawn:
         raise ValueError(f"{', '.join(files)}: no records; give files that hold some")
-    return found
+    return drawn
+
+
+def _wanted(number: int, where: str, record: Any, seen: set[str]) -> Wanted:
+    """`seen`: what was asked so far; gets what this one asks."""
+    try:
+        talk = questions_of(conversation(record))
+    except ValueError as error:
+        return Wanted(number, where, None, str(error))
+    key = json.dumps(talk)
+    if key in seen:
+        return Wanted(number, where, None, "asks what an earlier one does")
+    seen.add(key)
+    return Wanted(number, where, talk)
 
 
 def written(folder: Path, wanted: set[Key]) -> set[Key]:
@@ -195,11 +195,17 @@ def _sampling(args: argparse.Namespace) -> tuple[list[float], SamplingParams]:
         temperatures = [float(part) for part in args.temperature.split(",")]
     except ValueError:
         raise ValueError(f"--temperature is {args.temperature!r}; give numbers, for example 0,0.7,1") from None
+    if args.top_p != 1 and not any(temperatures):
+        raise ValueError("--top-p has no effect on greedy decoding; raise --temperature or drop --top-p")
+    taken = ([temperatures[(i + j) % len(temperatures)] for j in range(args.samples)] for i in range(len(temperatures)))
+    if any(each.count(0) > 1 for each in taken):
+        raise ValueError(
+            f"--samples {args.samples} at --temperature {args.temperature} answers some records greedily twice, "
+            "which gives one answer; lower --samples or give other temperatures"
+        )
     params = SamplingParams(max_new_tokens=args.max_new_tokens, top_p=args.top_p)
     for temperature in temperatures:
         replace(params, temperature=temperature)  # which checks it
-    if args.top_p != 1 and not any(temperatures):
-        raise ValueError("--top-p has no effect on greedy decoding; raise --temperature or drop --top-p")
     return temperatures, params
 
 
