@@ -61,6 +61,8 @@ BAD: list[tuple[Any, str]] = [
     ({"conversations": [{"from": "tool", "value": "a"}]}, "has a turn of role 'tool'"),
     ({"conversations": ["a"]}, "has a turn that is no JSON object"),
     ({"messages": [{"role": "user", "content": None}]}, "has a turn whose content is no text"),
+    ({"prompt": "a\ud800"}, "has half a character"),
+    ({"messages": [{"role": "user", "content": "\udc00"}]}, "has half a character"),
     ({"text": "a"}, "has none of instruction, prompt, question"),
     ("a", "is no JSON object"),
 ]
@@ -84,8 +86,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    every = [*RECORDS, *(record for record, _ in BAD)]
-    path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in every) + "\n\n", encoding="utf-8")
+    lines = [json.dumps(record, ensure_ascii=False) for record in RECORDS] + [json.dumps(record) for record, _ in BAD]
+    path.write_text("\ufeff" + "\n".join(lines) + "\n\n", encoding="utf-8")
     return str(path)
 
 

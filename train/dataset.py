@@ -152,4 +152,4 @@ def _read(place: Place) -> Example:
 
 def _draw(text: str) -> float:
     """A number from 0 up to 1 that belongs to the text."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64

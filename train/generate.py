@@ -9,9 +9,9 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
 
     with Shard(folder, rank, world) as shard:
         before = written(folder, keys)
-        left = [dialogue(*one) for one in every if one[0].talk is not None and (one[0].number, one[1]) not in before]
+        left = [one for one in every if one[0].talk is not None and (one[0].number, one[1]) not in before]
         warm = replace(params, temperature=max(temperatures))
-        speed = _answer(config, mode, warm, left, shard, refused) if left else ""
+        speed = _answer(config, mode, warm, len(left), starmap(dialogue, left), shard, refused) if left else ""
     after = written(folder, keys)
     if len(after) + skipped.total() + failed.total() != len(every):
         raise RuntimeError(
@@ -131,7 +131,8 @@ def _answer(
     config: EngineConfig,
     mode: Mode,
     warm: SamplingParams,
-    dialogues: Sequence[Dialogue],
+    total: int,
+    dialogues: Iterator[Dialogue],
     shard: Shard,
     refused: Callable[[Dialogue, ValueError], None],
 ) -> str:
@@ -142,11 +143,11 @@ def _answer(
 
         engine = Runtime(config, (mode,), progress=progress).engine(mode, warm=warm, each_kind=True)
         started = time.perf_counter()
-        progress("answering", 0, len(dialogues))
-        for number, dialogue in enumerate(converse(engine, iter(dialogues), refused), 1):
+        progress("answering", 0, total)
+        for number, dialogue in enumerate(converse(engine, dialogues, refused), 1):
             shard.add(dialogue.record())
             num_tokens += sum(len(turn.answer_ids) for turn in dialogue.turns)
-            progress("answering", number, len(dialogues))
+            progress("answering", number, total)
         seconds = time.perf_counter() - started
     return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, prompts included"
 

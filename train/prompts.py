@@ -45,7 +45,7 @@ def records(path: Path) -> list[tuple[str, Any]]:
     ValueError for a file that cannot be read, and for lines that are not JSON.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path} cannot be read ({reason}); give a file of JSON or JSON Lines") from error
@@ -61,7 +61,7 @@ def conversation(record: Any) -> list[Message]:
         raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, *TALK_FIELDS))}")
     talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)
     if talk is not None:
-        return [_message(turn) for turn in talk]
+        return _encodable([_message(turn) for turn in talk])
     text = next((record[name] for name in TEXT_FIELDS if isinstance(record.get(name), str)), "")
     if not text.strip():
         raise ValueError(f"has none of {', '.join(TEXT_FIELDS)}; give it a text, or drop it")
@@ -74,7 +74,8 @@ def conversation(record: Any) -> list[Message]:
         "user": f"{text}\n\n{more}" if isinstance(more, str) and more.strip() else text,
         "assistant": answer,
     }
-    return [{"role": role, "content": said} for role, said in given.items() if isinstance(said, str) and said.strip()]
+    said = [(role, text) for role, text in given.items() if isinstance(text, str) and text.strip()]
+    return _encodable([{"role": role, "content": text} for role, text in said])
 
 
 def _parsed(where: str, text: str) -> Any:
@@ -96,6 +97,15 @@ def _message(turn: Any) -> Message:
     if not isinstance(content, str):
         raise ValueError("has a turn whose content is no text")
     return {"role": role, "content": content}
+
+
+def _encodable(messages: list[Message]) -> list[Message]:
+    try:
+        for message in messages:
+            message["content"].encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half a character (a lone surrogate), which no tokenizer takes") from None
+    return messages
 
 
 def _prompt(where: str, record: Any) -> str:
