@@ -55,7 +55,9 @@ class CompletionForm(Form):
         self._begun: set[Choice] = set()
         self._offsets: dict[Choice, tuple[TokenTexts, int]] = {}
 
-    def streamed(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+    def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
+        if not (tokens.text or news):
+            return None
         echo = "" if choice in self._begun else self._echo(choice)
         self._begun.add(choice)
         return {"text": echo + tokens.text}

@@ -8,21 +8,18 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from serve.errors import invalid, of_schema
+from serve.messages import Messages
+from serve.strict import Strict
+from serve.tools import Function, NamedTool, ToolChoice, Tools
 from sharesd.config import SamplingParams
 
 MOST_CHOICES = 128
 """`n` at most; the queue may allow less."""
 MOST_TOP = 20
 """Alternatives per token at most."""
-
-
-class Strict(BaseModel):
-    """No unknown keys, no conversions, no NaN, no infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 Body = TypeVar("Body", bound=Strict)
@@ -137,15 +134,17 @@ class Generation(Strict):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             message = f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}"
             raise invalid(f"{message}; give one of the two", "max_tokens")
-        if self.asks_for("response_format") and self.asks_for("structured_outputs"):
-            raise invalid("response_format and structured_outputs are given; leave one out", "structured_outputs")
+        asking = self.shaped_by
+        if len(asking) > 1:
+            raise invalid(f"{' and '.join(asking)} say both what the answer must be; leave one out", asking[-1])
         return self
 
-    def asks_for(self, name: Literal["response_format", "structured_outputs"]) -> bool:
-        """Whether this asks for a grammar."""
-        if name == "response_format":
-            return self.response_format is not None and self.response_format.type != "text"
-        return self.structured_outputs is not None
+    @property
+    def shaped_by(self) -> list[str]:
+        """The parameters that say what the answer must be like."""
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        asking = {"response_format": has_format, "structured_outputs": self.structured_outputs is not None}
+        return [name for name, asked in asking.items() if asked]
 
     @property
     def choices_per_prompt(self) -> int:
@@ -195,45 +194,20 @@ class Generation(Strict):
         )
 
 
-class Part(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One message. Keys that answers have, and that are sent back with them, may be null."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)]
-    name: str | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates read it: `developer` is the newer name of `system`; parts are lines."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-
 class ChatBody(Generation):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Any = None
-    """Without effect, as there are no tools."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
+    add_generation_prompt: bool | None = None
+    """False: nothing after the last message says that the assistant is to speak."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
@@ -241,6 +215,39 @@ class ChatBody(Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs is given without logprobs; set that, or leave it out", "top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+        if twice is not None:
+            raise invalid(f"tools has two functions {twice}; give each a name of its own", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not self.must_call:
+            wanted = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+            raise invalid(f"tool_choice is {wanted}, for which tools has no function; add it", "tool_choice")
+        return self
+
+    @property
+    def shaped_by(self) -> list[str]:
+        return super().shaped_by + (["tools"] if self.functions else [])
+
+    @property
+    def functions(self) -> list[Function]:
+        """What the model is told that it may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def must_call(self) -> list[Function]:
+        """Of which the answer is a call; none: it need not be one."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [function for function in self.functions if function.name == name]
+        return self.functions if self.tool_choice == "required" else []
+
+    @property
+    def most_calls(self) -> int | None:
+        """In one answer; None: any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def num_top(self) -> int | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from serve.engine_thread import Model
 from serve.errors import ApiError, invalid
+from serve.tool_format import FORMATS
+from serve.tools import Function
 from sharesd.models.tokenizer import TextStream, Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -21,13 +23,29 @@ def encode(model: Model, prompt: str | Sequence[int]) -> list[int]:
 
 
 def encode_chat(
-    model: Model, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    functions: Sequence[Function] = (),
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids of a conversation; ApiError 400 where there is no chat template, or where it refuses the messages."""
+    """The ids of a conversation; ApiError 400 where there is no chat template, or where it does not show all of it."""
+    tokenizer, template = model.tokenizer, model.tokenizer.tool_template or ""
+    if functions and not tokenizer.takes_tools:
+        message = "tools are given, and this model's chat template has no place for them; leave them out"
+        raise invalid(f"{message}, or serve a model that was trained with tools", "tools")
+    if functions and model.tool_format is None:
+        message = "tools are given, and this model's chat template does not tell how it writes calls; leave them out"
+        raise invalid(f"{message}, or start the server with --tool-format {'|'.join(FORMATS)}", "tools")
+    if "tool_calls" not in template and any("tool_calls" in message for message in messages):
+        raise invalid("messages have tool_calls, which this model's chat template does not show", "messages")
+    tools = [function.for_template() for function in functions]
     try:
-        ids = model.tokenizer.chat(messages, add_generation_prompt)
-    except (ValueError, TypeError) as error:
-        raise invalid(str(error), "messages") from None
+        ids = tokenizer.chat(messages, add_generation_prompt, tools=tools, variables=variables)
+    except ValueError as error:
+        wrong = "chat_template_kwargs" if "no variable" in str(error) else "messages"
+        raise invalid(str(error), wrong) from None
     return _checked(model, ids, "messages")
 
 

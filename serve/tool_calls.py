@@ -42,9 +42,11 @@ class Read:
 class CallReader:
     """Reads one answer."""
 
-    def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
-        """Of functions with these names; what follows `most` calls is left out."""
-        self._form, self._names, self._most = form, names, most
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], *, most: int | None = None, must: bool = False
+    ) -> None:
+        """Of functions with these names; what follows `most` calls is left out. `must`: there is nothing but calls."""
+        self._form, self._names, self._most, self._must = form, names, most, must
         self._held = ""  # text that was not read yet
         self._markup = ""  # what was read of what may become a call
         self._num_calls = 0
@@ -67,7 +69,10 @@ class CallReader:
         mark, held = self._form.mark, self._held
         at = held.find(mark) if mark else -1
         if at < 0:
-            content = held if self._last or not mark else held[: len(held) - overlap(held, mark)].rstrip()
+            begun = overlap(held, mark)
+            content = held[: len(held) - begun].rstrip() if mark else held
+            if self._last and not (begun and self._cut()):
+                content = held
             self._read.content += content
             self._held = held[len(content) :]
             return False
@@ -86,7 +91,7 @@ class CallReader:
         self._markup += self._held[: len(self._held) - len(rest)]
         self._held = rest
         if not rest.startswith("{"):
-            return self._give_back()
+            return not (self._cut() and not rest) and self._give_back()
         self._braces, self._num_fed = _Braces(), 0
         return self._go_on(self._head)
 
@@ -102,7 +107,7 @@ class CallReader:
         end = self._braces.feed(self._held[self._num_fed :])
         if end is None:
             self._num_fed = len(self._held)
-            return self._last and self._give_back()
+            return self._last and not self._cut() and self._give_back()
         end += self._num_fed
         name, arguments = _call(self._held[:end])
         if name not in self._names or arguments is None:
@@ -146,7 +151,8 @@ class CallReader:
         if not self._form.mark and rest.startswith("{"):
             self._markup = ""
             return self._go_on(self._opening)
-        if end.startswith(rest) and not self._last:
+        if end.startswith(rest):
+            self._held = "" if self._last else self._held
             return False
         return self._go_on(self._behind)
 
@@ -161,6 +167,10 @@ class CallReader:
     def _nothing(self) -> bool:
         self._held = ""
         return False
+
+    def _cut(self) -> bool:
+        """Whether what the answer ends in is the beginning of one more call, rather than odd text."""
+        return self._must or self._num_calls > 0
 
     def _go_on(self, step: Callable[[], bool]) -> bool:
         self._next = step

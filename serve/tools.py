@@ -33,8 +33,10 @@ class Function(Strict):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The JSON schema of its arguments."""
-        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        """The JSON schema of its arguments; without one there are none."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return self.parameters
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it."""

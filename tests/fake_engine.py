@@ -28,10 +28,10 @@ FAILING, REFUSED = "why red", "why blue"
 """Prompts with these words make a step fail, or are not taken."""
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(template: str = CHAT_TEMPLATE) -> Tokenizer:
     backend = make_backend()
     special = {"eos_token": SPECIAL[2], "bos_token": SPECIAL[1]}
-    return Tokenizer(backend, special=special, chat_template=CHAT_TEMPLATE, eos_ids=[backend.token_to_id(SPECIAL[2])])
+    return Tokenizer(backend, special=special, chat_template=template, eos_ids=[backend.token_to_id(SPECIAL[2])])
 
 
 @dataclass(eq=True)
@@ -171,8 +171,8 @@ class FakeEngine:
         return int.from_bytes(hashlib.md5(repr((request.prompt_ids, noise, position, what)).encode()).digest()[:4])
 
 
-def fake_model(**settings: Any) -> Model:
-    tokenizer = make_tokenizer()
+def fake_model(*, template: str = CHAT_TEMPLATE, **settings: Any) -> Model:
+    tokenizer = make_tokenizer(template)
     engine = FakeEngine(tokenizer, **settings)
     grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
     return Model(engine, tokenizer, engine.max_context, tokenizer.vocab_size, grammars)

@@ -14,9 +14,9 @@ Found = tuple[str, list[tuple[str, str]]]
 """Content, and names and arguments of calls."""
 
 
-def read(form: str, pieces: list[str], most: int | None = None) -> Found:
+def read(form: str, pieces: list[str], most: int | None = None, must: bool = False) -> Found:
     """What a stream of these pieces comes to, put together as clients do."""
-    reader, content, calls = CallReader(FORMATS[form], NAMES, most), "", []
+    reader, content, calls = CallReader(FORMATS[form], NAMES, most=most, must=must), "", []
     for place, piece in enumerate(pieces):
         found = reader.push(piece, last=place == len(pieces) - 1)
         content += found.content
@@ -62,7 +62,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("llama", '{"type": "function", "name": "add", "parameters": {"a": 1}}', ("", [("add", '{"a": 1}')])),
     ("llama", f"{ADD} and so on ", (" and so on ", [("add", "{}")])),
     ("llama", f"{ADD}; {{5}} ", ("; {5} ", [("add", "{}")])),
-    ("llama", f'say {ADD}', (f'say {ADD}', [])),  # a call begins the answer
+    ("llama", f"say {ADD}", (f"say {ADD}", [])),  # a call begins the answer
     ("llama", ' {"colours": ["red"]}\n', (' {"colours": ["red"]}\n', [])),
     ("llama", OTHER, (OTHER, [])),
     ("mistral", f"[TOOL_CALLS] [{WEATHER}, {ADD}]", ("", [("get_weather", CITY), ("add", "{}")])),
@@ -81,6 +81,22 @@ def test_calls_are_found_wherever_the_text_is_cut(form: str, text: str, found: F
     for first in range(len(text) + 1):
         assert read(form, [text[:first], text[first:]]) == found, first
         assert read(form, [text[:first], text[first : first + 3], text[first + 3 :]]) == found, first
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", f"<tool_call>\n{ADD}\n</tool_call>\n"),
+        ("llama", f"{ADD}; {ADD}"),
+        ("mistral", f"[TOOL_CALLS][{ADD}, {ADD}]"),
+    ],
+)
+def test_of_a_call_that_is_cut_early_nothing_is_shown(form: str, text: str) -> None:
+    for num in range(len(text) + 1):
+        content, calls = read(form, [*text[:num], ""], must=True)
+        assert not content and all(name == "add" for name, _ in calls)
+        assert read(form, [f"{text}{text[:num]}", ""])[0] == "" or form != "hermes"
+    assert read("hermes", [f"<tool_call>{ADD}</tool_call> a <tool"]) == (" a", [("add", "{}")])
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -124,7 +140,10 @@ def test_a_long_object_is_read_once() -> None:
     ("template", "name"),
     [
         (r'"<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>"', "hermes"),
-        ("""{{ 'Respond in the format {"name": function name, "parameters": dictionary of its arguments}. ' }}""", "llama"),
+        (
+            """{{ 'Respond in the format {"name": function name, "parameters": dictionary of its arguments}. ' }}""",
+            "llama",
+        ),
         ("{{ '[TOOL_CALLS] [' }}{% for call in message.tool_calls %}", "mistral"),
         ("<tool_call>\n<function=example>\n<parameter=x>", None),
         ("<tool_call>{{ name }}\n<arg_key>", None),
