@@ -119,6 +119,14 @@ class Generation(Strict):
     token_details: bool | None = None
     """Ours: where each token came from, and how the drafts fared."""
 
+    # Accepted where they ask for nothing.
+    min_tokens: Literal[0] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+
     # Accepted, and without effect on the answer.
     user: Any = None
     metadata: Any = None
@@ -171,6 +179,11 @@ class Generation(Strict):
         """Alternatives per token to tell; None: no log-probabilities at all."""
         return None
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are wanted."""
+        return False
+
     def params(self, *, most_tokens: int, seed: int, grammar: str | None = None) -> SamplingParams:
         """How each choice is sampled. OpenAI's default temperature is 1."""
         return SamplingParams(
@@ -189,6 +202,7 @@ class Generation(Strict):
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.num_top is not None,
             top_logprobs=self.num_top or 0,
+            prompt_logprobs=self.scores_prompt,
             speculate=_or(self.speculate, True),
             grammar=grammar,
         )
@@ -258,15 +272,23 @@ class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
     prompt: str | Texts | Ids | ManyIds
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     suffix: Literal[""] | None = None
 
+    add_special_tokens: bool | None = None
+    """False: a text is encoded without the token that begins texts."""
+
     @model_validator(mode="after")
-    def _can_echo(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise invalid("echo with logprobs is not supported: the prompt's are not computed; leave one out", "echo")
+    def _has_something_to_do(self) -> Self:
+        if self.most_tokens == 0 and not self.scores_prompt:
+            raise invalid("max_tokens is 0, which is for scoring a prompt; give echo and logprobs, too", "max_tokens")
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     @property
     def num_top(self) -> int | None:

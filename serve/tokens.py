@@ -16,9 +16,9 @@ from sharesd.models.tokenizer import TextStream, Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def encode(model: Model, prompt: str | Sequence[int]) -> list[int]:
+def encode(model: Model, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
     """The ids of a prompt that can be answered; ApiError 400 for one that cannot."""
-    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    ids = model.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
     return _checked(model, ids, "prompt")
 
 

@@ -49,6 +49,15 @@ class FakeRequest:
     stats: Any = field(default_factory=lambda: SimpleNamespace(drafted_tokens=0))
 
     @property
+    def prompt_logprobs(self) -> list[float] | None:
+        return [-0.1 * place for place in range(1, len(self.prompt_ids))] if self.params.prompt_logprobs else None
+
+    @property
+    def prompt_top_logprobs(self) -> list[list[tuple[int, float]]] | None:
+        scored = self.prompt_logprobs if self.params.top_logprobs else None
+        return scored and [[(i, value)] for i, value in zip(self.prompt_ids[1:], scored, strict=True)]
+
+    @property
     def num_read(self) -> int:
         return len(self.prompt_ids) - self.unread
 
@@ -138,6 +147,8 @@ class FakeEngine:
             accepted = self._dice(request, request.position, "accepted") % (DRAFT + 1)
             sources = ["accepted"] * accepted + (["bonus"] if accepted == DRAFT else ["recovered"])
             request.stats.drafted_tokens += DRAFT
+        if request.params.max_new_tokens == 0:
+            sources = []
         ids = [self._token(request, request.position + n) for n in range(len(sources))]
         count, text, reason = request.checker.push(ids)
         start, request.position = request.position, request.position + count

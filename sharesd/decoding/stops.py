@@ -42,7 +42,7 @@ class StopChecker:
             if self._left == 0 or count > legal:
                 rest, found = self._rest()
                 return count, text + rest, "stop" if found else "length"
-        return len(ids), text, None
+        return len(ids), text, None if self._left else "length"
 
     def _release(self, piece: str) -> tuple[str, bool]:
         """Text that can be shown now, and whether a stop string came up (the text is cut before it)."""
