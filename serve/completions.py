@@ -72,7 +72,7 @@ class CompletionForm(Form):
     def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         assert tokens.logprobs is not None
         ids, values, top = tokens.token_ids, tokens.logprobs, tokens.top_logprobs or []
-        found = {
+        found: dict[str, list[Any]] = {
             "tokens": [token_text(self.tokenizer, token) for token in ids],
             "token_logprobs": [finite(value) for value in values],
             "top_logprobs": [self._by_text(likeliest) for likeliest in top],

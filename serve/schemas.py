@@ -313,16 +313,19 @@ class TokenizeBody(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("give prompt or messages, one of the two", "prompt")
-        wrong = "add_generation_prompt" if self.messages is None else "add_special_tokens"
-        if getattr(self, wrong) is not None:
-            raise invalid(f"{wrong} has no effect here; leave it out", wrong)
+        of_chats = ["tools", "add_generation_prompt", "chat_template_kwargs"]
+        for wrong in of_chats if self.messages is None else ["add_special_tokens"]:
+            if getattr(self, wrong) is not None:
+                raise invalid(f"{wrong} has no effect here; leave it out", wrong)
         return self
 
 

@@ -49,5 +49,9 @@ def _ids(model: Model, body: TokenizeBody) -> list[int]:
     if body.messages is None:
         return model.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
     return encode_chat(
-        model, for_template(body.messages), add_generation_prompt=body.add_generation_prompt is not False
+        model,
+        for_template(body.messages),
+        functions=[tool.function for tool in body.tools or ()],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
     )

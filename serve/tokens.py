@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from serve.engine_thread import Model
-from serve.errors import ApiError, invalid
+from serve.errors import MOST_SHOWN, ApiError, invalid
 from serve.tool_format import FORMATS
 from serve.tools import Function
 from sharesd.models.tokenizer import TextStream, Tokenizer
@@ -40,12 +40,16 @@ def encode_chat(
         raise invalid(f"{message}, or start the server with --tool-format {'|'.join(FORMATS)}", "tools")
     if "tool_calls" not in template and any("tool_calls" in message for message in messages):
         raise invalid("messages have tool_calls, which this model's chat template does not show", "messages")
+    unknown = next((name for name in variables or () if name not in tokenizer.template_variables), None)
+    if unknown is not None:
+        known = ", ".join(sorted(tokenizer.template_variables)) or "none"
+        message = f"chat_template_kwargs has {unknown[:MOST_SHOWN]}; variables of this model's chat template: {known}"
+        raise invalid(message, "chat_template_kwargs")
     tools = [function.for_template() for function in functions]
     try:
         ids = tokenizer.chat(messages, add_generation_prompt, tools=tools, variables=variables)
     except ValueError as error:
-        wrong = "chat_template_kwargs" if "no variable" in str(error) else "messages"
-        raise invalid(str(error), wrong) from None
+        raise invalid(str(error), "messages") from None
     return _checked(model, ids, "messages")
 
 

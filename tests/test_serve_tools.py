@@ -49,7 +49,7 @@ def server() -> Iterator[Served]:
 
 
 def asked(text: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "tools": TOOLS, "seed": 1, **more}
+    return {"messages": [{"role": "user", "content": text}], "tools": TOOLS, "seed": 1} | more
 
 
 def test_the_openai_client_gets_calls_and_sends_them_back(server: Served) -> None:
@@ -123,6 +123,15 @@ def test_the_model_is_not_shown_tools_that_it_may_not_call(server: Served) -> No
     done = server.post(CHAT, **asked("both", tool_choice="none")).json()["choices"][0]
     assert done["message"]["content"].startswith("<tool_call>") and "tool_calls" not in done["message"]
     assert "get_weather" not in server.engine.tokenizer.decode(server.engine.added[0].prompt_ids)
+
+
+def test_tokens_of_a_conversation_are_those_of_its_chat(server: Served) -> None:
+    server.engine.added.clear()
+    body = asked("the weather", chat_template_kwargs={"thinking": True})
+    del body["seed"]
+    server.post(CHAT, **body, max_tokens=1)
+    assert server.post("/tokenize", **body).json()["tokens"] == server.engine.added[0].prompt_ids
+    assert error_of(server.post("/tokenize", prompt="the", tools=TOOLS))["param"] == "tools"
 
 
 def test_variables_reach_the_template(server: Served) -> None:
@@ -248,7 +257,10 @@ def test_a_model_that_must_call_does(folder: Path, mode: Mode) -> None:
                 said = part["function"].get("name", "") + part["function"]["arguments"]
                 streamed[choice["index"]] = streamed.get(choice["index"], "") + said
         assert streamed == {i: "".join(c["name"] + c["arguments"] for c in found[1 + i]) for i in range(2)}
-        ANSWERS[mode] = found
+        strict = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
+        free = server.post(CHAT, **asked("why is the sky blue", max_tokens=40, tools=strict)).json()["choices"][0]
+        assert free["message"]["content"], "a model that may call need not"
+        ANSWERS[mode] = [*found, free["message"]["content"]]
     assert ANSWERS[mode] == next(iter(ANSWERS.values())), "the same in all modes"
 
 

@@ -114,34 +114,42 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text which `chat` encodes. `tools` are functions as OpenAI has them, `variables` further ones of the
-        template. ValueError as `chat`, and for a variable that the template does not have.
+        """The text which `chat` encodes. `tools` are functions as OpenAI has them; `variables` are for
+        `template_variables`.
         """
         source = self.tool_template if tools else self.chat_template
         if source is None:
             raise ValueError(
                 "this checkpoint has no chat template; use a plain prompt or an instruction-tuned checkpoint"
             )
-        own = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        own |= {"tools": list(tools) if tools else None, "documents": None}
         try:
-            environment = _environment()
-            settable = meta.find_undeclared_variables(environment.parse(source)) - {*own, *environment.globals}
-            unknown = next((name for name in variables or () if name not in settable), None)
-            if unknown is not None:
-                known = ", ".join(sorted(settable)) or "none"
-                raise ValueError(f"the chat template has no variable {unknown[:40]!r} to be set; it has {known}")
-            return environment.from_string(source).render({**self.special, **(variables or {}), **own})
+            template = _environment().from_string(source)
+            return template.render(
+                self.special
+                | dict(variables or {})
+                | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+                | {"tools": list(tools) if tools else None, "documents": None}
+            )
         except _TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template does not take these messages: {error}") from error
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
+        return "tools" in self._variables
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads besides what `render_chat` always gives it."""
+        given = {"messages", "add_generation_prompt", "tools", "documents", *self.special}
+        return self._variables - given - set(_environment().globals)
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
         try:
-            return "tools" in meta.find_undeclared_variables(_environment().parse(self.tool_template or ""))
+            return frozenset(meta.find_undeclared_variables(_environment().parse(self.tool_template or "")))
         except TemplateError:
-            return False
+            return frozenset()
 
     def fingerprint(self) -> str:
         """Equal for tokenizers with the same ids for the same tokens."""
