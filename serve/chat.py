@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import secrets
+from string import ascii_letters, digits
 from typing import Any
 
 from fastapi import Request, Response
 
 from serve.answer import respond, start
 from serve.choice import Choice, Tokens
+from serve.engine_thread import Model
 from serve.form import Form, alternatives, finite
+from serve.messages import for_template
 from serve.schemas import ChatBody, read
 from serve.tokens import encode_chat, token_bytes, token_text
-from sharesd.models.tokenizer import Tokenizer
+from serve.tool_calls import CallPart, CallReader
 
 
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     body = await read(request, ChatBody)
-    messages = request.state.visit.prompt = [message.for_template() for message in body.messages]
-    call = await start(request, body, "messages", 1, lambda model: [encode_chat(model, messages)])
-    return await respond(request, call, body, ChatForm(call.model.tokenizer, body))
+    messages = request.state.visit.prompt = for_template(body.messages)
+
+    def encode(model: Model) -> list[list[int]]:
+        ids = encode_chat(
+            model,
+            messages,
+            functions=body.functions,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            variables=body.chat_template_kwargs,
+        )
+        return [ids]
+
+    call = await start(request, body, "messages", 1, encode)
+    return await respond(request, call, body, ChatForm(call.model, body))
 
 
 class ChatForm(Form):
@@ -27,17 +42,44 @@ class ChatForm(Form):
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, tokenizer: Tokenizer, body: ChatBody) -> None:
-        super().__init__(tokenizer, body)
+    def __init__(self, model: Model, body: ChatBody) -> None:
+        super().__init__(model.tokenizer, body)
+        self._format, self._body = model.tool_format, body
         self._begun: set[Choice] = set()
+        self._readers: dict[Choice, CallReader] = {}
+        self._called: set[Choice] = set()
 
-    def streamed(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+    def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
+        content, calls = self._read(choice, tokens)
+        said = ({"content": content} if content or not calls else {}) | ({"tool_calls": calls} if calls else {})
+        if not (content or calls or news):
+            return None
         role = {} if choice in self._begun else {"role": "assistant"}
         self._begun.add(choice)
-        return {"delta": {**role, "content": tokens.text}}
+        return {"delta": {**role, **said}}
 
     def complete(self, choice: Choice) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        content, calls = self._read(choice, choice)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        return {"message": message}
+
+    def finish_reason(self, choice: Choice, tokens: Tokens) -> str | None:
+        return "tool_calls" if tokens.finish_reason == "stop" and choice in self._called else tokens.finish_reason
+
+    def _read(self, choice: Choice, tokens: Tokens) -> tuple[str, list[dict[str, Any]]]:
+        """Content and calls, as OpenAI has them."""
+        body, form = self._body, self._format
+        if form is None or not body.functions:
+            return tokens.text, []
+        if choice not in self._readers:
+            names, must = {function.name for function in body.functions}, bool(body.must_call)
+            self._readers[choice] = CallReader(form, names, most=body.most_calls, must=must)
+        found = self._readers[choice].push(tokens.text, last=tokens.finish_reason is not None)
+        if found.calls:
+            self._called.add(choice)
+        return found.content, [_call(part) for part in found.calls]
 
     def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         assert tokens.logprobs is not None
@@ -53,3 +95,12 @@ class ChatForm(Form):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = token_text(self.tokenizer, token), token_bytes(self.tokenizer, token)
         return {"token": text, "logprob": finite(logprob), "bytes": data}
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    """Clients know a call by its index. Ids are as the templates of Mistral insist on."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    call_id = "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": call_id, "type": "function", "function": function}

@@ -52,6 +52,9 @@ class Choice:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
+    prompt_logprobs: list[float] | None = None
+    """Of the prompt's tokens but the first; as all of the prompt, known from the first chunk on."""
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
 
     rounds: int = 0
     """Without the step that read the prompt."""
@@ -67,7 +70,9 @@ class Choice:
         """
         before, self.last = self.last, time.monotonic()
         if self.first is None:
-            self.first, self.cached_tokens = self.last, chunk.request.cached_tokens
+            self.first, request = self.last, chunk.request
+            self.cached_tokens = request.cached_tokens
+            self.prompt_logprobs, self.prompt_top_logprobs = request.prompt_logprobs, request.prompt_top_logprobs
         else:
             self._count_round(chunk, num_drafted)
         self.text += chunk.text

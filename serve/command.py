@@ -119,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="after SIGTERM, seconds for the requests that run",
     )
+    group.add_argument(
+        "--tool-format",
+        choices=("hermes", "llama", "mistral"),
+        help="how the model writes calls of functions (default: as its chat template says)",
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of a request's line")
     group.add_argument("--log-prompts", action="store_true", help="log what was asked, too")
     add_model_options(parser)
@@ -140,6 +145,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         api_keys=(*args.api_key, *([] if environment_key is None else [environment_key])),
         cors_origins=tuple(args.cors_origin),
         shutdown_timeout=args.shutdown_timeout,
+        tool_format=args.tool_format,
         json_log=args.log_format == "json",
         log_prompts=args.log_prompts,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from fastapi import Request, Response
@@ -38,8 +40,9 @@ async def _start(request: Request, body: CompletionBody) -> Call:
     prompts = request.state.visit.prompt = body.prompts
     if body.most_tokens is None:
         body = body.model_copy(update={"max_tokens": DEFAULT_TOKENS})
+    special = body.add_special_tokens is not False
     return await start(
-        request, body, "prompt", len(prompts), lambda model: [encode(model, prompt) for prompt in prompts]
+        request, body, "prompt", len(prompts), lambda model: [encode(model, prompt, special) for prompt in prompts]
     )
 
 
@@ -53,9 +56,12 @@ class CompletionForm(Form):
         super().__init__(tokenizer, body)
         self._prompts = body.prompts if body.echo else None
         self._begun: set[Choice] = set()
+        self._scored: set[Choice] = set()
         self._offsets: dict[Choice, tuple[TokenTexts, int]] = {}
 
-    def streamed(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
+    def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
+        if not (tokens.text or news):
+            return None
         echo = "" if choice in self._begun else self._echo(choice)
         self._begun.add(choice)
         return {"text": echo + tokens.text}
@@ -65,12 +71,27 @@ class CompletionForm(Form):
 
     def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         assert tokens.logprobs is not None
-        texts = [token_text(self.tokenizer, token) for token in tokens.token_ids]
-        return {
-            "tokens": texts,
-            "token_logprobs": [finite(value) for value in tokens.logprobs],
-            "top_logprobs": [self._by_text(top) for top in tokens.top_logprobs] if tokens.top_logprobs else None,
+        ids, values, top = tokens.token_ids, tokens.logprobs, tokens.top_logprobs or []
+        found: dict[str, list[Any]] = {
+            "tokens": [token_text(self.tokenizer, token) for token in ids],
+            "token_logprobs": [finite(value) for value in values],
+            "top_logprobs": [self._by_text(likeliest) for likeliest in top],
             "text_offset": self._text_offsets(choice, tokens),
+        }
+        if choice.prompt_logprobs is not None and choice not in self._scored:
+            self._scored.add(choice)
+            before = self._prompt_logprobs(choice)
+            found = {name: before[name] + found[name] for name in found}
+        return {**found, "top_logprobs": found["top_logprobs"] or None}
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, list[Any]]:
+        """Of the first token nothing is known."""
+        top = choice.prompt_top_logprobs
+        return {
+            "tokens": [token_text(self.tokenizer, token) for token in choice.prompt],
+            "token_logprobs": [None, *(finite(value) for value in choice.prompt_logprobs or ())],
+            "top_logprobs": [] if top is None else [None, *map(self._by_text, top)],
+            "text_offset": _starts(TokenTexts(self.tokenizer).push(choice.prompt, last=True), 0)[0],
         }
 
     def _by_text(self, likeliest: list[tuple[int, float]]) -> dict[str, float]:
@@ -89,10 +110,13 @@ class CompletionForm(Form):
 
     def _text_offsets(self, choice: Choice, tokens: Tokens) -> list[int]:
         """Where each token begins in the text."""
-        stream, end = self._offsets.get(choice) or (TokenTexts(self.tokenizer), 0)
-        starts = []
-        for text in stream.push(tokens.token_ids, last=tokens.finish_reason is not None):
-            starts.append(end)
-            end += len(text)
+        stream, end = self._offsets.get(choice) or (TokenTexts(self.tokenizer), len(self._echo(choice)))
+        starts, end = _starts(stream.push(tokens.token_ids, last=tokens.finish_reason is not None), end)
         self._offsets[choice] = stream, end
         return starts
+
+
+def _starts(texts: Sequence[str], end: int) -> tuple[list[int], int]:
+    """Where each of these texts begins which follow `end` characters, and where the last one ends."""
+    *starts, end = accumulate(map(len, texts), initial=end)
+    return starts, end

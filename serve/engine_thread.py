@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from serve.choice import Choice, Chunk
+from serve.tool_format import ToolFormat
 from sharesd.config import SamplingParams
 from sharesd.models.tokenizer import Tokenizer
 
@@ -40,6 +41,8 @@ class Model:
     """Tokens of prompt and answer together."""
     vocab_size: int
     grammars: Grammars
+    tool_format: ToolFormat | None = None
+    """How it writes calls of functions; None: not in a way that is known here."""
 
 
 @dataclass(frozen=True)

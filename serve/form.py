@@ -30,21 +30,25 @@ class Form:
 
     def part(self, choice: Choice, tokens: Tokens) -> dict[str, Any] | None:
         """A choice of a streamed chunk; None where there is nothing to tell yet."""
-        if not (tokens.text or tokens.finish_reason or self._details or self._logprobs):
-            return None
-        return self._choice(choice, tokens, self.streamed(choice, tokens)) | self._token_details(choice, tokens)
+        news = tokens.finish_reason is not None or self._details or self._logprobs
+        text = self.streamed(choice, tokens, news=news)
+        return None if text is None else self._choice(choice, tokens, text) | self._token_details(choice, tokens)
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """A choice of an answer."""
         return self._choice(choice, choice, self.complete(choice)) | self._token_details(choice, choice)
 
-    def streamed(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
-        """The text of some tokens."""
+    def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
+        """The text of some tokens; None where there is none yet, unless there is other `news` of them."""
         raise NotImplementedError
 
     def complete(self, choice: Choice) -> dict[str, Any]:
         """The text of an answer."""
         raise NotImplementedError
+
+    def finish_reason(self, choice: Choice, tokens: Tokens) -> str | None:
+        """Why the answer ended with these tokens, in the endpoint's words."""
+        return tokens.finish_reason
 
     def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         """The log-probabilities of tokens; there are some."""
@@ -52,7 +56,8 @@ class Form:
 
     def _choice(self, choice: Choice, tokens: Tokens, text: dict[str, Any]) -> dict[str, Any]:
         logprobs = self.logprobs(choice, tokens) if tokens.logprobs is not None else None
-        return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": tokens.finish_reason}
+        reason = self.finish_reason(choice, tokens)
+        return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": reason}
 
     def _token_details(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         """The extension `tokens`: who made each."""

@@ -1,4 +1,4 @@
-"""What answers must be: from `response_format` and `structured_outputs` to a grammar that the engine takes."""
+"""What answers must be: from `response_format`, `structured_outputs` and `tools` to a grammar that the engine takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from anyio import to_thread
 
 from serve.engine_thread import Model
 from serve.errors import invalid
-from serve.schemas import Generation
+from serve.schemas import ChatBody, Generation
+from serve.tool_format import calls_grammar, text_and_calls_grammar
 from sharesd import grammar
 
 MOST_CHARACTERS = 100_000
@@ -22,11 +23,11 @@ async def compiled(model: Model, body: Generation) -> str | None:
 
     ApiError 400 for one that cannot be compiled, or is too long.
     """
-    param = next((name for name in ("response_format", "structured_outputs") if body.asks_for(name)), "")
-    if not param:
-        return None
+    param = next(iter(body.shaped_by), "")
     try:
-        text = _written(body)
+        text = _of_calls(model, body) if isinstance(body, ChatBody) and param == "tools" else _of_text(body)
+        if text is None:
+            return None
         if len(text) > MOST_CHARACTERS:
             message = f"the grammar of {param} has {len(text)} characters; give up to {MOST_CHARACTERS}"
             raise invalid(message, param)
@@ -39,11 +40,22 @@ async def compiled(model: Model, body: Generation) -> str | None:
     return text
 
 
-def _written(body: Generation) -> str:
+def _of_calls(model: Model, body: ChatBody) -> str | None:
+    form, functions = model.tool_format, body.functions
+    assert form is not None
+    if body.must_call:
+        return calls_grammar(form, model.tokenizer, body.must_call, several=body.most_calls is None)
+    if any(function.strict for function in functions):
+        return text_and_calls_grammar(form, model.tokenizer, functions)
+    return None
+
+
+def _of_text(body: Generation) -> str | None:
     outputs, form = body.structured_outputs, body.response_format
-    if outputs is None:
-        assert form is not None
+    if form is not None and form.type != "text":
         return grammar.from_json_schema({"type": "object"} if form.json_schema is None else form.json_schema.schema_)
+    if outputs is None:
+        return None
     if outputs.json_ is not None:
         return grammar.from_json_schema(outputs.json_)
     if outputs.regex is not None:

@@ -8,21 +8,18 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from serve.errors import invalid, of_schema
+from serve.messages import Messages
+from serve.strict import Strict
+from serve.tools import Function, NamedTool, ToolChoice, Tools
 from sharesd.config import SamplingParams
 
 MOST_CHOICES = 128
 """`n` at most; the queue may allow less."""
 MOST_TOP = 20
 """Alternatives per token at most."""
-
-
-class Strict(BaseModel):
-    """No unknown keys, no conversions, no NaN, no infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 Body = TypeVar("Body", bound=Strict)
@@ -122,6 +119,14 @@ class Generation(Strict):
     token_details: bool | None = None
     """Ours: where each token came from, and how the drafts fared."""
 
+    # Accepted where they ask for nothing.
+    min_tokens: Literal[0] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+
     # Accepted, and without effect on the answer.
     user: Any = None
     metadata: Any = None
@@ -137,15 +142,17 @@ class Generation(Strict):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             message = f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}"
             raise invalid(f"{message}; give one of the two", "max_tokens")
-        if self.asks_for("response_format") and self.asks_for("structured_outputs"):
-            raise invalid("response_format and structured_outputs are given; leave one out", "structured_outputs")
+        asking = self.shaped_by
+        if len(asking) > 1:
+            raise invalid(f"{' and '.join(asking)} say both what the answer must be; leave one out", asking[-1])
         return self
 
-    def asks_for(self, name: Literal["response_format", "structured_outputs"]) -> bool:
-        """Whether this asks for a grammar."""
-        if name == "response_format":
-            return self.response_format is not None and self.response_format.type != "text"
-        return self.structured_outputs is not None
+    @property
+    def shaped_by(self) -> list[str]:
+        """The parameters that say what the answer must be like."""
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        asking = {"response_format": has_format, "structured_outputs": self.structured_outputs is not None}
+        return [name for name, asked in asking.items() if asked]
 
     @property
     def choices_per_prompt(self) -> int:
@@ -172,6 +179,11 @@ class Generation(Strict):
         """Alternatives per token to tell; None: no log-probabilities at all."""
         return None
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are wanted."""
+        return False
+
     def params(self, *, most_tokens: int, seed: int, grammar: str | None = None) -> SamplingParams:
         """How each choice is sampled. OpenAI's default temperature is 1."""
         return SamplingParams(
@@ -190,38 +202,10 @@ class Generation(Strict):
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.num_top is not None,
             top_logprobs=self.num_top or 0,
+            prompt_logprobs=self.scores_prompt,
             speculate=_or(self.speculate, True),
             grammar=grammar,
         )
-
-
-class Part(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One message. Keys that answers have, and that are sent back with them, may be null."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)]
-    name: str | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates read it: `developer` is the newer name of `system`; parts are lines."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class ChatBody(Generation):
@@ -230,10 +214,14 @@ class ChatBody(Generation):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Any = None
-    """Without effect, as there are no tools."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
+    add_generation_prompt: bool | None = None
+    """False: nothing after the last message says that the assistant is to speak."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
@@ -241,6 +229,39 @@ class ChatBody(Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs is given without logprobs; set that, or leave it out", "top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+        if twice is not None:
+            raise invalid(f"tools has two functions {twice}; give each a name of its own", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not self.must_call:
+            wanted = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+            raise invalid(f"tool_choice is {wanted}, for which tools has no function; add it", "tool_choice")
+        return self
+
+    @property
+    def shaped_by(self) -> list[str]:
+        return super().shaped_by + (["tools"] if self.functions else [])
+
+    @property
+    def functions(self) -> list[Function]:
+        """What the model is told that it may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def must_call(self) -> list[Function]:
+        """Of which the answer is a call; none: it need not be one."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [function for function in self.functions if function.name == name]
+        return self.functions if self.tool_choice == "required" else []
+
+    @property
+    def most_calls(self) -> int | None:
+        """In one answer; None: any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def num_top(self) -> int | None:
@@ -251,15 +272,23 @@ class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
     prompt: str | Texts | Ids | ManyIds
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     suffix: Literal[""] | None = None
 
+    add_special_tokens: bool | None = None
+    """False: a text is encoded without the token that begins texts."""
+
     @model_validator(mode="after")
-    def _can_echo(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise invalid("echo with logprobs is not supported: the prompt's are not computed; leave one out", "echo")
+    def _has_something_to_do(self) -> Self:
+        if self.most_tokens == 0 and not self.scores_prompt:
+            raise invalid("max_tokens is 0, which is for scoring a prompt; give echo and logprobs, too", "max_tokens")
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     @property
     def num_top(self) -> int | None:
@@ -284,16 +313,19 @@ class TokenizeBody(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("give prompt or messages, one of the two", "prompt")
-        wrong = "add_generation_prompt" if self.messages is None else "add_special_tokens"
-        if getattr(self, wrong) is not None:
-            raise invalid(f"{wrong} has no effect here; leave it out", wrong)
+        of_chats = ["tools", "add_generation_prompt", "chat_template_kwargs"]
+        for wrong in of_chats if self.messages is None else ["add_special_tokens"]:
+            if getattr(self, wrong) is not None:
+                raise invalid(f"{wrong} has no effect here; leave it out", wrong)
         return self
 
 

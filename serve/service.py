@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from serve.choice import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
 from serve.errors import ApiError, engine_failed, invalid, unavailable
 from serve.metrics import Metrics
 from serve.settings import Settings
+from serve.tool_format import format_of
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,8 @@ class Service:
     def _hear(self, event: Event) -> None:
         match event:
             case Ready(model):
-                self.model = model
+                form = format_of(model.tokenizer.tool_template, self.settings.tool_format)
+                self.model = replace(model, tool_format=form)
             case Added(choices, error):
                 call = self.owners.get(choices[0])
                 if call is not None:

@@ -29,6 +29,8 @@ class Settings:
     """Seconds for a request's body to come."""
     keep_alive: float = 5.0
     """Seconds of silence in a stream before a comment."""
+    tool_format: str | None = None
+    """How the model writes calls of functions; None: as its chat template says."""
     json_log: bool = False
     log_prompts: bool = False
 

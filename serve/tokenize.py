@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 
 from serve.answer import check_name
 from serve.engine_thread import Model
+from serve.messages import for_template
 from serve.schemas import DetokenizeBody, TokenizeBody, read
 from serve.tokens import decode, encode_chat
 
@@ -47,5 +48,10 @@ def _detokenized(model: Model, body: DetokenizeBody) -> JSONResponse:
 def _ids(model: Model, body: TokenizeBody) -> list[int]:
     if body.messages is None:
         return model.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-    messages = [message.for_template() for message in body.messages]
-    return encode_chat(model, messages, add_generation_prompt=body.add_generation_prompt is not False)
+    return encode_chat(
+        model,
+        for_template(body.messages),
+        functions=[tool.function for tool in body.tools or ()],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+    )

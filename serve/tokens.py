@@ -8,25 +8,47 @@ from functools import cache
 from typing import Any
 
 from serve.engine_thread import Model
-from serve.errors import ApiError, invalid
+from serve.errors import MOST_SHOWN, ApiError, invalid
+from serve.tool_format import FORMATS
+from serve.tools import Function
 from sharesd.models.tokenizer import TextStream, Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def encode(model: Model, prompt: str | Sequence[int]) -> list[int]:
+def encode(model: Model, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
     """The ids of a prompt that can be answered; ApiError 400 for one that cannot."""
-    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    ids = model.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
     return _checked(model, ids, "prompt")
 
 
 def encode_chat(
-    model: Model, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    functions: Sequence[Function] = (),
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids of a conversation; ApiError 400 where there is no chat template, or where it refuses the messages."""
+    """The ids of a conversation; ApiError 400 where there is no chat template, or where it does not show all of it."""
+    tokenizer, template = model.tokenizer, model.tokenizer.tool_template or ""
+    if functions and not tokenizer.takes_tools:
+        message = "tools are given, and this model's chat template has no place for them; leave them out"
+        raise invalid(f"{message}, or serve a model that was trained with tools", "tools")
+    if functions and model.tool_format is None:
+        message = "tools are given, and this model's chat template does not tell how it writes calls; leave them out"
+        raise invalid(f"{message}, or start the server with --tool-format {'|'.join(FORMATS)}", "tools")
+    if "tool_calls" not in template and any("tool_calls" in message for message in messages):
+        raise invalid("messages have tool_calls, which this model's chat template does not show", "messages")
+    unknown = next((name for name in variables or () if name not in tokenizer.template_variables), None)
+    if unknown is not None:
+        known = ", ".join(sorted(tokenizer.template_variables)) or "none"
+        message = f"chat_template_kwargs has {unknown[:MOST_SHOWN]}; variables of this model's chat template: {known}"
+        raise invalid(message, "chat_template_kwargs")
+    tools = [function.for_template() for function in functions]
     try:
-        ids = model.tokenizer.chat(messages, add_generation_prompt)
-    except (ValueError, TypeError) as error:
+        ids = tokenizer.chat(messages, add_generation_prompt, tools=tools, variables=variables)
+    except ValueError as error:
         raise invalid(str(error), "messages") from None
     return _checked(model, ids, "messages")
 

@@ -28,7 +28,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 def speculative(choices: Sequence[Choice]) -> dict[str, Any]:
     """The rounds of all choices together. The first token of each is of no round: the prompt's step gives it."""
     begun = [choice for choice in choices if choice.first is not None]
-    num_decoded = sum(len(choice.token_ids) - 1 for choice in begun)
+    num_decoded = sum(max(0, len(choice.token_ids) - 1) for choice in begun)
     rounds = sum(choice.rounds for choice in begun)
     seconds = max((c.last or 0.0 for c in begun), default=0.0) - min((c.first or 0.0 for c in begun), default=0.0)
     accepted_at = [sum(counts) for counts in zip_longest(*(choice.accepted_at for choice in begun), fillvalue=0)]

@@ -47,7 +47,7 @@ class SamplingParams:
     """How one request is sampled and when it stops. The defaults are greedy decoding."""
 
     max_new_tokens: int = 128
-    """Tokens to generate at most (exact, whatever the draft length)."""
+    """Tokens to generate at most (exact, whatever the draft length); 0 with `prompt_logprobs` only."""
     temperature: float = 0.0
     """0 = greedy; otherwise logits are divided by it."""
     top_k: int = 0
@@ -78,6 +78,8 @@ class SamplingParams:
     """Return the target's log-probability of every emitted token (before any processing of logits)."""
     top_logprobs: int = 0
     """How many of the likeliest tokens to return with their log-probabilities, at each place; needs `logprobs`."""
+    prompt_logprobs: bool = False
+    """Return log-probabilities of the prompt's tokens, too; needs `logprobs`. The prompt is read anew as a whole."""
     speculate: bool = True
     """Whether drafts may be made for this request; the text is the same."""
     grammar: str | None = None
@@ -88,7 +90,7 @@ class SamplingParams:
     `block` (Sun et al. 2024): only the same *distribution* as plain decoding, not the same text."""
 
     def __post_init__(self) -> None:
-        _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least("max_new_tokens", self.max_new_tokens, 0 if self.prompt_logprobs else 1)
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _finite(name, getattr(self, name))
         _at_least("temperature", self.temperature, 0)
@@ -106,6 +108,8 @@ class SamplingParams:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be between 0 and {MOST_TOP_LOGPROBS}")
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs is {self.top_logprobs} but logprobs is off; switch logprobs on")
+        if self.prompt_logprobs and not self.logprobs:
+            raise ValueError("prompt_logprobs is on but logprobs is off; switch logprobs on")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
         if any(not s for s in self.stop):

@@ -18,11 +18,12 @@ def from_json_schema(schema: Mapping[str, Any]) -> str:
 
     ValueError where that is no object.
     """
-    given = schema.get("x-guidance", {})
-    if not isinstance(given, Mapping):
-        raise ValueError(f"x-guidance of the schema is {str(given)[:40]!r}; give an object, or leave it out")
-    options = {"whitespace_pattern": WHITE_SPACE, **given}
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
+
+
+def json_in_lark(schema: Mapping[str, Any]) -> str:
+    """JSON of this schema as a part of a grammar in Lark; ValueError as `from_json_schema`."""
+    return f"%json {json.dumps(_with_options(schema))}"
 
 
 def from_lark(text: str) -> str:
@@ -40,6 +41,13 @@ def from_choices(texts: Sequence[str]) -> str:
     if not texts:
         raise ValueError("the list of choices is empty; give at least one text")
     return from_lark("start: " + " | ".join(map(json.dumps, texts)))
+
+
+def _with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
+    given = schema.get("x-guidance", {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"x-guidance of the schema is {str(given)[:40]!r}; give an object, or leave it out")
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, **given}}
 
 
 def llguidance() -> Any:

@@ -28,10 +28,10 @@ FAILING, REFUSED = "why red", "why blue"
 """Prompts with these words make a step fail, or are not taken."""
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(template: str = CHAT_TEMPLATE) -> Tokenizer:
     backend = make_backend()
     special = {"eos_token": SPECIAL[2], "bos_token": SPECIAL[1]}
-    return Tokenizer(backend, special=special, chat_template=CHAT_TEMPLATE, eos_ids=[backend.token_to_id(SPECIAL[2])])
+    return Tokenizer(backend, special=special, chat_template=template, eos_ids=[backend.token_to_id(SPECIAL[2])])
 
 
 @dataclass(eq=True)
@@ -47,6 +47,15 @@ class FakeRequest:
     position: int = 0
     finish_reason: str | None = None
     stats: Any = field(default_factory=lambda: SimpleNamespace(drafted_tokens=0))
+
+    @property
+    def prompt_logprobs(self) -> list[float] | None:
+        return [-0.1 * place for place in range(1, len(self.prompt_ids))] if self.params.prompt_logprobs else None
+
+    @property
+    def prompt_top_logprobs(self) -> list[list[tuple[int, float]]] | None:
+        scored = self.prompt_logprobs if self.params.top_logprobs else None
+        return scored and [[(i, value)] for i, value in zip(self.prompt_ids[1:], scored, strict=True)]
 
     @property
     def num_read(self) -> int:
@@ -138,6 +147,8 @@ class FakeEngine:
             accepted = self._dice(request, request.position, "accepted") % (DRAFT + 1)
             sources = ["accepted"] * accepted + (["bonus"] if accepted == DRAFT else ["recovered"])
             request.stats.drafted_tokens += DRAFT
+        if request.params.max_new_tokens == 0:
+            sources = []
         ids = [self._token(request, request.position + n) for n in range(len(sources))]
         count, text, reason = request.checker.push(ids)
         start, request.position = request.position, request.position + count
@@ -171,8 +182,8 @@ class FakeEngine:
         return int.from_bytes(hashlib.md5(repr((request.prompt_ids, noise, position, what)).encode()).digest()[:4])
 
 
-def fake_model(**settings: Any) -> Model:
-    tokenizer = make_tokenizer()
+def fake_model(*, template: str = CHAT_TEMPLATE, **settings: Any) -> Model:
+    tokenizer = make_tokenizer(template)
     engine = FakeEngine(tokenizer, **settings)
     grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
     return Model(engine, tokenizer, engine.max_context, tokenizer.vocab_size, grammars)

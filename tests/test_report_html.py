@@ -19,7 +19,11 @@ from benchmark.reports.report import drafter_rows, markdown
 from benchmark.reports.report_html import DRAFTER_SHADES, html_page, token_pieces
 from benchmark.reports.results import accepted_by
 from benchmark.reports.summary import summarize
+from sharesd.config import SamplingParams
 from sharesd.decoding.output import Completion, TokenChunk
+from sharesd.decoding.request import Request
+from sharesd.decoding.stats import Stats
+from sharesd.decoding.stops import StopChecker
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer
 
 VOID = {"meta", "img", "input"}
@@ -173,11 +177,12 @@ def test_old_records_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert (record.token_sources, record.accepted_by, record.token_drafters) == ("", {}, "")
 
 
-def test_completion_knows_the_drafters() -> None:
-    completion = Completion()
-    completion.add(TokenChunk(0, [1], ["target"], [None], ""))
-    completion.add(TokenChunk(0, [2, 3], ["accepted", "bonus"], ["suffix", None], ""))
-    completion.add(TokenChunk(0, [4], ["recovered"], [None], ""))
+def test_completion_knows_the_drafters(tokenizer: Tokenizer) -> None:
+    completion, params = Completion(), SamplingParams()
+    request = Request([0], params, 0, StopChecker(tokenizer, params, eos_ids=(), room=9), Stats())
+    completion.add(TokenChunk(request, [1], ["target"], [None], ""))
+    completion.add(TokenChunk(request, [2, 3], ["accepted", "bonus"], ["suffix", None], ""))
+    completion.add(TokenChunk(request, [4], ["recovered"], [None], ""))
     assert completion.drafters == [None, "suffix", None, None]
 
 

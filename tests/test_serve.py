@@ -111,7 +111,9 @@ def test_what_benchmark_clients_send_is_accepted(server: Served) -> None:
         **{"repetition_penalty": 1.0, "ignore_eos": True, "best_of": 1, "top_k": -1, "stop": None, "seed": None},
         **{"user": "me", "metadata": {"a": ["b"]}, "store": False, "service_tier": "auto", "logit_bias": {}},
     }
-    server.complete(**neutral, logprobs=None, echo=False, suffix=None)
+    neutral |= {"min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True}
+    neutral |= {"include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0}
+    server.complete(**neutral, logprobs=None, echo=False, suffix=None, add_special_tokens=False)
     chat = {
         "response_format": {"type": "text"},
         "tools": [],
@@ -138,6 +140,27 @@ def test_logprobs_of_completions(server: Served) -> None:
     assert found["token_logprobs"] == [0, -0.5, -1, -1.5]
     assert [list(top.values()) for top in found["top_logprobs"]] == [[-0.25, -9999.0]] * 4, "JSON has no infinity"
     assert server.complete(logprobs=0, max_tokens=4)["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_echo_with_logprobs_scores_the_prompt(server: Served, max_tokens: int) -> None:
+    prompts = ["the cat é", "a"]
+    for given in (prompts, [server.model.tokenizer.encode(prompt) for prompt in prompts]):  # type: ignore[union-attr]
+        done = server.complete(given, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0)
+        assert done["usage"]["completion_tokens"] == 2 * max_tokens
+        for prompt, choice in zip(prompts, done["choices"], strict=True):
+            found, num = choice["logprobs"], len(server.model.tokenizer.encode(prompt))  # type: ignore[union-attr]
+            assert choice["text"].startswith(prompt) and choice["finish_reason"] == "length"
+            assert {len(values) for values in found.values()} == {num + max_tokens}
+            assert found["token_logprobs"] == pytest.approx(
+                [None, *(-0.1 * n for n in range(1, num)), *(-0.5 * n for n in range(max_tokens))]
+            )
+            assert found["top_logprobs"][0] is None and list(found["top_logprobs"][num - 1 : num]) != [{}]
+            assert found["text_offset"][0] == 0 and found["text_offset"][num:][:1] == [len(prompt)][:max_tokens]
+    assert (
+        server.complete("the cat", echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["top_logprobs"]
+        is None
+    )
 
 
 def test_logprobs_of_chats(server: Served) -> None:
@@ -351,7 +374,10 @@ WRONG_OUTPUTS: list[dict[str, Any]] = [
     [
         *[({"prompt": prompt}, "prompt") for prompt in ("", [], [[]], [""], 5, None, [1, "a"], [-1], [[1], [10**6]])],
         *[({"prompt": [10**30]}, "prompt"), ({}, "prompt"), ({"prompt": "the", "logprobs": True}, "logprobs")],
-        *[({"prompt": "the", "logprobs": 21}, "logprobs"), ({"prompt": "the", "echo": True, "logprobs": 1}, "echo")],
+        *[
+            ({"prompt": "the", "logprobs": 21}, "logprobs"),
+            ({"prompt": "the", "max_tokens": 0, "echo": True}, "max_tokens"),
+        ],
         *[({"prompt": "the", "suffix": "end"}, "suffix"), ({"prompt": "the", "top_logprobs": 1}, "top_logprobs")],
         *[({"prompt": "the", "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens")],
         *[({"prompt": "the", "response_format": {"type": "yaml"}}, "response_format")],
@@ -368,14 +394,16 @@ def test_wrong_completions(server: Served, body: dict[str, Any], param: str) -> 
     ("more", "param"),
     [
         *[({"messages": messages}, "messages") for messages in ([], None, "hello", [5], [{}])],
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages"),
         ({"logprobs": 2}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"echo": True}, "echo"),
     ],

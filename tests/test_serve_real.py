@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from served import Served, served
 from tiny import make_checkpoint
 
@@ -100,6 +101,30 @@ def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(folder:
                 assert answer == (wanted.text, wanted.finish_reason)
             assert set(json.loads(found[0][0])) == {"animal", "colours"} and found[0][1] == "stop"
             assert found[4][0] in ("the cat", 'a "mat"') and found[4][1] == "stop"
+
+
+def test_prompts_are_scored_as_evaluation_harnesses_ask_for(folder: Path, server: Served) -> None:
+    plain = build(EngineConfig(target=str(folder), mode="naive", max_context=256))
+    prompts = [plain.tokenizer.encode(prompt) for prompt in (*PROMPTS, PROMPTS[0])]
+    given = {"max_tokens": 1, "temperature": 0, "seed": 1234}
+    choices = server.complete(prompts, echo=True, logprobs=1, **given)["choices"]
+    said = [choice["text"] for choice in server.complete(prompts, echo=True, **given)["choices"]]
+    assert [choice["text"] for choice in choices] == said
+    for prompt, choice in zip(prompts, choices, strict=True):
+        with torch.inference_mode():
+            logits_TV = plain.target.forward(torch.tensor([prompt]), plain.target.new_cache(1, 64))[0]
+        wanted_TV = logits_TV.double().log_softmax(-1)
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        scores = [wanted_TV[t, token].item() for t, token in enumerate(prompt[1:])]
+        assert found["token_logprobs"][1:-1] == pytest.approx(scores, abs=1e-4)
+        pairs = zip(found["token_logprobs"][1:-1], found["top_logprobs"][1:-1], strict=True)
+        is_best = [value == max(top.values()) for value, top in pairs]
+        assert is_best == [wanted_TV[t].argmax().item() == token for t, token in enumerate(prompt[1:])]
+    nothing = server.complete(prompts, echo=True, logprobs=1, max_tokens=0)
+    assert nothing["usage"]["completion_tokens"] == 0
+    for choice, whole in zip(nothing["choices"], choices, strict=True):
+        assert choice["logprobs"]["token_logprobs"] == whole["logprobs"]["token_logprobs"][:-1]
 
 
 def test_a_chat_may_ask_for_json(server: Served) -> None:

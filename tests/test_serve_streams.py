@@ -58,6 +58,16 @@ def test_a_stream_is_the_whole_answer(server: Served, speculate: bool) -> None:
         assert (len(own) == 20) == (not speculate), "an event for each round"
 
 
+def test_a_stream_begins_with_the_scores_of_the_prompt(server: Served) -> None:
+    asked = {"prompt": ["the cat", "a mat"], "seed": 7, "max_tokens": 9, "logprobs": 1, "echo": True}
+    whole, parts = server.complete(**asked), stream(server, **asked)
+    for choice in whole["choices"]:
+        own = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in own) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [value for part in own for value in part["logprobs"][name]] == values
+
+
 def test_a_stream_without_usage_ends_with_choices(server: Served) -> None:
     parts = stream(server, prompt="the", max_tokens=4)
     assert all(part["choices"] and "usage" not in part for part in parts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tokenizer import TOOL_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -152,6 +153,23 @@ def test_chat_templates_render_as_in_transformers(template: str, tmp_path: Path)
             chat, tokenize=False, add_generation_prompt=prompt
         )
         assert ours.chat(chat, prompt) == theirs.apply_chat_template(chat, add_generation_prompt=prompt)["input_ids"]
+
+
+def test_tools_and_variables_render_as_in_transformers(tmp_path: Path) -> None:
+    several = [{"name": "tool_use", "template": TOOL_TEMPLATE}, {"name": "default", "template": CHAT}]
+    folder = write(tmp_path, byte_level(), chat_template=several)
+    ours = load_tokenizer(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"b": "<é>"}}}
+    chat = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    function = {"name": "f", "description": "é", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    for given in (None, tools):
+        wanted = theirs.apply_chat_template(
+            chat, tools=given, tokenize=False, add_generation_prompt=True, thinking=True
+        )
+        assert ours.render_chat(chat, tools=given, variables={"thinking": True}) == wanted
+    assert ours.takes_tools and ours.template_variables == {"thinking"}
 
 
 def test_chat_templates_know_the_date(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ class Engine:
         eos_ids = (*self.target.eos_ids, *self.tokenizer.eos_ids)
         checker = StopChecker(self.tokenizer, params, eos_ids=eos_ids, room=self.max_context - len(ids))
         matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
+        reuse = reuse and not params.prompt_logprobs
         request = Request(ids, params, index, checker, self._new_stats(), matcher=matcher, reuse=reuse, call=call)
         request.stats.accept_lengths.append([])
         self._waiting.append(request)
@@ -344,6 +345,8 @@ class Engine:
     def _first_token(self, request: Request, logits_1V: Tensor) -> TokenChunk:
         row = request.slot
         assert row is not None
+        if request.params.max_new_tokens == 0:
+            return self._emit(request, [], [], [], [], [] if request.params.top_logprobs else None)
         one = self.sampling.only(row)
         sampler = Sampler(one.kind([0]), one, gumbel=self.gumbel)
         legal_11W = None

@@ -50,6 +50,9 @@ class Completion:
     text: str = ""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: list[float] | None = None
+    """Of the prompt's tokens but the first, if asked for."""
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: FinishReason | None = None
 
     def add(self, chunk: TokenChunk) -> None:
@@ -62,4 +65,6 @@ class Completion:
             self.logprobs = (self.logprobs or []) + chunk.logprobs
         if chunk.top_logprobs is not None:
             self.top_logprobs = (self.top_logprobs or []) + chunk.top_logprobs
+        self.prompt_logprobs = chunk.request.prompt_logprobs
+        self.prompt_top_logprobs = chunk.request.prompt_top_logprobs
         self.finish_reason = chunk.finish_reason

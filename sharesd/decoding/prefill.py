@@ -1,6 +1,6 @@
 """Reading prompts into a KV cache, row by row and piece by piece.
 
-Legend: B rows, T tokens of a chunk, V vocabulary.
+Legend: B rows, T tokens of a chunk, R of them whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ def next_padded_piece(model: CausalModel, cache: StaticKVCache, num_read: int, l
     return Piece(min(num_read, cache.slots - size), end, size)
 
 
-def read_piece(model: CausalModel, cache: StaticKVCache, row: int, tokens: Sequence[int], piece: Piece) -> Tensor:
-    """Write the KV of a piece of a row's prompt, and nothing else; returns the logits [1, V] after it.
+def read_piece(
+    model: CausalModel, cache: StaticKVCache, row: int, tokens: Sequence[int], piece: Piece, num_rows: int = 1
+) -> Tensor:
+    """Write the KV of a piece of a row's prompt, and nothing else; returns the logits [R, V] after its last `num_rows`
+    tokens.
 
     The row's length is then the end of the piece; what padding writes lies above it.
     """
@@ -67,10 +70,10 @@ def read_piece(model: CausalModel, cache: StaticKVCache, row: int, tokens: Seque
     view.lengths.fill_(first)
     device = cache.lengths.device
     piece_1T = torch.tensor([[*tokens[first:end], *[0] * (size - (end - first))]], device=device)
-    last_11 = torch.tensor([[end - first - 1]], device=device)
-    logits_1V = model.forward(piece_1T, view, last_11)[:, 0]
+    last_1R = torch.arange(end - first - num_rows, end - first, device=device)[None]
+    logits_RV = model.forward(piece_1T, view, last_1R)[0]
     view.lengths.fill_(end)
-    return logits_1V
+    return logits_RV
 
 
 def reads_in_pieces(cache: StaticKVCache) -> bool:

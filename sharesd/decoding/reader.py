@@ -14,6 +14,7 @@ from torch import Tensor
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.prefill import CHUNK, next_padded_piece, next_piece, read_piece, reads_in_pieces, whole_chunks
 from sharesd.decoding.request import Request
+from sharesd.decoding.score import MOST_ROWS, score
 from sharesd.drafters.base import Drafter
 from sharesd.models.base import CausalModel
 
@@ -60,9 +61,15 @@ class Reader:
             piece = next_padded_piece(self._target, cache, request.num_read, len(prompt))
         else:
             most = (self._prefill_chunk or self._bearable()) if waited_for else CHUNK
+            most = min(most, MOST_ROWS) if request.params.prompt_logprobs else most
             piece = next_piece(self._target, cache, request.num_read, len(prompt), most)
         started = time.perf_counter()
-        logits_1V = read_piece(self._target, cache, row, prompt, piece)
+        if request.params.prompt_logprobs:
+            logits_RV = read_piece(self._target, cache, row, prompt, piece, piece.end - request.num_read)
+            score(request, logits_RV)
+            logits_1V = logits_RV[-1:]
+        if self._in_pieces or not request.params.prompt_logprobs:  # there the bits of a row depend on the others
+            logits_1V = read_piece(self._target, cache, row, prompt, piece)
         cache.held[row] += prompt[request.num_read : piece.end]
         cache.settled[row] = whole_chunks(piece.end)
         request.num_read = piece.end

@@ -50,6 +50,12 @@ class Request:
         """Tokens of the prompt whose KV the row has; all of them from the first token on."""
         self.cached_tokens = 0
         """Tokens of the prompt that were not read anew; known from the first chunk on."""
+        self.prompt_logprobs: list[float] | None = [] if params.prompt_logprobs else None
+        """The target's log-probability of each prompt token but the first, as far as it was read, if asked for."""
+        self.prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
+        """The likeliest tokens there, if asked for."""
+        if params.prompt_logprobs and params.top_logprobs:
+            self.prompt_top_logprobs = []
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.stats = stats

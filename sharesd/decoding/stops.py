@@ -42,7 +42,7 @@ class StopChecker:
             if self._left == 0 or count > legal:
                 rest, found = self._rest()
                 return count, text + rest, "stop" if found else "length"
-        return len(ids), text, None
+        return len(ids), text, None if self._left else "length"
 
     def _release(self, piece: str) -> tuple[str, bool]:
         """Text that can be shown now, and whether a stop string came up (the text is cut before it)."""
@@ -50,7 +50,7 @@ class StopChecker:
         first = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=-1)
         if first >= 0:
             return text[:first], True
-        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        hold = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False
 
@@ -60,6 +60,6 @@ class StopChecker:
         return (text, True) if found else (text + self._held, False)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,8 +27,14 @@ from sharesd.models.folder import eos_ids, read_json
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
 """Tokens that end an answer where the chat template or the vocabulary's end token uses them."""
 
+TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+"""Tokens around the calls of tools, which are text here even where a tokenizer has them as special."""
+
 LONG = 2000
 """Characters from which a text is encoded without holding up other threads."""
+
+_TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What templates, which are programs of others, raise about what they are given."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -41,15 +48,18 @@ class Tokenizer:
         *,
         special: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        """`special` maps roles (`bos_token`, `eos_token`, ...) to tokens, for the chat template."""
+        """`special` maps roles (`bos_token`, `eos_token`, ...) to tokens, for the chat template. `tool_template` is
+        the one for conversations with tools, where there is one of its own.
+        """
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.special = dict(special or {})
-        self.chat_template = chat_template
+        self.chat_template, self.tool_template = chat_template, tool_template or chat_template
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.has_bytes = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
         """Whether there are tokens of single bytes, like <0x0A>."""
@@ -75,12 +85,20 @@ class Tokenizer:
         """The text of token ids. Ids without a token (padding of the vocabulary) give nothing."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation of `{"role": ..., "content": ...}`.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation of `{"role": ..., "content": ...}`, as `render_chat` writes it.
 
         Raises ValueError where there is no chat template or where it refuses the messages.
         """
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        text = self.render_chat(messages, add_generation_prompt, tools=tools, variables=variables)
+        return self.encode(text, add_special_tokens=False)
 
     def ask(self, question: str) -> list[int]:
         """Token ids of a user's message: in the chat template, or bare where there is none."""
@@ -88,23 +106,50 @@ class Tokenizer:
             return self.encode(question)
         return self.chat([{"role": "user", "content": question}])
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text which `chat` encodes."""
-        if self.chat_template is None:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text which `chat` encodes. `tools` are functions as OpenAI has them; `variables` are for
+        `template_variables`.
+        """
+        source = self.tool_template if tools else self.chat_template
+        if source is None:
             raise ValueError(
                 "this checkpoint has no chat template; use a plain prompt or an instruction-tuned checkpoint"
             )
         try:
-            template = _environment().from_string(self.chat_template)
+            template = _environment().from_string(source)
             return template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self.special,
+                self.special
+                | dict(variables or {})
+                | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+                | {"tools": list(tools) if tools else None, "documents": None}
             )
-        except TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template does not take these messages: {error}") from error
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return "tools" in self._variables
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads besides what `render_chat` always gives it."""
+        given = {"messages", "add_generation_prompt", "tools", "documents", *self.special}
+        return self._variables - given - set(_environment().globals)
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        try:
+            return frozenset(meta.find_undeclared_variables(_environment().parse(self.tool_template or "")))
+        except TemplateError:
+            return frozenset()
 
     def fingerprint(self) -> str:
         """Equal for tokenizers with the same ids for the same tokens."""
@@ -124,9 +169,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         _add_missing_tokens(backend, config, special)
     else:
         backend, special = _convert(folder)
-    template = _chat_template(folder, config)
+    backend = _with_tool_marks_as_text(backend)
+    template, for_tools = (_chat_template(folder, config, name) for name in ("default", "tool_use"))
     ends = _end_ids(folder, backend, special, template)
-    return Tokenizer(backend, special=special, chat_template=template, eos_ids=ends)
+    return Tokenizer(backend, special=special, chat_template=template, tool_template=for_tools, eos_ids=ends)
 
 
 def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
@@ -225,14 +271,27 @@ def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     return tokenizer.backend_tokenizer, special
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The default template: of its own file, else of tokenizer_config.json (where it may be one of several)."""
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+def _with_tool_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    if special.isdisjoint(TOOL_MARKS):
+        return backend
+    written = json.loads(backend.to_str())
+    for token in written["added_tokens"]:
+        token["special"] &= token["content"] not in TOOL_MARKS
+    return tokenizers.Tokenizer.from_str(json.dumps(written))
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
+    """The template of this name: of its own file, else of tokenizer_config.json, where it may be one of several. A
+    single one is the default.
+    """
+    file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+    if file.exists():
+        return file.read_text(encoding="utf-8")
     stored = config.get("chat_template")
     if isinstance(stored, list):
-        return next((entry["template"] for entry in stored if entry["name"] == "default"), None)
-    return stored
+        return next((entry["template"] for entry in stored if entry["name"] == name), None)
+    return stored if name == "default" else None
 
 
 def _end_ids(

@@ -1,0 +1,104 @@
+"""What a conversation may say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from serve.errors import invalid
+from serve.strict import Strict
+from serve.tools import Name
+
+
+class Part(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """A function that was called, with arguments in JSON."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in an answer that is sent back."""
+
+    id: str
+    type: Literal["function"] | None = None
+    function: CalledFunction
+    index: int | None = None
+    """Of calls that were put together from a stream; their order says it already."""
+
+
+class Message(Strict):
+    """One message. Keys that answers have, and that are sent back with them, may be null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    """Of the assistant."""
+    tool_call_id: str | None = None
+    """Of a tool's answer: which call it answers."""
+
+    @model_validator(mode="after")
+    def _has_what_its_role_asks_for(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise invalid(f"tool_calls are in a message of role {self.role}; only assistants have some", "messages")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise invalid("messages of role tool have a tool_call_id, and no others", "messages")
+        if self.content is None and not self.tool_calls:
+            raise invalid(f"a message of role {self.role} has no content; give a text", "messages")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content; parts are lines."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: `developer` is the newer name of `system`, arguments are objects, and a
+    tool's answer has the name of the function. ApiError 400 for arguments that are none.
+    """
+    shown: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+        one["content"] = message.text
+        if message.tool_calls:
+            one["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+            names |= {call.id: call.function.name for call in message.tool_calls}
+        if message.tool_call_id is not None:
+            one["tool_call_id"] = message.tool_call_id
+        name = message.name or names.get(message.tool_call_id or "")
+        shown.append(one | ({"name": name} if name else {}))
+    return shown
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    text = call.function.arguments
+    try:
+        arguments = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        message = f"the arguments of a call of {call.function.name} are no JSON object: {text[:40]!r}"
+        raise invalid(f"{message}; leave the call out, or repair it", "messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

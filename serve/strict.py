@@ -1,0 +1,11 @@
+"""What all parts of bodies have in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Strict(BaseModel):
+    """No unknown keys, no conversions, no NaN, no infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

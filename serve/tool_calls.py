@@ -1,0 +1,231 @@
+"""From the text of an answer to the calls of functions in it, piece by piece as it comes.
+
+A call is one as soon as its beginning says so: the format's mark, and an object with the name of a known function and
+arguments. These are handed out as the model writes them. What begins otherwise is plain text, mark and all. Nothing
+depends on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from serve.tool_format import ToolFormat
+from sharesd.decoding.stops import overlap
+
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+@dataclass
+class CallPart:
+    """A piece of a call."""
+
+    index: int
+    """Of the call, in its answer."""
+    name: str | None
+    """In the first piece of a call only."""
+    arguments: str
+    """The next characters of its JSON."""
+
+
+@dataclass
+class Read:
+    """What a piece of text came to."""
+
+    content: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+    """One for each call at most."""
+
+
+class CallReader:
+    """Reads one answer."""
+
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], *, most: int | None = None, must: bool = False
+    ) -> None:
+        """Of functions with these names; what follows `most` calls is left out. `must`: there is nothing but calls."""
+        self._form, self._names, self._most, self._must = form, names, most, must
+        self._held = ""  # text that was not read yet
+        self._markup = ""  # what was read of what may become a call
+        self._num_calls = 0
+        self._braces, self._num_fed = _Braces(), 0
+        self._last, self._read = False, Read()
+        self._next: Callable[[], bool] = self._text if form.mark else self._opening
+
+    def push(self, text: str, *, last: bool) -> Read:
+        """The next piece of the answer; the `last` one brings what was held back."""
+        self._held += text
+        self._last, self._read = last, Read()
+        while self._next():
+            pass
+        return self._read
+
+    # Each of these reads some of the held text, and says whether there may be more to read.
+
+    def _text(self) -> bool:
+        """Content, up to a mark. White space before a mark belongs to that."""
+        mark, held = self._form.mark, self._held
+        at = held.find(mark) if mark else -1
+        if at < 0:
+            begun = overlap(held, mark)
+            content = held[: len(held) - begun].rstrip() if mark else held
+            if self._last and not (begun and self._cut()):
+                content = held
+            self._read.content += content
+            self._held = held[len(content) :]
+            return False
+        content, behind = held[:at].rstrip(), at + len(mark)
+        self._read.content += content
+        self._markup, self._held = held[len(content) : behind], held[behind:]
+        return self._go_on(self._opening)
+
+    def _opening(self) -> bool:
+        """What stands before an object."""
+        rest, bracket = self._held.lstrip(), self._form.opening.strip()
+        if bracket and rest.startswith(bracket):
+            rest = rest[len(bracket) :].lstrip()
+        if not rest and not self._last:
+            return False
+        self._markup += self._held[: len(self._held) - len(rest)]
+        self._held = rest
+        if not rest.startswith("{"):
+            return not (self._cut() and not rest) and self._give_back()
+        self._braces, self._num_fed = _Braces(), 0
+        return self._go_on(self._head)
+
+    def _head(self) -> bool:
+        """An object, until its name is known, or all of it where that does not come first."""
+        head = _HEAD.match(self._held)
+        if head:
+            if head[1] not in self._names:
+                return self._give_back()
+            self._begin(head[1])
+            self._held, self._braces = self._held[head.end() :], _Braces()
+            return self._go_on(self._arguments)
+        end = self._braces.feed(self._held[self._num_fed :])
+        if end is None:
+            self._num_fed = len(self._held)
+            return self._last and not self._cut() and self._give_back()
+        end += self._num_fed
+        name, arguments = _call(self._held[:end])
+        if name not in self._names or arguments is None:
+            return self._give_back()
+        self._begin(name)
+        self._add(arguments)
+        self._held = self._held[end:]
+        return self._go_on(self._after)
+
+    def _arguments(self) -> bool:
+        end = self._braces.feed(self._held)
+        piece = self._held[:end]
+        self._add(piece)
+        self._held, self._braces = self._held[len(piece) :], self._braces if end is None else _Braces(depth=1)
+        return end is not None and self._go_on(self._object_end)
+
+    def _object_end(self) -> bool:
+        """What the object has behind its arguments, if anything."""
+        self._held = self._held.lstrip()
+        if not self._held:
+            return False
+        return self._go_on(self._object_rest if self._held[0] in ",}" else self._after)
+
+    def _object_rest(self) -> bool:
+        end = self._braces.feed(self._held)
+        self._held = "" if end is None else self._held[end:]
+        return end is not None and self._go_on(self._after)
+
+    def _after(self) -> bool:
+        """What stands between calls, or after the last one."""
+        if self._num_calls == self._most:
+            return self._go_on(self._nothing)
+        rest, end, between = self._held.lstrip(), self._form.end.strip(), self._form.between.strip()
+        if end and rest.startswith(end):
+            self._held = rest[len(end) :]
+            return self._go_on(self._behind)
+        if rest.startswith(between):
+            behind = len(self._held) - len(rest) + len(between)
+            self._markup, self._held = self._held[:behind], self._held[behind:]
+            return self._go_on(self._opening)
+        if not self._form.mark and rest.startswith("{"):
+            self._markup = ""
+            return self._go_on(self._opening)
+        if end.startswith(rest):
+            self._held = "" if self._last else self._held
+            return False
+        return self._go_on(self._behind)
+
+    def _behind(self) -> bool:
+        """White space behind calls is nobody's."""
+        if self._held.strip():
+            return self._go_on(self._text)
+        if self._last:
+            self._held = ""
+        return False
+
+    def _nothing(self) -> bool:
+        self._held = ""
+        return False
+
+    def _cut(self) -> bool:
+        """Whether what the answer ends in is the beginning of one more call, rather than odd text."""
+        return self._must or self._num_calls > 0
+
+    def _go_on(self, step: Callable[[], bool]) -> bool:
+        self._next = step
+        return True
+
+    def _give_back(self) -> bool:
+        """It is no call."""
+        self._read.content += self._markup
+        self._markup = ""
+        return self._go_on(self._text)
+
+    def _begin(self, name: str) -> None:
+        self._read.calls.append(CallPart(self._num_calls, name, ""))
+        self._num_calls += 1
+
+    def _add(self, arguments: str) -> None:
+        index, calls = self._num_calls - 1, self._read.calls
+        if arguments and not (calls and calls[-1].index == index):
+            calls.append(CallPart(index, None, ""))
+        if arguments:
+            calls[-1].arguments += arguments
+
+
+class _Braces:
+    """Finds where a JSON object ends that comes in pieces."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth`: how many brackets are open."""
+        self._depth, self._quoted, self._escaped = depth, False, False
+
+    def feed(self, text: str) -> int | None:
+        """How much of this piece belongs to the object; None: all of it, and more follows."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+def _call(text: str) -> tuple[str, str | None]:
+    """Name and arguments of an object that is a call; no arguments of another one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return "", None
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "", None
+    return name, json.dumps(arguments, ensure_ascii=False)
