@@ -23,7 +23,7 @@ def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\nfrom grouping import *\n")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  kernels:\n  inductor:\n")
     command = [sys.executable, str(HERE.parent / "scripts" / "run_tests.py"), *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
 
 
 def test_a_crash_fails_the_run_and_is_named(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class TransformersPeer:
         manager = self._model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
-                page_size=PAGE,
+                PAGE,  # which had another name before transformers 5.23
                 num_blocks=config.max_batch * (config.max_context // PAGE + 2),
                 max_batch_tokens=config.max_context,
                 max_requests_per_batch=config.max_batch,
