@@ -143,7 +143,7 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       product(linears[0], &linears[1], h.data(), qkv.data(), M, me, all, rounded);
       barrier->wait();
       for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
-        const int64_t m = item % M, head = item / M;
+        const int64_t m = item / (s.H + s.K), head = item % (s.H + s.K);
         T* vector = qkv.data() + m * row + head * s.d;
         const Norm& how = head < s.H ? block.q_norm : block.k_norm;
         if (how.weight) norm(how, vector, vector, s.d, eps);
