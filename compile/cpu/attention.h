@@ -21,6 +21,7 @@ namespace sharesd {
 
 constexpr int64_t kBlock = 32;   // slots; caches are multiples of it
 constexpr int64_t kChunk = 128;  // slots of a part
+constexpr int64_t kFewChunks = 8;  // of a head lie in the second level of cache
 constexpr int64_t kSinks = 32;   // first slots, which are seen even where only recent ones are
 constexpr int64_t kTile = 12;    // queries that are scored together
 constexpr int64_t kRows = 32;    // new rows of the batch's row that read a chunk together
@@ -178,20 +179,21 @@ void add_products(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_
   if (blocks) add_rows<T, 6, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
 }
 
-// Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them.
+// Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them. Fetches keys `ahead` slots behind.
 template <typename T, typename W>
-void score(const Layout<T>& at, const T* q, const T* keys, int64_t slots, W* scores, int64_t M) {
+void score(const Layout<T>& at, const T* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.key_size();
-  add_products(q, size, keys, L * size, L * P, slots / L, size / P, kChunk * size * sizeof(T), scores, kChunk, M);
+  add_products(q, size, keys, L * size, L * P, slots / L, size / P, ahead * size * sizeof(T), scores, kChunk, M);
 }
 
-// Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of P.
+// Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of P. Fetches values `ahead` slots behind.
 template <typename T, typename W>
-void blend(const Layout<T>& at, const T* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M) {
+void blend(const Layout<T>& at, const T* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M,
+           int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.value_size();
-  add_products(weights, kChunk, values, L * P, size * P, size / L, slots / P, kChunk * size * sizeof(T), sums, pitch, M);
+  add_products(weights, kChunk, values, L * P, size * P, size / L, slots / P, ahead * size * sizeof(T), sums, pitch, M);
 }
 
 // From scores [slots] to weights, 0 outside of begin..end, relative to the largest, `top`. Returns their sum.
@@ -281,6 +283,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   const AttentionShape& z = a.z;
   const Layout<T> at{z.d};
   const int64_t G = z.H / z.K, length = a.lengths[g.b], base = chunk * kChunk, num = g.rows * G;
+  const int64_t ahead = g.chunks() <= kFewChunks ? z.S : kChunk;  // the same chunk of the next head, or the next chunk
   const T* k_head = a.k_cache + (g.b * z.K + g.h) * z.S * at.key_size();
   const T* v_head = a.v_cache + (g.b * z.K + g.h) * z.S * at.value_size();
   int64_t begin[kRows], end[kRows], stop = 0;  // slots of the chunk that each row sees, and that any sees
@@ -304,7 +307,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       }
     };
     std::memset(scores, 0, queries * kChunk * sizeof(W));
-    score(at, q, k_head + base * at.key_size(), shared, scores, queries);
+    score(at, q, k_head + base * at.key_size(), shared, scores, queries, ahead);
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* keys = scratch.keys.data();
       const T* from = k_head + own * at.key_size();
@@ -323,7 +326,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
         std::memset(weights + n * kChunk, 0, blocks * sizeof(T));
     }
     const int64_t known = std::min(shared, stop), pairs = known / P * P;
-    blend(at, weights, v_head + base * at.value_size(), pairs, parts + L, stride, queries);
+    blend(at, weights, v_head + base * at.value_size(), pairs, parts + L, stride, queries, ahead);
     if (pairs < known) {  // the other of the last pair may be anything, and 0 times that may be no number
       T* values = scratch.values.data();
       std::memset(values, 0, P * at.value_size() * sizeof(T));

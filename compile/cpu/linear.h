@@ -80,12 +80,11 @@ inline void multiply(const T* x, int64_t x_pitch, const T* w, int64_t block, int
   }
 }
 
-// Rows m..m+M of x against vector blocks n..n+B of the weights.
+// Rows m..m+M of x against vector blocks n..n+B of the weights; fetches what lies `ahead` bytes behind these.
 template <typename T, int M, int B>
-void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K) {
+void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K, int64_t ahead) {
   using W = typename Kernel<T>::W;
   constexpr int64_t P = Kernel<T>::P, L = 64 / sizeof(W);
-  constexpr int64_t ahead = (M < 5 ? 16 : 32) * 64;  // bytes; processors foresee each stream to the end of a page only
   typename Kernel<T>::V acc[M][B] = {};
   multiply<T, M, B>(x + m * K, K, w + n * K * L, K * L, L * P, K / P, ahead, acc);
   for (int i = 0; i < M; ++i)
@@ -96,27 +95,40 @@ void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int
       }
 }
 
-// All rows against vector blocks n..n+B. Sums of a tile fill the registers; rows beyond it read the weights again, from cache.
+// All rows against vector blocks n..n+B, at most R at once, since their sums fill the registers; those beyond read the weights
+// again, from cache.
 template <typename T, int R, int B>
-void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K) {
-  int64_t m = 0;
-  for (; m + R <= M; m += R) tile<T, R, B>(x, w, bias, y, m, n, N, K);
+void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K, int64_t ahead) {
   if constexpr (R > 1)
-    if (m < M) rows<T, R - 1, B>(x + m * K, w, bias, y + m * N, n, M - m, N, K);
-}
-
-// Vector blocks begin..end of the outputs; several threads may share a product.
-template <typename T>
-void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end) {
-  int64_t n = begin;
-  if (M <= 6)
-    for (; n + 4 <= end; n += 4) rows<T, 6, 4>(x, w, bias, y, n, M, N, K);
-  else
-    for (; n + 3 <= end; n += 3) rows<T, 9, 3>(x, w, bias, y, n, M, N, K);
-  for (; n < end; ++n) rows<T, 9, 1>(x, w, bias, y, n, M, N, K);
+    if (M <= (M + R - 1) / R * (R - 1))  // fewer at once take as many passes, and a short last one wastes the most
+      return rows<T, R - 1, B>(x, w, bias, y, n, M, N, K, ahead);
+  int64_t m = 0;
+  for (; m + R <= M; m += R) tile<T, R, B>(x, w, bias, y, m, n, N, K, ahead);
+  if constexpr (R > 1)
+    if (m < M) rows<T, R - 1, B>(x + m * K, w, bias, y + m * N, n, M - m, N, K, ahead);
 }
 
 template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Kernel<T>::W); }
+
+// Vector blocks begin..end of the outputs; several threads may share a product. Processors foresee a stream of memory to the
+// end of a page only, so what comes is fetched by instruction. A row or two wait for memory, which gives most where six
+// blocks are read at once. Up to nine rows reading hides behind arithmetic, best with one block after the other, each
+// fetched while the one before is multiplied; with the last, `next`, where this thread will read then, if that is known.
+// With more rows, which read weights again, two blocks at once spare loads of x and lie in cache still.
+template <typename T>
+void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
+                   const void* next = nullptr) {
+  const int64_t block = K * lanes<T>() * sizeof(T);
+  int64_t n = begin;
+  if (M <= 2)
+    for (; n + 6 <= end; n += 6) rows<T, 2, 6>(x, w, bias, y, n, M, N, K, 1024);
+  if (M > 9)
+    for (; n + 2 <= end; n += 2) rows<T, 9, 2>(x, w, bias, y, n, M, N, K, 2 * block);
+  for (; n < end; ++n) {
+    const int64_t here = reinterpret_cast<intptr_t>(w) + n * block;
+    rows<T, 9, 1>(x, w, bias, y, n, M, N, K, n + 1 < end || !next ? block : reinterpret_cast<intptr_t>(next) - here);
+  }
+}
 
 // The part of `total` blocks which a thread of `threads` takes.
 inline int64_t share(int64_t total, int64_t thread, int64_t threads) { return total * thread / threads; }

@@ -81,9 +81,17 @@ void rotate(T* x, const T* cos, const T* sin, int64_t r) {
   }
 }
 
-// This thread's share of a product.
+// Where a thread's share of a product's weights begins; null where that does not matter.
 template <typename T>
-void product(const Linear& l, const T* x, T* y, int64_t M, int64_t me, int64_t all, RoundedRows& rounded) {
+const void* begin_of(const Linear* l, int64_t me, int64_t all) {
+  if (!l || l->bits) return nullptr;
+  return static_cast<const T*>(l->weight) + share((l->N + lanes<T>() - 1) / lanes<T>(), me, all) * lanes<T>() * l->K;
+}
+
+// This thread's share of a product; `next` is the one which follows.
+template <typename T>
+void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, int64_t me, int64_t all,
+             RoundedRows& rounded) {
   const T* bias = static_cast<const T*>(l.bias);
   const int64_t width = l.bits ? 16 : lanes<T>(), blocks = (l.N + width - 1) / width;
   const int64_t begin = share(blocks, me, all), end = share(blocks, me + 1, all);
@@ -92,7 +100,7 @@ void product(const Linear& l, const T* x, T* y, int64_t M, int64_t me, int64_t a
     low_blocks(static_cast<int>(l.bits), rounded, static_cast<const uint8_t*>(l.weight), bias, y, M, l.N, l.K, l.G, begin,
                end);
   } else {
-    linear_blocks(x, static_cast<const T*>(l.weight), bias, y, M, l.N, l.K, begin, end);
+    linear_blocks(x, static_cast<const T*>(l.weight), bias, y, M, l.N, l.K, begin, end, begin_of<T>(next, me, all));
   }
 }
 
@@ -127,14 +135,15 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
     for (int64_t index = 0; index < s.num_blocks; ++index) {
       const Block& block = s.blocks[index];
       const Linear* linears = block.linears[s.low];
+      const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.low] : nullptr;
       T* k_cache = reinterpret_cast<T*>(s.kv[index]);
       T* v_cache = reinterpret_cast<T*>(s.kv[s.num_blocks + index]);
 
       for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
-      product(linears[0], h.data(), qkv.data(), M, me, all, rounded);
+      product(linears[0], &linears[1], h.data(), qkv.data(), M, me, all, rounded);
       barrier->wait();
       for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
-        const int64_t m = item % M, head = item / M;
+        const int64_t m = item / (s.H + s.K), head = item % (s.H + s.K);
         T* vector = qkv.data() + m * row + head * s.d;
         const Norm& how = head < s.H ? block.q_norm : block.k_norm;
         if (how.weight) norm(how, vector, vector, s.d, eps);
@@ -152,12 +161,12 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
                            s.lengths, attended.data(), scale,     block.window, s.recent, softcap};
       attend_share(a, plan, me, all, parts.data(), scratch, [&] { barrier->wait(); });
       barrier->wait();
-      product(linears[1], attended.data(), out.data(), M, me, all, rounded);
+      product(linears[1], &linears[2], attended.data(), out.data(), M, me, all, rounded);
       barrier->wait();
       add_out(block.attn_out_norm);
 
       for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
-      product(linears[2], h.data(), gate_up.data(), M, me, all, rounded);
+      product(linears[2], &linears[3], h.data(), gate_up.data(), M, me, all, rounded);
       barrier->wait();
       for (int64_t m = 0; m < M; ++m) {
         const T* gate = gate_up.data() + m * 2 * s.mlp;
@@ -170,7 +179,7 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
           for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
       }
       barrier->wait();
-      product(linears[3], hidden.data(), out.data(), M, me, all, rounded);
+      product(linears[3], next, hidden.data(), out.data(), M, me, all, rounded);
       barrier->wait();
       add_out(block.mlp_out_norm);
     }
