@@ -22,7 +22,7 @@ from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 27
+_Step = ctypes.c_int64 * 30
 
 
 class Unsuited(ValueError):
@@ -63,7 +63,8 @@ class NativeStack:
 
         `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
         every block in the layout of `compile.attention.new_kv`, which keep their places; if it has those of the first
-        few only, no others run.
+        few only, no others run. With `features` [B, slots, taps * D] the rows behind as many blocks as `taps` say are
+        copied there (one more than there are: behind the norm, too).
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
         B, T, D = x_BTD.shape
@@ -72,6 +73,7 @@ class NativeStack:
         if kv is None:
             kv = self._kv[cache] = torch.tensor([t.data_ptr() for t in (*cache.k, *cache.v)])
         positions, r = self._tables[0][0].shape
+        taps = (ctypes.c_int64 * len(cache.taps))(*cache.taps)
         step = _Step(
             self._table.data_ptr(),
             len(cache.k),
@@ -87,6 +89,7 @@ class NativeStack:
             torch.get_num_threads(),
             cache.recent,
             *((0, 0, 0) if branches is None else branches.words()),
+            *((0, 0, 0) if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))),
             CREW.lost_address,
         )
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(

@@ -9,7 +9,7 @@ size, P positions, r rotated half, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -185,11 +185,19 @@ class Decoder(nn.Module):
         self.run_stack: Callable[..., Tensor] | None = None
         """(x, cache, branches) -> x: all blocks and the last norm, where compilation puts something of its own here."""
 
-    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache in the model's dtype and on its device."""
+    def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
+        """See `sharesd.models.base.CausalModel.new_cache`."""
         c, table = self.config, self.get_buffer("cos_0")
         shapes = [(c.num_kv_heads, c.head_dim)] * len(c.layers)
-        return StaticKVCache(shapes=shapes, batch=batch, slots=slots, dtype=table.dtype, device=table.device)
+        return StaticKVCache(
+            shapes=shapes,
+            batch=batch,
+            slots=slots,
+            dtype=table.dtype,
+            device=table.device,
+            taps=taps,
+            hidden_size=c.hidden_size,
+        )
 
     def forward(
         self,
@@ -215,13 +223,24 @@ class Decoder(nn.Module):
         return self.run_stack is None and getattr(self.head, "fuses", False)
 
     @property
+    def normed_depth(self) -> int:
+        """Number of the tap behind the last norm."""
+        return len(self.config.layers) + 1
+
+    @property
     def rope_tables(self) -> list[tuple[Tensor, Tensor]]:
         """(Cosines, sines) [positions, r] of every rope."""
         return [(self.get_buffer(f"cos_{i}"), self.get_buffer(f"sin_{i}")) for i in range(len(self.config.ropes))]
 
     def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None) -> Tensor:
         tables = self.rope_tables
-        for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
+        layers = zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True)
+        for depth, (block, kind, k_BKSd, v_BKSd) in enumerate(layers, 1):
             tensors = (*tables[max(kind.rope, 0)], k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
             x_BTD = self.run_block(block, x_BTD, *tensors, recent=cache.recent)
-        return x_BTD if self._norm_in_head else self.norm(x_BTD)
+            cache.tap(depth, x_BTD)
+        if self._norm_in_head and self.normed_depth not in cache.taps:
+            return x_BTD
+        normed_BTD = self.norm(x_BTD)
+        cache.tap(self.normed_depth, normed_BTD)
+        return x_BTD if self._norm_in_head else normed_BTD
