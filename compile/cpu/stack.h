@@ -42,9 +42,10 @@ struct Step {
   void* features;  // [B, S, num_taps * D]: rows behind so many blocks are copied to their slots, null: none
   int64_t num_taps;
   const int64_t* taps;  // one more than there are blocks: behind the norm, too
+  const void* inputs;  // [B * T, K of qkv]: of attentions without a norm before them
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 30 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "stack.py writes these words");
 
 template <typename W> inline W activate(W x, int64_t kind) {
   if (kind == 0) {  // silu
@@ -141,8 +142,10 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       T* k_cache = reinterpret_cast<T*>(s.kv[index]);
       T* v_cache = reinterpret_cast<T*>(s.kv[s.num_blocks + index]);
 
-      for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
-      product(linears[0], h.data(), qkv.data(), M, me, all, rounded);
+      if (block.attn_norm.weight)
+        for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
+      const T* inputs = block.attn_norm.weight ? h.data() : static_cast<const T*>(s.inputs);
+      product(linears[0], inputs, qkv.data(), M, me, all, rounded);
       barrier->wait();
       for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
         const int64_t m = item % M, head = item / M;

@@ -21,7 +21,7 @@ from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
 
 
-def _linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
+def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
     """A linear without values. (torch's skip_init does the same, after importing sympy and Dynamo for a second.)"""
     linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
     for name, parameter in list(linear.named_parameters()):
@@ -57,8 +57,8 @@ class Attention(nn.Module):
         self.scale, self.softcap = c.attn_scale, c.attn_softcap
         self.window, self.use_rope = kind.window, kind.rope >= 0
         width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv = _linear(c.hidden_size, width, bias=c.qkv_bias, **place)
-        self.o = _linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
+        self.qkv = empty_linear(c.hidden_size, width, bias=c.qkv_bias, **place)
+        self.o = empty_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
 
@@ -101,8 +101,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, **place) -> None:
         super().__init__()
-        self.gate_up = _linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
-        self.down = _linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
+        self.gate_up = empty_linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
+        self.down = empty_linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
         self.activation = config.activation
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
