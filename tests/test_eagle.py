@@ -1,0 +1,209 @@
+"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
+from test_compile import compiled
+from tiny_heads import make_head
+
+from compile.linear import pack_linears
+from sharesd.config import SamplingParams
+from sharesd.decoding.engine import Engine
+from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.tables.ngram import NgramTable
+from sharesd.models.decoder import Decoder
+from sharesd.models.heads.files import load_head
+from sharesd.models.heads.head import Head
+from sharesd.models.heads.run import native_block
+
+PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
+GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
+IDS = sorted({7, 3, 31, 12, 0, 39, 22, 9, 14, 15, 16, 17, 28})
+TREE = (2, 3, 6)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def built(
+    head: Head,
+    target: Decoder,
+    *,
+    batch: int = 1,
+    num_draft: int = 4,
+    tree: Any = None,
+    mixed: bool = False,
+    **options: Any,
+) -> Engine:
+    cache = target.new_cache(batch, 160, head.config.taps)
+    top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
+    drafter: Any = EagleDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+    if mixed:
+        table = NgramTable(num_draft, 1, 4)
+        drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)
+    return new_engine(target, drafter, cache=cache, **options)
+
+
+def head_for(target: Decoder, folder: Path, kind: str, **options: Any) -> Head:
+    dtype = next(target.parameters()).dtype
+    return load_head(make_head(folder, target.config, kind, dtype=dtype, **options), target)
+
+
+def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) -> list[list[int]]:
+    return [done.token_ids for done in engine.complete(prompts, params, **options)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_texts_are_those_of_plain_decoding(
+    kind: str, tree: Any, batch: int, params: SamplingParams, tmp_path: Path
+) -> None:
+    target = tiny_decoder(3)
+    want = texts(new_engine(target, batch=batch), PROMPTS, params)
+    engine = built(head_for(target, tmp_path, kind, ids=IDS), target, batch=batch, tree=tree)
+    assert texts(engine, PROMPTS, params) == want
+    assert engine.stats.drafted_tokens > 60
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> None:
+    """All in kernels, in bfloat16; several rows, some of which end early."""
+    target = tiny_decoder(3, dtype=torch.bfloat16, hidden_size=64)
+    head = head_for(target, tmp_path, kind, ids=IDS)
+    compiled(target, "native")
+    pack_linears(head)
+    head.run_block = native_block(head)
+    for params in (GREEDY, SAMPLED):
+        want = texts(new_engine(target, batch=2), PROMPTS, params)
+        assert texts(built(head, target, batch=2), PROMPTS, params) == want
+        assert texts(built(head, target, batch=2, tree=TREE), PROMPTS, params) == want
+
+
+# ---- a head that knows the target
+
+
+def bigram(dtype: torch.dtype = torch.float64) -> Decoder:
+    """A target whose blocks add nothing: the hidden state behind the norm is the token's embedding, made of signs."""
+    target = tiny_decoder(5, dtype=dtype)
+    target.embed.weight.copy_(target.embed.weight.sign())
+    target.norm.weight.fill_(1)
+    for block in target.blocks:
+        block.attn.o.weight.zero_(), block.mlp.down.weight.zero_()
+    return target
+
+
+def knowing(target: Decoder, folder: Path, **options: Any) -> Head:
+    """Its head, which hands the embedding on."""
+    head = head_for(target, folder, "eagle", bias=False, **options)
+    D = target.config.hidden_size
+    head.fc.weight.copy_(torch.cat([torch.eye(D), torch.zeros(D, D)], 1))
+    head.block.attn.o.weight.zero_(), head.block.mlp.down.weight.zero_()
+    return head
+
+
+@pytest.mark.parametrize("tree", [None, (2, 4, 6)], ids=["chain", "tree"])
+def test_the_guesses_of_a_head_that_knows_are_accepted(tree: Any, tmp_path: Path) -> None:
+    target = bigram()
+    engine = built(knowing(target, tmp_path), target, tree=tree, batch=3)
+    for params in (GREEDY, SAMPLED):
+        assert texts(engine, PROMPTS, params) == texts(new_engine(target, batch=3), PROMPTS, params)
+        if tree is None:
+            assert engine.stats.alpha == 1.0, "the noise is that of the target's tokens"
+        else:
+            assert engine.stats.tau > 3.0
+
+
+def test_tokens_of_a_smaller_vocabulary_are_those_of_the_target(tmp_path: Path) -> None:
+    target = bigram()
+    head = knowing(target, tmp_path, ids=IDS)
+    head.lm_head.weight.copy_(target.head.weight[IDS])  # type: ignore[union-attr]
+    rest = [token for token in range(VOCAB) if token not in IDS]
+    for params in (GREEDY, SAMPLED):
+        known = SamplingParams(
+            **{name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")},
+            logit_bias=dict.fromkeys(rest, float("-inf")),
+        )
+        engine = built(head, target)
+        assert texts(engine, PROMPTS, known) == texts(new_engine(target), PROMPTS, known)
+        assert engine.stats.alpha == 1.0
+
+
+# ---- what it reads
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
+    """Plain rounds in between, few and many: what the head holds is what it would have read at once."""
+    target = tiny_decoder(3)
+    engine = built(head_for(target, tmp_path, kind), target, batch=2)
+    want = texts(new_engine(target, batch=2), PROMPTS[:2], SamplingParams(max_new_tokens=60))
+    policy = engine.way(GREEDY).policy
+    pinned = policy.pinned
+    requests = [engine.add(prompt, SamplingParams(max_new_tokens=60)) for prompt in PROMPTS[:2]]
+    for step in range(200):
+        policy.pinned = pinned if step % 17 in (0, 1, 5, 6, 9) else pinned._replace(depth=0, nodes=0)
+        if not engine.step():
+            break
+        if step == 30:
+            check(engine, 0), check(engine, 1)
+    assert [request.tokens[len(request.prompt_ids) :] for request in requests] == want
+
+
+def check(engine: Engine, row: int) -> None:
+    drafter = engine.drafter
+    assert isinstance(drafter, EagleDrafter) and engine.cache.features is not None
+    held = drafter.cache.held[row]
+    assert len(held) > 15
+    fresh = drafter.head.new_cache(1, 160)
+    features = engine.cache.features[row : row + 1, : len(held) - 1]
+    with torch.inference_mode():
+        drafter.head(torch.tensor([held[1:]]), drafter.head.fuse(features), fresh)
+    for ours, read in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
+        torch.testing.assert_close(ours[row, :, : len(held) - 1], read[0, :, : len(held) - 1])
+
+
+def test_chats_reuse_what_the_head_has_read(tmp_path: Path) -> None:
+    target = tiny_decoder(3)
+    engine, plain = built(head_for(target, tmp_path, "eagle3"), target, batch=2), new_engine(target, batch=2)
+    chat = list(PROMPTS[1])
+    for turn in range(3):
+        answer = texts(engine, [chat], SAMPLED, reuse=True)[0]
+        assert answer == texts(plain, [chat], SAMPLED, reuse=True)[0]
+        check(engine, next(row for row, held in enumerate(engine.cache.held) if held[: len(chat)] == chat))
+        chat += [*answer, 4, turn]
+
+
+def test_requests_join_and_leave(tmp_path: Path) -> None:
+    target = tiny_decoder(3)
+    engine = built(head_for(target, tmp_path, "eagle"), target, batch=2, prefill_chunk=3)
+    alone = [texts(new_engine(target), [prompt], params)[0] for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
+    jobs = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
+    requests = []
+    while len(requests) < len(jobs) or engine.num_running or engine.num_waiting:
+        if len(requests) < len(jobs):
+            requests.append(engine.add(*jobs[len(requests)]))
+        engine.step()
+        engine.step()
+    assert [request.tokens[len(request.prompt_ids) :] for request in requests] == alone
+
+
+def test_hybrid_mixes_a_head_with_tables(tmp_path: Path) -> None:
+    target = tiny_decoder(3)
+    engine = built(head_for(target, tmp_path, "eagle3"), target, batch=2, mixed=True)
+    prompts = [PROMPTS[1] * 3, PROMPTS[0] * 5]
+    for params in (GREEDY, SAMPLED):
+        assert texts(engine, prompts, params) == texts(new_engine(target, batch=2), prompts, params)
+
+
+def test_other_rules_of_acceptance_take_its_probabilities(tmp_path: Path) -> None:
+    target = tiny_decoder(3)
+    engine = built(head_for(target, tmp_path, "eagle", ids=IDS), target)
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, acceptance="rejection")
+    assert [len(text) for text in texts(engine, PROMPTS, params)] == [20] * 3
+    assert engine.stats.alpha > 0.02
