@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.heads.files import load_head
+from sharesd.models.heads.head import Head
 
 
 def make_head(
@@ -18,7 +23,7 @@ def make_head(
     target: DecoderConfig,
     kind: str,
     *,
-    ids: list[int] | None = None,
+    ids: Sequence[int] | None = None,
     taps: tuple[int, ...] = (1, 2),
     own_embed: bool = False,
     seed: int = 0,
@@ -72,7 +77,7 @@ def make_head(
         config["draft_vocab_size"] = len(ids or range(V))
         tensors["lm_head.weight"] = random(len(ids or range(V)), D)
     if ids is not None:
-        tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
+        tensors["d2t"] = torch.tensor(list(ids)) - torch.arange(len(ids))
         tensors["t2d"] = torch.tensor([i in ids for i in range(V)])
     if own_embed:
         tensors["embed_tokens.weight"] = random(V, D)
@@ -80,3 +85,9 @@ def make_head(
     (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def random_head(target: Decoder, kind: str, **options: Any) -> Head:
+    """A head for this target, as `make_head` makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_head(make_head(Path(folder), target.config, kind, **options), target)
