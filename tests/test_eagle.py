@@ -9,18 +9,21 @@ import pytest
 import torch
 from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
 from test_compile import compiled
+from tiny import make_checkpoint
 from tiny_heads import make_head
 
 from compile.linear import pack_linears
-from sharesd.config import SamplingParams
+from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.engine import Engine
 from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.tables.ngram import NgramTable
+from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
 from sharesd.models.heads.run import native_block
+from sharesd.models.weights import decoder_config
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
@@ -207,3 +210,47 @@ def test_other_rules_of_acceptance_take_its_probabilities(tmp_path: Path) -> Non
     params = SamplingParams(max_new_tokens=20, temperature=1.0, acceptance="rejection")
     assert [len(text) for text in texts(engine, PROMPTS, params)] == [20] * 3
     assert engine.stats.alpha > 0.02
+
+
+# ---- put together
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(("kind", "compile"), [("eagle", "native"), ("eagle3", "native"), ("eagle3", "off")])
+def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, tmp_path: Path) -> None:
+    """Loaded as users do; with naive and hybrid on the same target and cache."""
+    checkpoint = make_checkpoint(tmp_path / "target")
+    make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16)
+    config = EngineConfig(
+        target=str(checkpoint),
+        head=str(tmp_path / "head"),
+        mode="eagle",
+        hybrid_with=("eagle", "suffix"),
+        compile=compile,
+        device="cpu",
+        max_context=128,
+        max_batch=2,
+        num_draft=3,
+    )
+    runtime = Runtime(config, ("naive", "eagle", "hybrid"))
+    prompts = ["the cat sat on the mat and the cat", "a dog ran"]
+    for params in (GREEDY, SAMPLED):
+        want = texts(runtime.engine("naive"), prompts, params)
+        for mode in ("eagle", "hybrid"):
+            engine = runtime.engine(mode, warm=params)  # type: ignore[arg-type]
+            assert texts(engine, prompts, params) == want
+    engine = runtime.engine("eagle")
+    assert engine.drafter is not None and engine.cache.features is not None
+    weights, kv = engine.drafter.extra_bytes()
+    assert weights > 384 // 3 * 64 * 2 and kv > engine.cache.features.nbytes
+    assert engine.stats.drafted_tokens > 0
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mode eagle needs a trained head"):
+        EngineConfig(mode="eagle")
+    with pytest.raises(ValueError, match="mode eagle needs a trained head"):
+        EngineConfig(mode="hybrid", hybrid_with=("eagle", "suffix"))
+    checkpoint = make_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
+        Runtime(EngineConfig(target=str(checkpoint), head=str(checkpoint), mode="eagle", device="cpu"))
