@@ -53,7 +53,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.run import native_block
+from sharesd.models.heads.native import native_block
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.models.weights import Tensors, load_model, resolve

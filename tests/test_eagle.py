@@ -22,7 +22,7 @@ from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.run import native_block
+from sharesd.models.heads.native import native_block
 from sharesd.models.weights import decoder_config
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]

@@ -18,7 +18,7 @@ from compile.linear import pack_linears
 from sharesd.models.heads.config import HeadConfig
 from sharesd.models.heads.files import load_head, new_head, save_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.run import native_block
+from sharesd.models.heads.native import native_block
 
 KINDS = ("eagle", "eagle3")
 IDS = sorted({7, 3, 31, 12, 0, 39, 22})

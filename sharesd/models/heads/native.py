@@ -1,4 +1,4 @@
-"""How the steps of a head become fast."""
+"""A head's block in the CPU kernel."""
 
 from __future__ import annotations
 
