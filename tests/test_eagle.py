@@ -11,6 +11,7 @@ from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
 from test_compile import compiled
 from tiny import make_checkpoint
 from tiny_heads import make_head
+from torch import Tensor
 
 from compile.linear import pack_linears
 from sharesd.config import EngineConfig, SamplingParams
@@ -135,6 +136,48 @@ def test_tokens_of_a_smaller_vocabulary_are_those_of_the_target(tmp_path: Path) 
         engine = built(head, target)
         assert texts(engine, PROMPTS, known) == texts(new_engine(target), PROMPTS, known)
         assert engine.stats.alpha == 1.0
+
+
+def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: int, budget: int) -> set[tuple[int, ...]]:
+    """The best `budget` paths of a tree whose levels expand the `top` best nodes, each looked at from the beginning."""
+
+    def children(path: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
+        known = torch.nn.functional.pad(features, (0, 0, 0, len(path)))  # a chain needs none of its guesses
+        states = head.unroll(torch.tensor([[*text[1:], *path]]), known, steps=1 + len(path))
+        best = head.logits(states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
+        return [(p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+
+    front, found = [(0.0, ())], []
+    for _ in range(depth):
+        level = [(above + p, path) for above, parent in front for p, path in children(parent)]
+        front = sorted(level, reverse=True)[:top]  # type: ignore[assignment]
+        found += level
+    return {path for _, path in sorted(found, reverse=True)[:budget]}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("top", "depth", "budget"), [(1, 4, 4), (2, 3, 6), (3, 4, 16)])
+def test_drafts_are_what_the_unrolled_head_finds_likeliest(
+    kind: str, top: int, depth: int, budget: int, tmp_path: Path
+) -> None:
+    """Chains and trees, behind a few rounds of which the features are the target's."""
+    target = tiny_decoder(3)
+    engine = built(head_for(target, tmp_path, kind, ids=IDS), target, tree=(top, depth, budget) if top > 1 else None)
+    drafter, request = engine.drafter, engine.add(PROMPTS[1], GREEDY)
+    assert isinstance(drafter, EagleDrafter) and engine.cache.features is not None
+    for _ in range(3):
+        engine.step()
+        drafter.catch_up({0: request.tokens}, False)
+        draft = drafter.draft(engine.way(GREEDY).round(0, 1).drafting, drafter.shapes[-1])
+        num = len(request.tokens) - 1
+        tokens = [request.tokens[-1], *draft.tokens[0].tolist()]
+        paths = [list(range(row + 1)) for row in range(len(tokens))]
+        if draft.branches is not None:
+            depths, rows = (part[0].tolist() for part in draft.branches)
+            paths = [rows[row][: depths[row] + 1] for row in range(len(tokens))]
+        ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
+        assert ours == likeliest(drafter.head, request.tokens, engine.cache.features[:, :num], top, depth, budget)
 
 
 # ---- what it reads
