@@ -122,12 +122,13 @@ class Runtime:
         folder = self._folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
+        self._check_head(progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
         self._progress, self._tensors = progress, tensors
         self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head(progress) if "eagle" in self._needs else None
+        self._head = self._load_head() if "eagle" in self._needs else None
         if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
         self.max_context = min(config.max_context, self.target.max_context)
@@ -302,13 +303,18 @@ class Runtime:
             self._draft_folder = resolve(self.config.draft, progress=progress)
             require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
 
-    def _load_head(self, progress: Progress) -> Head:
+    def _check_head(self, progress: Progress) -> None:
+        """Before any weights are read."""
+        if "eagle" in self._needs:
+            if self.config.head is None:
+                raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+            self._head_folder = resolve(self.config.head, progress=progress)
+
+    def _load_head(self) -> Head:
         """The trained head, with its linears as they run. Call it while the target has its plain ones."""
-        if self.config.head is None:
-            raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
-        head = load_head(resolve(self.config.head, progress=progress), self.target)
+        head = load_head(self._head_folder, self.target)
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
         self._head_bytes = _num_bytes(head)
         if self.device.type == "cpu":
