@@ -413,7 +413,7 @@ class TestCommand:
             (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl holds 2"),
             (["--num-questions"], "argument --num-questions: expected one argument"),
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
-            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, ngram, suffix"),
+            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, ngram, suffix"),
             (["--mode", "naive,"], "mode is ''"),
             (["--mode", "naive", "--draft", "x"], "--draft is 'x' but no mode is classic"),
             (["--temp", "0.5"], "--temp has no effect on greedy decoding; add --do-sample"),
