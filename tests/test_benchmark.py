@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny import make_checkpoint
+from tiny_heads import make_head
 
 from benchmark.__main__ import main
 from benchmark.questions import measure, records, session
@@ -26,6 +27,7 @@ from benchmark.reports.table import rich_table, tables_from
 from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, MODES
 from sharesd.models.folder import WEIGHT_FILES
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.models.weights import decoder_config
 
 PNG = b"\x89PNG"
 
@@ -302,8 +304,9 @@ def answers(mode: str) -> list[str]:
 
 
 class TestCommand:
-    def test_all_modes(self, run: Run, model: Path) -> None:
-        status, out, err = run("--runs", "2", "--log-dir", "logs")
+    def test_all_modes(self, run: Run, model: Path, tmp_path: Path) -> None:
+        head = make_head(tmp_path / "head", decoder_config(model), "eagle3", dtype=torch.bfloat16)
+        status, out, err = run("--runs", "2", "--log-dir", "logs", "--head", str(head))
         assert status == 0, err
         assert "report: out/report.md" in out and "Warning" not in err
         names = {path.name for path in Path("out").iterdir()}
@@ -410,7 +413,7 @@ class TestCommand:
             (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl holds 2"),
             (["--num-questions"], "argument --num-questions: expected one argument"),
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
-            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, ngram, suffix"),
+            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, ngram, suffix"),
             (["--mode", "naive,"], "mode is ''"),
             (["--mode", "naive", "--draft", "x"], "--draft is 'x' but no mode is classic"),
             (["--temp", "0.5"], "--temp has no effect on greedy decoding; add --do-sample"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import tiny_decoder
+from tiny_heads import random_head
 from torch import Tensor
 
 from compile.attention import Branches, attend, new_kv, row_keeper
@@ -25,6 +26,7 @@ from compile.solve import solve_groups
 from compile.stack import NativeStack
 from compile.topk import arg_max, top_k
 from compile.walk import walk
+from sharesd.models.heads.native import native_block
 
 pytestmark = [
     pytest.mark.kernels,
@@ -146,7 +148,7 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
     def call(hand: Hand) -> None:
         model = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
         pack_linears(model.blocks)
-        cache = model.new_cache(1, 64)
+        cache = model.new_cache(1, 64, (2, 3))
         last = {"norm": model.norm} if normed else {}
         for path, module in (*model.blocks.named_modules(), *last.items()):
             for of, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -157,6 +159,7 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
         tables = [(hand("cosines", cos), hand("sines", sin)) for cos, sin in model.rope_tables]
         cache.k = [hand(f"k {i}", k) for i, k in enumerate(cache.k)]
         cache.v = [hand(f"v {i}", v) for i, v in enumerate(cache.v)]
+        cache.features = hand("features", cache.features)
         ropes = [kind.rope for kind in model.config.layers]
         stack = NativeStack(model.blocks, tables=tables, ropes=ropes, activation="silu", **last)
         for name, value in list(vars(stack).items()):
@@ -165,6 +168,25 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
         for length in (0, 64 - T):
             cache.lengths = hand("lengths", torch.tensor([length]))
             stack(random(dtype, 1, T, 32), cache)
+
+    with torch.inference_mode():
+        every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_block_of_a_head(dtype: torch.dtype) -> None:
+    """Whose queries have inputs of their own, wider than the residual stream."""
+    head = random_head(tiny_decoder(0, dtype=dtype), "eagle3")
+    pack_linears(head)
+    head.run_block = native_block(head)
+
+    def call(hand: Hand) -> None:
+        cache = head.new_cache(1, 64)
+        cache.k, cache.v = [hand("k", cache.k[0])], [hand("v", cache.v[0])]
+        cache.lengths = hand("lengths", torch.tensor([57]))
+        inputs = hand("inputs", random(dtype, 1, 7, 64))
+        assert head.run_block is not None
+        head.run_block(hand("x", random(dtype, 1, 7, 32)), cache, None, inputs)
 
     with torch.inference_mode():
         every_region_is_guarded(call)
