@@ -63,7 +63,7 @@ class CompiledModel:
         if tokens_BT.shape[1] not in self._widths:
             return self._model.forward(tokens_BT, cache, keep_BR, branches)
         shapes = (tokens_BT.shape, keep_BR is not None and keep_BR.shape, branches is not None and branches[1].shape)
-        key = (cache.slots, cache.recent, *shapes, self._variant())
+        key = (cache.slots, cache.recent, cache.taps, *shapes, self._variant())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(self._model).forward)

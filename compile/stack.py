@@ -22,7 +22,7 @@ from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 27
+_Step = ctypes.c_int64 * 31
 
 
 class Unsuited(ValueError):
@@ -52,26 +52,34 @@ class NativeStack:
         self._modules = blocks  # keeps alive what the table points at
         self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
         assert self._table.shape[1] == _BLOCK_WORDS
-        attn, first_norm = blocks[0].attn, blocks[0].attn_norm
+        attn = blocks[0].attn
+        self._normed = getattr(blocks[0].attn_norm, "weight", None) is not None
         self._sizes = (attn.num_heads, attn.num_kv_heads, attn.head_dim)
         self._mlp_size = _full(blocks[0].mlp.down).in_features
         self._activation = ACTIVATIONS.index(activation)
-        self._constants = (first_norm.eps, attn.scale, attn.softcap)
+        self._constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
 
-    def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
+    def __call__(
+        self, x_BTD: Tensor, cache: Any, branches: Branches | None = None, inputs_BTE: Tensor | None = None
+    ) -> Tensor:
         """The residual stream after all blocks and the norm.
 
         `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
         every block in the layout of `compile.attention.new_kv`, which keep their places; if it has those of the first
-        few only, no others run.
+        few only, no others run. With `features` [B, slots, taps * D] the rows behind as many blocks as `taps` say are
+        copied there (one more than there are: behind the norm, too). `inputs` are those of attentions whose block has
+        no norm before them; `x` is then the residual stream only.
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
         B, T, D = x_BTD.shape
+        assert (inputs_BTE is None) == self._normed, "inputs are for blocks without a norm before their attention"
+        inputs_BTE = None if inputs_BTE is None else inputs_BTE.contiguous()
         H, K, d = self._sizes
         kv = self._kv.get(cache)
         if kv is None:
             kv = self._kv[cache] = torch.tensor([t.data_ptr() for t in (*cache.k, *cache.v)])
         positions, r = self._tables[0][0].shape
+        taps = (ctypes.c_int64 * len(cache.taps))(*cache.taps)
         step = _Step(
             self._table.data_ptr(),
             len(cache.k),
@@ -87,6 +95,8 @@ class NativeStack:
             torch.get_num_threads(),
             cache.recent,
             *((0, 0, 0) if branches is None else branches.words()),
+            *((0, 0, 0) if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))),
+            0 if inputs_BTE is None else inputs_BTE.data_ptr(),
             CREW.lost_address,
         )
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(

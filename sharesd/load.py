@@ -40,6 +40,7 @@ from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.base import Table
@@ -50,6 +51,9 @@ from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
+from sharesd.models.heads.files import load_head
+from sharesd.models.heads.head import Head
+from sharesd.models.heads.native import native_block
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.models.weights import Tensors, load_model, resolve
@@ -123,6 +127,7 @@ class Runtime:
         self._progress, self._tensors = progress, tensors
         self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
+        self._head = self._load_head(progress) if "eagle" in self._needs else None
         if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
         self.max_context = min(config.max_context, self.target.max_context)
@@ -135,7 +140,8 @@ class Runtime:
         self._slots = self.max_context + overhang + max(self._fixed_width, 2 + top * depth)
         if self.compile != "native":  # prompts may have to be read in padded pieces
             self._slots = max(self._slots, slots_for(self.max_context))
-        self.cache = self.target.new_cache(config.max_batch, self._slots)
+        taps = () if self._head is None else self._head.config.taps
+        self.cache = self.target.new_cache(config.max_batch, self._slots, taps)
         self._draft_widths = {1, *([top] if config.tree else [])}
         self._widths = self._choose_widths()
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
@@ -296,6 +302,22 @@ class Runtime:
             self._draft_folder = resolve(self.config.draft, progress=progress)
             require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
 
+    def _load_head(self, progress: Progress) -> Head:
+        """The trained head, with its linears as they run. Call it while the target has its plain ones."""
+        if self.config.head is None:
+            raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+        if not isinstance(self.target, Decoder):
+            raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
+        head = load_head(resolve(self.config.head, progress=progress), self.target)
+        log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
+        self._head_bytes = _num_bytes(head)
+        if self.device.type == "cpu":
+            pack_linears(head)
+            weights_on_huge_pages(head)
+        if self.compile == "native":
+            head.run_block = native_block(head)
+        return head
+
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
         assert isinstance(model, nn.Module)
         if self.device.type == "cuda" and self.config.quant.method == "hqq":
@@ -409,6 +431,9 @@ class Runtime:
                 low_bytes=low_bytes,
                 top=top,
             )
+        if mode == "eagle":
+            assert self._head is not None
+            return EagleDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:
@@ -492,8 +517,8 @@ def build(config: EngineConfig | None = None, *, progress: Progress = silent) ->
     return Runtime(config, progress=progress).engine()
 
 
-def _num_bytes(model: CausalModel) -> int:
-    """Bytes of a model's weights and tables, shared ones once."""
+def _num_bytes(model: CausalModel | Head) -> int:
+    """Bytes of a model's or a head's weights and tables, shared ones once."""
     assert isinstance(model, nn.Module)
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
+from tiny_heads import random_head
 from torch import Tensor
 
 from compile.graphs import Graphs, Replayed, no_captures
@@ -25,6 +26,7 @@ from sharesd.decoding.costs import Costs
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.recycling import RecycleTable
@@ -176,6 +178,9 @@ CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
     ("share tree", PENALISED, 2),
     ("classic", replace(PENALISED, logprobs=True), 1),
     ("classic tree", SAMPLED, 1),
+    ("eagle", SAMPLED, 2),
+    ("eagle3", replace(SAMPLED, acceptance="rejection"), 1),
+    ("eagle3 tree", GREEDY, 2),
     ("suffix", SAMPLED, 2),
     ("suffix", replace(SAMPLED, acceptance="rejection"), 2),
     ("suffix", replace(SAMPLED, acceptance="block"), 1),
@@ -216,8 +221,13 @@ def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
         return share_engine(model, switch, num_draft=6, tree=tree, **options)
     if name == "classic":
         return classic_engine(model, noisy(3).to(*place), num_draft=6, tree=tree, **options)
-    cache = model.new_cache(batch, 160)
     shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
+    if "eagle" in name:
+        head = random_head(model, name, ids=range(3, 40, 2))
+        cache = model.new_cache(batch, 160, head.config.taps)
+        drafter = EagleDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+        return new_engine(model, drafter, cache=cache, **options)
+    cache = model.new_cache(batch, 160)
     inner: Any = None
     if name == "hybrid":
         inner = (

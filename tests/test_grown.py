@@ -32,6 +32,7 @@ from sharesd.decoding.prefill import prefill
 from sharesd.decoding.tree import Shape, chain, chains, shapes_of
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
+from sharesd.drafters.guesser import ModelGuesser
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.sampling.sampler import Sampler
@@ -71,7 +72,9 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
     buffers = DraftBuffers(len(PROMPTS), budget, VOCAB, root.device)
     shape = Shape(depth, budget)
     drafting = Drafting(0, len(PROMPTS), sampler, root, buffers, Policy([shape]), None)
-    draft = ModelDraft(model, cache, drafting, lambda: root[:, None], shapes=[shape], top=top).draft(shape)
+    draft = ModelDraft(ModelGuesser(model, cache, lambda: root[:, None]), drafting, shapes=[shape], top=top).draft(
+        shape
+    )
     assert torch.equal(cache.lengths, before) and draft.branches is not None
     for b, prompt in enumerate(PROMPTS):
         depths, rows = (part[b].tolist() for part in draft.branches)

@@ -146,7 +146,7 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
     def call(hand: Hand) -> None:
         model = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
         pack_linears(model.blocks)
-        cache = model.new_cache(1, 64)
+        cache = model.new_cache(1, 64, (2, 3))
         last = {"norm": model.norm} if normed else {}
         for path, module in (*model.blocks.named_modules(), *last.items()):
             for of, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -157,6 +157,7 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
         tables = [(hand("cosines", cos), hand("sines", sin)) for cos, sin in model.rope_tables]
         cache.k = [hand(f"k {i}", k) for i, k in enumerate(cache.k)]
         cache.v = [hand(f"v {i}", v) for i, v in enumerate(cache.v)]
+        cache.features = hand("features", cache.features)
         ropes = [kind.rope for kind in model.config.layers]
         stack = NativeStack(model.blocks, tables=tables, ropes=ropes, activation="silu", **last)
         for name, value in list(vars(stack).items()):

@@ -72,6 +72,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "model": model_name(config.target),
         "target": config.target,
         "draft": config.draft,
+        "head": config.head,
         "modes": list(modes),
         "questions": {
             "label": found.label,

@@ -39,9 +39,13 @@ struct Step {
   Norm norm;  // of the result
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads, recent;
   Branches tree;
+  void* features;  // [B, S, num_taps * D]: rows behind so many blocks are copied to their slots, null: none
+  int64_t num_taps;
+  const int64_t* taps;  // one more than there are blocks: behind the norm, too
+  const void* inputs;  // [B * T, K of qkv]: of attentions without a norm before them
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 27 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "stack.py writes these words");
 
 template <typename W> inline W activate(W x, int64_t kind) {
   if (kind == 0) {  // silu
@@ -124,14 +128,24 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
         for (int64_t i = 0; i < s.D; ++i) narrow(widen(xm[i]) + widen(y[i]), xm + i);
       }
     };
+    auto tap = [&](int64_t depth, int64_t m, const T* row) {
+      for (int64_t i = 0; i < s.num_taps; ++i)
+        if (s.taps[i] == depth) {
+          const int64_t slot = m / s.T * s.S + s.lengths[m / s.T] + m % s.T;
+          std::memcpy(static_cast<T*>(s.features) + (slot * s.num_taps + i) * s.D, row, s.D * sizeof(T));
+        }
+    };
+    const int64_t mine = share(M, me, all), mine_end = share(M, me + 1, all);
     for (int64_t index = 0; index < s.num_blocks; ++index) {
       const Block& block = s.blocks[index];
       const Linear* linears = block.linears[s.low];
       T* k_cache = reinterpret_cast<T*>(s.kv[index]);
       T* v_cache = reinterpret_cast<T*>(s.kv[s.num_blocks + index]);
 
-      for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
-      product(linears[0], h.data(), qkv.data(), M, me, all, rounded);
+      if (block.attn_norm.weight)
+        for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
+      const T* inputs = block.attn_norm.weight ? h.data() : static_cast<const T*>(s.inputs);
+      product(linears[0], inputs, qkv.data(), M, me, all, rounded);
       barrier->wait();
       for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
         const int64_t m = item % M, head = item / M;
@@ -173,13 +187,15 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       product(linears[3], hidden.data(), out.data(), M, me, all, rounded);
       barrier->wait();
       add_out(block.mlp_out_norm);
+      for (int64_t m = mine; m < mine_end; ++m) tap(index + 1, m, x.data() + m * s.D);
     }
-    for (int64_t m = share(M, me, all); m < share(M, me + 1, all); ++m) {
+    for (int64_t m = mine; m < mine_end; ++m) {
       T* to = static_cast<T*>(s.x) + m * s.D;
       if (s.norm.weight)
         norm(s.norm, x.data() + m * s.D, to, s.D, eps);
       else
         std::memcpy(to, x.data() + m * s.D, s.D * sizeof(T));
+      tap(s.num_blocks + 1, m, to);
     }
   }
   *s.lost += barrier->lost();

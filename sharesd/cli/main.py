@@ -157,8 +157,9 @@ def _encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None)
 def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
-    second = mode == "classic" or hasattr(args, "draft")  # a model of its own is loaded where asked for
-    modes: tuple[Mode, ...] = tuple(m for m in MODES if m != "classic" or second)  # type: ignore[misc]
+    # A model of its own is loaded where asked for, and so is a head.
+    asked = {"classic": mode == "classic" or hasattr(args, "draft"), "eagle": mode == "eagle" or hasattr(args, "head")}
+    modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 
     from sharesd.cli.start import load_runtime

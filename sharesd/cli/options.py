@@ -104,6 +104,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
     )
     group.add_argument(
+        "--head",
+        metavar="HEAD",
+        help="trained head of mode eagle: a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3",
+        default=argparse.SUPPRESS,
+    )
+    group.add_argument(
         "--num-draft",
         type=_length,
         default="auto",
@@ -263,16 +269,20 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 
 
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
-    """The modes asked for, each once, in the order of first mention; ValueError for an unknown one."""
+    """The modes asked for, each once, in the order of first mention; ValueError for an unknown one.
+
+    `all` are those of `default`, eagle only where a head is given.
+    """
     given = getattr(args, "mode", None)
+    offered: list[Mode] = [mode for mode in default if mode != "eagle" or hasattr(args, "head")]  # type: ignore[misc]
     if given is None:
-        return tuple(default)  # type: ignore[arg-type]
+        return tuple(offered)
     modes: list[Mode] = []
     for name in [part.strip() for text in ([given] if isinstance(given, str) else given) for part in text.split(",")]:
         plain = MODE_ALIASES.get(name, name)
         if plain != "all" and plain not in MODES:
             raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
-        modes += default if plain == "all" else [plain]  # type: ignore[list-item,arg-type]
+        modes += offered if plain == "all" else [plain]  # type: ignore[list-item]
     return tuple(dict.fromkeys(modes))
 
 
@@ -289,10 +299,13 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     draft = getattr(args, "draft", None)
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
+    head, mixed = getattr(args, "head", None), [name.strip() for name in args.hybrid_with.split(",")]
+    if head is not None and "eagle" not in (*modes, *(mixed if "hybrid" in modes else ())):
+        raise ValueError(f"--head is {head!r} but no mode is eagle; add --mode eagle or drop --head")
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
-    shares = "share" in modes or ("hybrid" in modes and "share" in map(str.strip, args.hybrid_with.split(",")))
+    shares = "share" in modes or ("hybrid" in modes and "share" in mixed)
     if args.draft_window != "auto" and not shares:
         raise ValueError(
             f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
@@ -306,11 +319,12 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         target=getattr(args, "target", None),
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
+        head=head,
         num_draft=None if args.num_draft == "auto" else args.num_draft,
         max_draft=args.max_draft,
         draft_window=args.draft_window,
         tree=tree,
-        hybrid_with=tuple(dict.fromkeys(name.strip() for name in args.hybrid_with.split(","))),
+        hybrid_with=tuple(dict.fromkeys(mixed)),
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
         ngram_recent=args.ngram_recent,

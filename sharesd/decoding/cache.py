@@ -2,6 +2,8 @@
 
 Slots below a row's length hold verified KV of every emitted token but the last one (the root). Whatever lies above
 it is scratch: drafts write there, the verify step overwrites them, masks hide the rest.
+
+Where a trained head drafts, the target's hidden states of each token lie beside its KV, and go where that goes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class StaticKVCache:
 
     They lie as `compile.attention` says, or `plain`, [B, K, S, d], for other attention than that.
 
-    Legend: B rows, K key/value heads, S slots, d head size.
+    Legend: B rows, K key/value heads, S slots, d head size, T tokens of a step, D hidden size, F features of a token.
     """
 
     def __init__(
@@ -33,8 +35,12 @@ class StaticKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         plain: bool = False,
+        taps: Sequence[int] = (),
+        hidden_size: int = 0,
     ) -> None:
-        """`shapes` holds (key/value heads, head size) of every layer."""
+        """`shapes` holds (key/value heads, head size) of every layer. `taps` are the depths whose hidden states, of
+        `hidden_size`, are kept: numbers of blocks, and one more than there are for what the last norm returns.
+        """
         self.slots = round_slots(slots)
         device = torch.device(device)
         pairs = [new_kv(batch, heads, self.slots, size, dtype, device, plain=plain) for heads, size in shapes]
@@ -42,6 +48,12 @@ class StaticKVCache:
         if device.type == "cpu":
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
+        self.taps = tuple(taps)
+        """Depths of the features."""
+        self.features: Tensor | None = None
+        """[B, S, F]: the hidden states of each slot's token, of all depths behind each other; None = nobody asked."""
+        if taps:
+            self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=device)
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
         """Head size of every layer."""
@@ -68,6 +80,7 @@ class StaticKVCache:
             view = self._views[first, end] = copy.copy(self)
             view.k, view.v = ([t[first:end] for t in tensors] for tensors in (self.k, self.v))
             view.lengths, view._keep, view._views = self.lengths[first:end], None, {}
+            view.features = None if self.features is None else self.features[first:end]
         return self._views[first, end]
 
     def row(self, b: int, slots: int) -> StaticKVCache:
@@ -99,6 +112,9 @@ class StaticKVCache:
             before = tensor[a, :, :num].clone()
             tensor[a, :, :num].copy_(tensor[b, :, :num])
             tensor[b, :, :num].copy_(before)
+        if self.features is not None:
+            both = self.features[[b, a], :num_tokens]
+            self.features[a, :num_tokens], self.features[b, :num_tokens] = both
         for values in (self.held, self.settled):
             values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
         self.lengths[[a, b]] = self.lengths[[b, a]]
@@ -108,6 +124,8 @@ class StaticKVCache:
         for tensor in (*self.k, *self.v):
             num = self._num_blocks(tensor, num_tokens)
             tensor[row, :, :num].copy_(tensor[source, :, :num])
+        if self.features is not None:
+            self.features[row, :num_tokens].copy_(self.features[source, :num_tokens])
 
     def _num_blocks(self, tensor: Tensor, num_tokens: int) -> int:
         """Blocks of slots in which so many tokens lie."""
@@ -120,13 +138,33 @@ class StaticKVCache:
         """
         twin = copy.copy(self)
         twin.lengths, twin.recent = torch.zeros_like(self.lengths), recent
+        twin.taps, twin.features = (), None
         return twin
+
+    def tap(self, depth: int, x_BTD: Tensor) -> None:
+        """The hidden states of the tokens that are being read, at this depth: kept if that is asked for."""
+        if self.features is None or depth not in self.taps:
+            return
+        D, at = x_BTD.shape[2], self.taps.index(depth)
+        rows_B1, slots_BT = self._new_slots(x_BTD.shape[1])
+        self.features[rows_B1, slots_BT, at * D : (at + 1) * D] = x_BTD
+
+    def _new_slots(self, num: int) -> tuple[Tensor, Tensor]:
+        """Indices of the first slots behind the lengths: rows [B, 1] and slots [B, num]."""
+        device = self.lengths.device
+        slots_BT = self.lengths[:, None] + torch.arange(num, device=device)
+        return torch.arange(self.batch, device=device)[:, None], slots_BT
 
     def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
         """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
         if self._keep is None:
             self._keep = row_keeper(self.k, self.v, self.sizes)
         self._keep(self.lengths, path_BT, num_B)
+        if self.features is not None:
+            rows_B1, slots_BT = self._new_slots(path_BT.shape[1])
+            kept_BT = slots_BT - self.lengths[:, None] < num_B[:, None]
+            from_BT = torch.where(kept_BT, self.lengths[:, None] + path_BT, slots_BT)
+            self.features[rows_B1, slots_BT] = self.features[rows_B1, from_BT]
 
     @property
     def batch(self) -> int:
@@ -135,7 +173,7 @@ class StaticKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of all keys and values (not of features, which are a drafter's)."""
         return sum(t.nbytes for t in (*self.k, *self.v))
 
 

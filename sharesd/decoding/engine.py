@@ -112,8 +112,7 @@ class Engine:
         self.sampling = RowSampling(
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=graphs is not None
         )
-        on_device = drafter is None or not (drafter.on_host or drafter.reads)
-        self.ahead = ahead and on_device and not self.auto_length
+        self.ahead = ahead and (drafter is None or drafter.ahead) and not self.auto_length
         """Whether rounds are launched before the last one is read."""
         self.partial = self._device.type == "cpu" and graphs is None and widths is None and not target.step_widths
         """Whether a round runs over no more rows than it must: where nothing is made for one number of rows."""

@@ -51,6 +51,7 @@ class Drafter(Protocol):
     shapes: Sequence[Shape]  # drafts that it may be asked for, the largest last
     trees: bool  # whether drafts may be trees
     reads: bool  # must read what it missed while it was idle, which takes time
+    ahead: bool  # can draft before the host has read the last round
     on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:

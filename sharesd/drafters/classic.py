@@ -11,6 +11,7 @@ from sharesd.decoding.prefill import next_padded_piece, next_piece, read_piece, 
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
+from sharesd.drafters.guesser import ModelGuesser
 from sharesd.models.base import CausalModel
 
 
@@ -25,6 +26,7 @@ class ClassicDrafter:
     name = "classic"
     on_host = False
     reads = True
+    ahead = False
 
     def __init__(
         self, model: CausalModel, *, batch: int, slots: int, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
@@ -64,10 +66,12 @@ class ClassicDrafter:
         if self not in drafting.kept:
             before_B = self._before_B[drafting.first : drafting.end]
             drafting.kept[self] = ModelDraft(
-                self.model,
-                self.cache.rows(drafting.first, drafting.end),
+                ModelGuesser(
+                    self.model,
+                    self.cache.rows(drafting.first, drafting.end),
+                    lambda: torch.stack([before_B, drafting.root_B], 1),
+                ),
                 drafting,
-                lambda: torch.stack([before_B, drafting.root_B], 1),
                 shapes=self.shapes,
                 top=self._top,
             )

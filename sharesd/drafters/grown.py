@@ -1,4 +1,4 @@
-"""A tree of guesses from a causal language model (EAGLE-2: Li et al. 2024, arXiv 2406.16858), or a chain.
+"""A tree of guesses from a model or a head (EAGLE-2: Li et al. 2024, arXiv 2406.16858), or a chain.
 
 Each step expands the likeliest nodes of the last level; of all nodes ever found the likeliest are verified. A node is
 as likely as its whole path, so parents come before their children, and the best n nodes are a tree for every n.
@@ -9,7 +9,7 @@ a verify step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -18,31 +18,20 @@ from torch import Tensor
 from compile.attention import Branches
 from compile.graphs import Replayed
 from compile.grow import Draft, Front, Nodes, choose, grow
-from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.tree import DraftTree, Shape
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.chain import ChainDraft
-from sharesd.models.base import CausalModel
+from sharesd.drafters.guesser import Guesser
 
 
 class ModelDraft:
-    """How a model drafts for one way of sampling, and looks back so far: chains, and trees where there are such."""
+    """How a model drafts for one way of sampling: chains, and trees where there are such."""
 
-    def __init__(
-        self,
-        model: CausalModel,
-        cache: StaticKVCache,
-        drafting: Drafting,
-        lead: Callable[[], Tensor],
-        *,
-        shapes: Sequence[Shape],
-        top: int,
-        recent: int = 0,
-    ) -> None:
+    def __init__(self, guesser: Guesser, drafting: Drafting, *, shapes: Sequence[Shape], top: int) -> None:
         """`shapes` that will be asked for, the largest last; a tree expands its `top` best nodes of each level by as
-        many children. The rest as `ChainDraft` takes it.
+        many children.
         """
-        self._parts = (model, cache, drafting, lead, recent)
+        self._guesser, self._drafting = guesser, drafting
         self._top, self._deepest = top, shapes[-1].depth
 
     def draft(self, shape: Shape) -> DraftTree:
@@ -51,11 +40,11 @@ class ModelDraft:
 
     @cached_property
     def _chain(self) -> ChainDraft:
-        return ChainDraft(*self._parts)
+        return ChainDraft(self._guesser, self._drafting)
 
     @cached_property
     def _tree(self) -> TreeDraft:
-        return TreeDraft(*self._parts, top=self._top, deepest=self._deepest)
+        return TreeDraft(self._guesser, self._drafting, top=self._top, deepest=self._deepest)
 
 
 class TreeDraft:
@@ -64,22 +53,11 @@ class TreeDraft:
     What is written lies above the cache's lengths: the root, and then `top` nodes per level.
     """
 
-    def __init__(
-        self,
-        model: CausalModel,
-        cache: StaticKVCache,
-        drafting: Drafting,
-        lead: Callable[[], Tensor],
-        recent: int,
-        *,
-        top: int,
-        deepest: int,
-    ) -> None:
-        """As `ChainDraft`; `deepest` is the depth of the deepest tree."""
-        self._model, self._cache, self._drafting, self._lead = model, cache, drafting, lead
+    def __init__(self, guesser: Guesser, drafting: Drafting, *, top: int, deepest: int) -> None:
+        """`top` as `ModelDraft` has it; `deepest` is the depth of the deepest tree."""
+        self._guesser, self._drafting = guesser, drafting
         self._top, self._deepest = top, deepest
-        self._ahead = cache.ahead(recent)
-        B, device = cache.batch, cache.lengths.device
+        B, device = len(guesser.root_at_B), guesser.root_at_B.device
         C = top + (deepest - 1) * top**2
 
         def zeros(*size: int) -> Tensor:
@@ -113,31 +91,25 @@ class TreeDraft:
         )
 
     def _start(self) -> None:
-        tokens_BT, ahead, top = self._lead(), self._ahead, self._top
-        B, T = tokens_BT.shape
         self._drafting.sampler.begin_draft()
         nodes, level_B = self._nodes, self._level_B
         level_B.zero_()
         nodes.tokens_BC.fill_(-1)
         nodes.scores_BC.fill_(-torch.inf)
-        nodes.places_BC.fill_((self._deepest - 1) * top)  # of nodes that were not expanded: behind all that were
-        torch.sub(self._cache.lengths, T - 1, out=ahead.lengths)
-        last_B1 = torch.full((B, 1), T - 1, device=tokens_BT.device) if T > 1 else None
-        logits_B1V = self._model.forward(tokens_BT, ahead, last_B1)
-        ahead.lengths += T
-        self._add(logits_B1V, None)
+        nodes.places_BC.fill_((self._deepest - 1) * self._top)  # of nodes that were not expanded: behind all that were
+        self._add(self._guesser.start(), None)
 
     def _go_on(self) -> None:
         front = self._front
         branches = Branches(front.depth_Bk, front.slots_BkD)
-        self._add(self._model.forward(front.tokens_Bk, self._ahead, branches=branches), front.paths_BkD)
+        self._add(self._guesser.go_on(front.tokens_Bk, branches), front.paths_BkD)
 
     def _add(self, logits_BFV: Tensor, paths_BFD: Tensor | None) -> None:
         """Children of nodes with these paths (None: of the root)."""
         sampler, nodes, seen_BFC = self._drafting.sampler, self._nodes, None
         if sampler.kind.penalized:
             seen_BFC = _seen(paths_BFD, self._level_B, nodes.tokens_BC)
-        positions_B = self._ahead.lengths + self._level_B
+        positions_B = self._guesser.next_at_B + self._level_B
         grow(
             self._level_B,
             nodes,

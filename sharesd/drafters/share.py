@@ -19,6 +19,7 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
+from sharesd.drafters.guesser import ModelGuesser
 from sharesd.models.base import CausalModel
 
 
@@ -28,6 +29,7 @@ class ShareDrafter:
     name = "share"
     on_host = False
     reads = False
+    ahead = True
 
     def __init__(
         self,
@@ -57,13 +59,15 @@ class ShareDrafter:
         key = (self, shape.recent)
         if key not in drafting.kept:
             drafting.kept[key] = ModelDraft(
-                self.model,
-                self.cache.rows(drafting.first, drafting.end),
+                ModelGuesser(
+                    self.model,
+                    self.cache.rows(drafting.first, drafting.end),
+                    lambda: drafting.root_B[:, None],
+                    recent=shape.recent,
+                ),
                 drafting,
-                lambda: drafting.root_B[:, None],
                 shapes=self.shapes,
                 top=self._top,
-                recent=shape.recent,
             )
         with self.switch.use_low():
             tree = drafting.kept[key].draft(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -20,8 +21,10 @@ class CausalModel(Protocol):
     takes_trees: bool
     step_widths: frozenset[int]  # numbers of tokens for which steps are compiled; prompts run plainly and avoid them
 
-    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache in the model's dtype and on its device."""
+    def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
+        """An empty cache in the model's dtype and on its device, which keeps the hidden states of these depths (see
+        `StaticKVCache`). ValueError for taps where a model hands out none.
+        """
         ...
 
     def forward(

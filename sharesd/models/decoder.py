@@ -9,7 +9,7 @@ size, P positions, r rotated half, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
 
 
-def _linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
+def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
     """A linear without values. (torch's skip_init does the same, after importing sympy and Dynamo for a second.)"""
     linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
     for name, parameter in list(linear.named_parameters()):
@@ -57,8 +57,8 @@ class Attention(nn.Module):
         self.scale, self.softcap = c.attn_scale, c.attn_softcap
         self.window, self.use_rope = kind.window, kind.rope >= 0
         width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv = _linear(c.hidden_size, width, bias=c.qkv_bias, **place)
-        self.o = _linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
+        self.qkv = empty_linear(c.hidden_size, width, bias=c.qkv_bias, **place)
+        self.o = empty_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
 
@@ -101,8 +101,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, **place) -> None:
         super().__init__()
-        self.gate_up = _linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
-        self.down = _linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
+        self.gate_up = empty_linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
+        self.down = empty_linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
         self.activation = config.activation
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
@@ -185,11 +185,19 @@ class Decoder(nn.Module):
         self.run_stack: Callable[..., Tensor] | None = None
         """(x, cache, branches) -> x: all blocks and the last norm, where compilation puts something of its own here."""
 
-    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache in the model's dtype and on its device."""
+    def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
+        """See `sharesd.models.base.CausalModel.new_cache`."""
         c, table = self.config, self.get_buffer("cos_0")
         shapes = [(c.num_kv_heads, c.head_dim)] * len(c.layers)
-        return StaticKVCache(shapes=shapes, batch=batch, slots=slots, dtype=table.dtype, device=table.device)
+        return StaticKVCache(
+            shapes=shapes,
+            batch=batch,
+            slots=slots,
+            dtype=table.dtype,
+            device=table.device,
+            taps=taps,
+            hidden_size=c.hidden_size,
+        )
 
     def forward(
         self,
@@ -215,13 +223,24 @@ class Decoder(nn.Module):
         return self.run_stack is None and getattr(self.head, "fuses", False)
 
     @property
+    def normed_depth(self) -> int:
+        """Number of the tap behind the last norm."""
+        return len(self.config.layers) + 1
+
+    @property
     def rope_tables(self) -> list[tuple[Tensor, Tensor]]:
         """(Cosines, sines) [positions, r] of every rope."""
         return [(self.get_buffer(f"cos_{i}"), self.get_buffer(f"sin_{i}")) for i in range(len(self.config.ropes))]
 
     def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None) -> Tensor:
         tables = self.rope_tables
-        for block, kind, k_BKSd, v_BKSd in zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True):
+        layers = zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True)
+        for depth, (block, kind, k_BKSd, v_BKSd) in enumerate(layers, 1):
             tensors = (*tables[max(kind.rope, 0)], k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
             x_BTD = self.run_block(block, x_BTD, *tensors, recent=cache.recent)
-        return x_BTD if self._norm_in_head else self.norm(x_BTD)
+            cache.tap(depth, x_BTD)
+        if self._norm_in_head and self.normed_depth not in cache.taps:
+            return x_BTD
+        normed_BTD = self.norm(x_BTD)
+        cache.tap(self.normed_depth, normed_BTD)
+        return x_BTD if self._norm_in_head else normed_BTD

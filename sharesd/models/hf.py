@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ class HFModel(nn.Module):
         self._takes = inspect.signature(model.forward).parameters
         self._shapes = _kv_shapes(model)
 
-    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache in the model's dtype and on its device."""
+    def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
+        """See `sharesd.models.base.CausalModel.new_cache`."""
+        if taps:
+            raise ValueError(f"{self.name} hands out no hidden states; trained heads need a native decoder")
         model = self.model
         return StaticKVCache(
             shapes=self._shapes, batch=batch, slots=slots, dtype=model.dtype, device=model.device, plain=True

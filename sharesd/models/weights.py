@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sharesd.models import folder as files
 from sharesd.models.base import CausalModel
-from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder import Decoder, RMSNorm
 from sharesd.models.decoder_config import DecoderConfig, Unsupported
 from sharesd.models.progress import Progress, silent
 from sharesd.models.resolve import resolve
@@ -78,12 +79,23 @@ def load_decoder(
     stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
     decoder = Decoder(config, dtype=dtype, device=device).eval().requires_grad_(False)
     decoder.eos_ids = files.eos_ids(folder)
-    slots = dict(_slots(decoder))
+    fill(dict(_slots(decoder)), _named(stored, config), folder, f"architecture {config.architecture!r}", progress)
+    return decoder
+
+
+def fill(
+    slots: dict[str, Tensor],
+    stored: Iterable[tuple[str, str, Tensor]],
+    folder: Path,
+    what: str,
+    progress: Progress = silent,
+) -> None:
+    """Copy each tensor of a checkpoint (its name there, that of its slot, and its values) into its slot.
+
+    Raises ValueError naming missing, unexpected or wrongly shaped tensors.
+    """
     num_slots, unexpected = len(slots), []
-    for stored_name, tensor in stored:
-        name = _plain_name(stored_name)
-        if name is None or (config.tied and name == "lm_head.weight"):
-            continue
+    for stored_name, name, tensor in stored:
         slot = slots.pop(name, None)
         if slot is None:
             unexpected.append(stored_name)
@@ -92,8 +104,6 @@ def load_decoder(
             found, wanted = list(tensor.shape), list(slot.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
         slot.copy_(tensor)
-        if config.gemma_norm and name.endswith("norm.weight"):
-            slot.add_(1.0)  # stored minus one
         progress("loading weights", num_slots - len(slots), num_slots)
     if slots or unexpected:
         problems = [
@@ -101,8 +111,18 @@ def load_decoder(
             for kind, names in (("missing", list(slots)), ("unexpected", unexpected))
             if names
         ]
-        raise ValueError(f"{folder} does not fit architecture {config.architecture!r}: {'; '.join(problems)}")
-    return decoder
+        raise ValueError(f"{folder} does not fit {what}: {'; '.join(problems)}")
+
+
+def _named(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Iterator[tuple[str, str, Tensor]]:
+    """A decoder's tensors, as `fill` takes them."""
+    for stored_name, tensor in stored:
+        name = _plain_name(stored_name)
+        if name is None or (config.tied and name == "lm_head.weight"):
+            continue
+        if config.gemma_norm and name.endswith("norm.weight"):
+            tensor = tensor.double() + 1.0  # stored minus one
+        yield stored_name, name, tensor
 
 
 def _plain_name(name: str) -> str | None:
@@ -124,12 +144,12 @@ def _slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     if not decoder.config.tied:
         yield "lm_head.weight", decoder.head.weight.data
     for i, block in enumerate(decoder.blocks):
-        assert isinstance(block, Block)
-        for name, tensor in _block_slots(block, decoder.config):
+        for name, tensor in block_slots(block, decoder.config):
             yield f"model.layers.{i}.{name}", tensor
 
 
-def _block_slots(block: Block, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+def block_slots(block: Any, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+    """Where the tensors of a layer go: names behind its number, and views. Norms may be missing."""
     attn, mlp = block.attn, block.mlp
     heads = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
     if config.architecture == "phi3":  # merged as ours
@@ -148,7 +168,8 @@ def _block_slots(block: Block, config: DecoderConfig) -> Iterator[tuple[str, Ten
         for part, tensor in linear.named_parameters():
             for name, view in zip(names, tensor.data.split(rows), strict=True):
                 yield f"{name}.{part}", view
-    yield "input_layernorm.weight", block.attn_norm.weight.data
+    if isinstance(block.attn_norm, RMSNorm):
+        yield "input_layernorm.weight", block.attn_norm.weight.data
     if config.sandwich_norms:
         yield "post_attention_layernorm.weight", block.attn_out_norm.get_parameter("weight").data
         yield "pre_feedforward_layernorm.weight", block.mlp_norm.weight.data

@@ -1,0 +1,1 @@
+"""Trained heads: small modules that guess the target's next tokens from its hidden states."""

@@ -1,0 +1,134 @@
+"""Trained heads from and to checkpoint folders, in the layouts that serving engines read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sharesd.models import folder as files
+from sharesd.models.decoder import Decoder
+from sharesd.models.heads.config import HeadConfig, Kind
+from sharesd.models.heads.eagle import Eagle
+from sharesd.models.heads.eagle3 import Eagle3
+from sharesd.models.heads.head import Head
+from sharesd.models.weights import block_slots, fill
+
+LAYER = {"eagle": "layers.0", "eagle3": "midlayer"}
+"""What the block is called in files that we write."""
+
+
+@torch.no_grad()
+def load_head(folder: Path, target: Decoder) -> Head:
+    """A head for this target, on its device and in its dtype. Call it while the target has its plain linears.
+
+    Raises ValueError that names what is missing, not known, wrongly shaped, or meant for another target.
+    """
+    raw = files.read_config(folder)
+    if "quantization_config" in raw:
+        raise ValueError(f"{folder} is quantized; give the full-precision head")
+    tensors = {}
+    for stored_name, tensor in chain.from_iterable(map(files.read_tensors, files.weight_files(folder))):
+        name = stored_name.removeprefix("model.")
+        name = f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+        if not name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
+            tensors[name] = stored_name, tensor
+    try:
+        config = HeadConfig.of(raw, _kind(tensors), target.config)
+        ids_K = _draft_ids(tensors, config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    head = new_head(
+        config,
+        target,
+        ids_K=ids_K,
+        own_embed="embed_tokens.weight" in tensors,
+        own_lm_head="lm_head.weight" in tensors,
+        fc_bias="fc.bias" in tensors,
+    )
+    stored = ((stored_name, name, tensor) for name, (stored_name, tensor) in tensors.items())
+    fill(dict(_slots(head)), stored, folder, f"a head of kind {config.kind}")
+    return head.eval().requires_grad_(False)
+
+
+def new_head(
+    config: HeadConfig,
+    target: Decoder,
+    *,
+    ids_K: Tensor | None = None,
+    own_embed: bool = False,
+    own_lm_head: bool = False,
+    fc_bias: bool | None = None,
+) -> Head:
+    """A head without values; see `Eagle` and `Eagle3`, which always has an LM head of its own."""
+    if ids_K is not None:
+        ids_K = ids_K.to(target.get_buffer("cos_0").device)
+    bias = {} if fc_bias is None else {"fc_bias": fc_bias}
+    if config.kind == "eagle3":
+        return Eagle3(config, target, ids_K=ids_K, own_embed=own_embed, **bias)
+    return Eagle(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head or ids_K is not None, **bias)
+
+
+def save_head(head: Head, folder: Path) -> None:
+    """Write config.json and model.safetensors, which `load_head`, vLLM and SGLang read."""
+    kind, vocab_size = head.config.kind, head.config.block.vocab_size
+    tensors = {}
+    for name, slot in _slots(head):
+        name = f"{LAYER[kind]}.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+        tensors[name] = slot.detach().cpu().contiguous()
+    if head.ids is not None:
+        ids_K = head.get_buffer("ids").cpu()
+        tensors["d2t"] = ids_K - torch.arange(len(ids_K))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids_K, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(head.config.raw), indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _kind(tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:
+    """Which head has tensors of these names; ValueError for none that is known."""
+    if "fc.weight" not in tensors:
+        raise ValueError("there is no tensor fc.weight; give the folder of an EAGLE or EAGLE-3 head")
+    return "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
+
+
+def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Tensor | None:
+    """The target's ids of the draft tokens, from d2t (what is to be added to a draft token's number) and t2d (which
+    tokens have one); None = all. Takes both away. ValueError where they do not fit.
+    """
+    (_, d2t_K), (_, t2d_V) = (tensors.pop(name, ("", None)) for name in ("d2t", "t2d"))
+    num, vocab_size = config.draft_vocab_size, config.block.vocab_size
+    if d2t_K is None:
+        if num != vocab_size:
+            raise ValueError(f"draft_vocab_size is {num} of {vocab_size} and there is no d2t, which says which")
+        return None
+    if d2t_K.shape != (num,):
+        raise ValueError(f"d2t has shape {list(d2t_K.shape)} and draft_vocab_size is {num}")
+    ids_K = d2t_K.long() + torch.arange(num)
+    if ids_K.min() < 0 or ids_K.max() >= vocab_size or len(ids_K.unique()) < num:
+        raise ValueError(f"d2t does not lead to {num} different ones of {vocab_size} tokens")
+    known_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids_K, True)
+    if t2d_V is not None and not torch.equal(t2d_V.bool(), known_V):
+        raise ValueError("t2d and d2t name other tokens; both come from one training")
+    return ids_K
+
+
+def _slots(head: Head) -> Iterator[tuple[str, Tensor]]:
+    """Where each tensor goes: its name and a view of the parameter."""
+    if head.embed is not None:
+        yield "embed_tokens.weight", head.embed.weight.data
+    for part, parameter in head.fc.named_parameters():
+        yield f"fc.{part}", parameter.data
+    for name, tensor in block_slots(head.block, head.config.block):
+        yield f"layers.0.{name}", tensor
+    if isinstance(head, Eagle3):
+        yield "layers.0.input_layernorm.weight", head.embed_norm.weight.data
+        yield "layers.0.hidden_norm.weight", head.state_norm.weight.data
+        yield "norm.weight", head.norm.weight.data
+    if head.lm_head is not None:
+        yield "lm_head.weight", head.lm_head.weight.data

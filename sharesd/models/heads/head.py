@@ -1,0 +1,168 @@
+"""What all trained heads are: one decoder block that reads, at each place, the target's hidden states of a token and
+the embedding of the next one, and guesses the token after that.
+
+What a head makes of a place, its **state**, stands in for the target's hidden states at the next one, of which there
+are none yet: so a chain of guesses goes on.
+
+Legend: B rows, T places, R kept places, F features (the target's hidden states of all depths that are read), D hidden
+size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compile.attention import Branches
+from compile.fused import project
+from compile.rotary import rotate
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.models import rope
+from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.heads.config import HeadConfig
+
+
+class HeadBlock(nn.Module):
+    """A decoder block whose attention is given inputs of its own, beside the residual stream."""
+
+    def __init__(self, config: HeadConfig, inputs: int, **place) -> None:
+        super().__init__()
+        c = config.block
+        self.attn_norm, self.attn = nn.Identity(), Attention(c, c.layers[0], **place)
+        width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.attn.qkv = empty_linear(inputs, width, bias=c.qkv_bias, **place)
+        self.mlp_norm, self.mlp = RMSNorm(c.hidden_size, c.norm_eps, False, **place), MLP(c, **place)
+        self.attn_out_norm, self.mlp_out_norm = nn.Identity(), nn.Identity()
+
+    def forward(self, x_BTD: Tensor, inputs_BTE: Tensor, *tensors: Tensor) -> Tensor:
+        """The residual stream after the block; `tensors` are those of `Attention.forward`."""
+        x_BTD = self.attn(inputs_BTE, *tensors, residual=x_BTD)
+        return self.mlp(x_BTD, self.mlp_norm, x_BTD)
+
+
+class Head(nn.Module):
+    """A head for one target, whose embedding and LM head it uses where it has none of its own."""
+
+    fc: nn.Linear
+    block: HeadBlock
+    lm_head: nn.Linear | None
+
+    def __init__(
+        self, config: HeadConfig, target: Decoder, *, inputs: int, ids_K: Tensor | None, own_embed: bool
+    ) -> None:
+        """`inputs` of the queries (E). `ids_K`: the target's ids of the draft tokens; None = all of the vocabulary.
+        Parameters have no values yet.
+        """
+        super().__init__()
+        self.config = config
+        self._target = (target,)  # in a tuple, since it is no part of this module
+        table_Pr, c = target.get_buffer("cos_0"), config.block
+        self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
+        table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
+        self.embed = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
+        self.block = HeadBlock(config, inputs, **self.place)
+        inv_freq_r, factor = rope.frequencies(c.ropes[0], c.head_dim, c.max_positions)
+        cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
+        self.register_buffer("cos", cos_Pr, persistent=False)
+        self.register_buffer("sin", sin_Pr, persistent=False)
+        self.register_buffer("ids", ids_K, persistent=False)
+        self.run_block: Callable[..., Tensor] | None = None
+        """(x, cache, branches, inputs) -> x: the block, where compilation puts something of its own here."""
+
+    # ---- what differs between heads
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """The state [B, T, D] that the target's hidden states amount to."""
+        raise NotImplementedError
+
+    def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
+        raise NotImplementedError
+
+    def before_logits(self, states_BTD: Tensor) -> Tensor:
+        """What the LM head is given."""
+        raise NotImplementedError
+
+    # ---- what does not
+
+    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
+        """An empty cache of the block's keys and values."""
+        c = self.config.block
+        return StaticKVCache(shapes=[(c.num_kv_heads, c.head_dim)], batch=batch, slots=slots, **self.place)
+
+    def forward(
+        self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+    ) -> Tensor:
+        """States [B, T, D] of new places: each with the token behind it and the state, or fused features, before.
+
+        Places lie in slots lengths..lengths+T-1, or as `branches` say; `cache.lengths` is left alone.
+        """
+        x_BTD, inputs_BTE = self.mix(states_BTD, self._embed(tokens_BT))
+        if self.run_block is not None:
+            return self.run_block(x_BTD, cache, branches, inputs_BTE)
+        tables = (self.get_buffer("cos"), self.get_buffer("sin"))
+        return self.block(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], cache.lengths, *(branches or ()))
+
+    def logits(self, states_BTD: Tensor) -> Tensor:
+        """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
+        narrow_BTK = self.draft_logits(states_BTD)
+        if self.ids is None:
+            return narrow_BTK
+        wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], self.config.block.vocab_size), -torch.inf)
+        return wide_BTV.index_copy_(2, self.get_buffer("ids"), narrow_BTK)
+
+    def draft_logits(self, states_BTD: Tensor) -> Tensor:
+        """[B, T, K] over the draft tokens."""
+        return project(self.lm_head or self._target[0].head, self.before_logits(states_BTD))
+
+    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
+        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
+        `steps`: plain operations, without a cache, through which gradients flow (training-time test, EAGLE-3).
+
+        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
+        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
+        of it mean nothing.
+        """
+        T, device = tokens_BT.shape[1], tokens_BT.device
+        embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
+        place_T = torch.arange(T, device=device)
+        back_TT = place_T[:, None] - place_T  # how far each place looks back
+        keys, values, masks, unrolled = [], [], [], []
+        for step in range(steps):
+            x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
+            q_BHTd, k_BKTd, v_BKTd = self._heads(inputs_BTE)
+            keys.append(k_BKTd)
+            values.append(v_BKTd)
+            # The text up to where the chain began, and one place of each step since.
+            masks = [back_TT >= step, *(back_TT == step - earlier for earlier in range(1, step + 1))]
+            attended_BHTd = F.scaled_dot_product_attention(
+                q_BHTd,
+                torch.cat(keys, 2),
+                torch.cat(values, 2),
+                attn_mask=torch.cat(masks, 1),
+                scale=self.block.attn.scale,
+                enable_gqa=True,
+            )
+            x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
+            x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
+            unrolled.append(x_BTD)
+            states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+        return unrolled
+
+    def _heads(self, inputs_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, d] of whole texts."""
+        attn, T = self.block.attn, inputs_BTE.shape[1]
+        heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
+        q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
+        if attn.q_norm is not None and attn.k_norm is not None:
+            q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
+        tables = (self.get_buffer("cos")[None, :T], self.get_buffer("sin")[None, :T])
+        q_BTHd, k_BTKd = rotate(q_BTHd, *tables), rotate(k_BTKd, *tables)
+        return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        return (self.embed or self._target[0].embed)(tokens_BT)

@@ -1,0 +1,93 @@
+"""Folders of tiny random heads in the public layouts, written out by hand."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.heads.files import load_head
+from sharesd.models.heads.head import Head
+
+
+def make_head(
+    folder: Path,
+    target: DecoderConfig,
+    kind: str,
+    *,
+    ids: Sequence[int] | None = None,
+    taps: tuple[int, ...] = (1, 2),
+    own_embed: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    bias: bool = True,
+    **changes: Any,
+) -> Path:
+    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens."""
+    D, H, K, d, V = target.hidden_size, 4, 2, 8, target.vocab_size
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": H,
+        "num_key_value_heads": K,
+        "head_dim": d,
+        "max_position_embeddings": target.max_positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+    }
+    dice = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        gain = 2.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3
+        return (torch.randn(shape, generator=dice, dtype=torch.float64) * gain + (len(shape) == 1)).to(dtype)
+
+    layer, wide = ("midlayer", 2 * D) if kind == "eagle3" else ("layers.0", D)
+    tensors = {
+        "fc.weight": random(D, len(taps) * D if kind == "eagle3" else 2 * D),
+        f"{layer}.self_attn.q_proj.weight": random(H * d, wide),
+        f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
+        f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
+        f"{layer}.self_attn.o_proj.weight": random(D, H * d),
+        f"{layer}.mlp.gate_proj.weight": random(48, D),
+        f"{layer}.mlp.up_proj.weight": random(48, D),
+        f"{layer}.mlp.down_proj.weight": random(D, 48),
+        f"{layer}.post_attention_layernorm.weight": random(D),
+    }
+    if kind == "eagle3":
+        config |= {"draft_vocab_size": len(ids or range(V)), "target_hidden_size": D}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
+        for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
+            tensors[f"{name}.weight"] = random(D)
+    elif bias:
+        tensors["fc.bias"] = random(D) - 1
+    if kind == "eagle3" or ids is not None:
+        config["draft_vocab_size"] = len(ids or range(V))
+        tensors["lm_head.weight"] = random(len(ids or range(V)), D)
+    if ids is not None:
+        tensors["d2t"] = torch.tensor(list(ids)) - torch.arange(len(ids))
+        tensors["t2d"] = torch.tensor([i in ids for i in range(V)])
+    if own_embed:
+        tensors["embed_tokens.weight"] = random(V, D)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def random_head(target: Decoder, kind: str, **options: Any) -> Head:
+    """A head for this target, as `make_head` makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_head(make_head(Path(folder), target.config, kind, **options), target)
