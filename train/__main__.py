@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from sharesd.cli.options import run_command
 
-COMMANDS = ("train.table", "train.corpus")
+COMMANDS = ("train.table", "train.corpus", "train.generate", "train.inspect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare one drafter; returns the exit status."""
-    return run_command("python -m train", "Prepare drafters for a model.", "DRAFTER", COMMANDS, argv)
+    """Run one command; returns the exit status."""
+    return run_command("python -m train", "Prepare drafters for a model, and their data.", "COMMAND", COMMANDS, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prompts to train on, from the files in which instruction data is published."""
+"""Prompts and conversations to train on, from the files in which instruction data is published."""
 
 from __future__ import annotations
 
@@ -10,17 +10,28 @@ from typing import Any
 
 TEXT_FIELDS = ("instruction", "prompt", "question")
 """Of a record, the first that is there; an `input`, its own or that of its first instance, follows."""
+ANSWER_FIELDS = ("output", "response", "answer", "completion")
+TALK_FIELDS = ("messages", "conversations", "conversation")
+"""Lists of turns: `role` and `content`, or ShareGPT's `from` and `value`."""
+ROLES = {
+    **{name: "user" for name in ("user", "human")},
+    **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bing", "bard", "model")},
+    "system": "system",
+}
+
+Message = dict[str, str]
+"""`role` (system, user or assistant) and `content`."""
 
 
 def read_prompts(files: Sequence[str], most: int | None = None, seed: int = 0) -> list[str]:
     """Prompts of all files in random order, each once; of each file at most so many, drawn at random.
 
-    A file is JSON Lines, or JSON with a list of records. ValueError for whatever cannot be read.
+    A conversation counts as what its user says first. ValueError for whatever cannot be read.
     """
     dice = random.Random(seed)
     drawn: dict[str, None] = {}
     for name in files:
-        found = list(dict.fromkeys(_prompt(where, record) for where, record in _records(Path(name))))
+        found = list(dict.fromkeys(_prompt(where, record) for where, record in records(Path(name))))
         dice.shuffle(found)
         drawn |= dict.fromkeys(found[:most])
     prompts = list(drawn)
@@ -28,31 +39,81 @@ def read_prompts(files: Sequence[str], most: int | None = None, seed: int = 0) -
     return prompts
 
 
-def _records(path: Path) -> list[tuple[str, Any]]:
+def records(path: Path) -> list[tuple[str, Any]]:
+    """Where each record of a file stands, and the record: of JSON Lines, or of JSON with a list.
+
+    ValueError for a file that cannot be read, and for lines that are not JSON.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--prompts {path} cannot be read ({reason}); give a file of JSON or JSON Lines") from error
+        raise ValueError(f"{path} cannot be read ({reason}); give a file of JSON or JSON Lines") from error
     if text.lstrip().startswith("["):
         return [(f"{path}, record {i}", record) for i, record in enumerate(_parsed(str(path), text), 1)]
-    lines = enumerate(text.splitlines(), 1)
+    lines = enumerate(text.split("\n"), 1)  # splitlines would cut at U+2028 too, which JSON strings may hold
     return [(f"{path}:{i}", _parsed(f"{path}:{i}", line)) for i, line in lines if line.strip()]
+
+
+def conversation(record: Any) -> list[Message]:
+    """The messages of a record, answers included where it has them; ValueError where it is none, with the reason."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, *TALK_FIELDS))}")
+    talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)
+    if talk is not None:
+        return _encodable([_message(turn) for turn in talk])
+    text = next((record[name] for name in TEXT_FIELDS if isinstance(record.get(name), str)), "")
+    if not text.strip():
+        raise ValueError(f"has none of {', '.join(TEXT_FIELDS)}; give it a text, or drop it")
+    instances = record.get("instances") or [{}]
+    first = instances[0] if isinstance(instances[0], Mapping) else {}
+    more = record.get("input") or first.get("input")
+    answer = next((record[name] for name in ANSWER_FIELDS if isinstance(record.get(name), str)), first.get("output"))
+    given = {
+        "system": record.get("system"),
+        "user": f"{text}\n\n{more}" if isinstance(more, str) and more.strip() else text,
+        "assistant": answer,
+    }
+    said = [(role, text) for role, text in given.items() if isinstance(text, str) and text.strip()]
+    return _encodable([{"role": role, "content": text} for role, text in said])
 
 
 def _parsed(where: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); correct or drop it") from error
 
 
+def _message(turn: Any) -> Message:
+    if not isinstance(turn, Mapping):
+        raise ValueError("has a turn that is no JSON object; a turn has a role and a content, or from and value")
+    name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise ValueError(f"has a turn of role {name!r}; known are {', '.join(ROLES)}")
+    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError("has a turn whose content is no text")
+    return {"role": role, "content": content}
+
+
+def _encodable(messages: list[Message]) -> list[Message]:
+    try:
+        for message in messages:
+            message["content"].encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half a character (a lone surrogate), which no tokenizer takes") from None
+    return messages
+
+
 def _prompt(where: str, record: Any) -> str:
-    if not isinstance(record, Mapping):
-        raise ValueError(f"{where} is no JSON object; a record has one of {', '.join(TEXT_FIELDS)}")
-    text = next((record[name] for name in TEXT_FIELDS if isinstance(record.get(name), str)), "")
-    if not text.strip():
-        raise ValueError(f"{where} has none of {', '.join(TEXT_FIELDS)}; give it a text, or drop it")
-    instances = record.get("instances") or [{}]
-    more = record.get("input") or (instances[0].get("input") if isinstance(instances[0], Mapping) else "")
-    return f"{text}\n\n{more}" if isinstance(more, str) and more.strip() else text
+    try:
+        messages = conversation(record)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
+    asked = next((message["content"] for message in messages if message["role"] == "user"), "")
+    if not asked.strip():
+        raise ValueError(f"{where} has no user's message; give it one, or drop it")
+    return asked
