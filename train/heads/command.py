@@ -194,7 +194,7 @@ def _sample(session: Session) -> str:
         session.trainer.advance()
     seconds = (time.perf_counter() - started) / (SAMPLE - 1)
     return (
-        f"memory: {session.fixed_bytes / 1e6:,.0f} MB for target and optimizer, "
+        f"memory: {session.fixed_bytes / 1e6:,.0f} MB for the target, the head and its optimizer, "
         f"{psutil.Process().memory_info().rss / 1e6:,.0f} MB in all; time: {seconds:.2f} s a step, "
         f"{seconds * session.recipe.steps / 60:.1f} min for {session.recipe.steps} steps, without checkpoints"
     )

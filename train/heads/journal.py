@@ -21,7 +21,9 @@ class Journal:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Goes on after so many steps; what the folder holds of later ones is dropped, since they are done again."""
+        """Goes on after so many steps (-1: from nothing). What the folder holds of later ones is dropped: they are done
+        again.
+        """
         self._path, self._curves = folder / LOG, folder / CURVES
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         self.records: list[dict[str, Any]] = [record for line in lines if (record := _whole(line))]

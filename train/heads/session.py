@@ -93,12 +93,11 @@ class Session:
         weight_VD = target.head.weight
         wide = next(self.head.parameters()).dtype
         teacher = Teacher((weight_VD if ids_K is None else weight_VD[ids_K]).to(wide), target.config.final_softcap)
+        target_bytes = sum(parameter.nbytes for parameter in target.parameters())
         self.frozen = FrozenTarget(target, self._written.config.taps, task.max_length)
         self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
-        self.target_bytes = sum(t.nbytes for t in {t.data_ptr(): t for t in target.state_dict().values()}.values())
-        self.fixed_bytes = (
-            self.target_bytes + teacher.weight_KD.nbytes + 4 * sum(p.nbytes for p in self.head.parameters())
-        )
+        head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
+        self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
         """Target, teacher, and the head with its gradient and two averages."""
 
     def begin(self, out: Path, costs: Costs | None) -> None:
@@ -112,7 +111,7 @@ class Session:
         if state is not None:
             self.trainer.go_on(state["trainer"])
             self._best = state["best"]
-        self.journal = Journal(out, self.trainer.step)
+        self.journal = Journal(out, -1 if state is None else self.trainer.step)
         if state is None:
             self._write(out / LAST)
         self._costs = costs or self._measured_costs()
