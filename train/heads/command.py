@@ -104,14 +104,15 @@ def run(args: argparse.Namespace) -> int:
         from train.heads.session import Session, Task
         from train.heads.trainer import Recipe, steps_of
 
-        CREW.fix(args.threads)
+        threads = args.threads or CREW.available
+        CREW.fix(threads)
         task = Task(
             kind=args.kind,
             data=Path(args.data),
             target=args.target or made.get("target"),
             dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
             device=args.device,
-            threads=args.threads,
+            threads=threads,
             max_length=args.max_length,
             seed=args.seed,
             draft_vocab=args.draft_vocab,
@@ -141,6 +142,10 @@ def run(args: argparse.Namespace) -> int:
         _say(_sample(session))
         return 0
     session.begin(out, costs)
+    draft, verify = (
+        seconds / session.costs.of_step(1) for seconds in (session.costs.draft, session.costs.of_step(1 + args.chain))
+    )
+    _say(f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {args.chain} costs {verify:.2f}")
     _train(session, args.check_every)
     return 0
 

@@ -45,7 +45,8 @@ class Task:
     dtype: DType = "auto"
     """Of the target, and of the heads that are written."""
     device: str = "auto"
-    threads: int | None = None
+    threads: int
+    """Always the same ones, on which the bits of sums depend."""
     max_length: int = 1024
     seed: int = 0
     draft_vocab: int | None = None
@@ -114,7 +115,7 @@ class Session:
         self.journal = Journal(out, -1 if state is None else self.trainer.step)
         if state is None:
             self._write(out / LAST)
-        self._costs = costs or self._measured_costs()
+        self.costs = costs or self._measured_costs()
         if state is None:
             self.check()
 
@@ -129,7 +130,7 @@ class Session:
         """Measure with the held-out texts, and write a checkpoint; returns what was found."""
         rows = map(self._held_out.__getitem__, range(len(self._held_out)))
         found = acceptance(self.head, self.frozen, rows, self.task.chain)
-        length, speed_up = best_chain(found.taus, self._costs)
+        length, speed_up = best_chain(found.taus, self.costs)
         values: dict[str, Any] = {
             "rates": found.rates,
             "tau": found.taus[-1],
