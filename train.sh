@@ -29,7 +29,7 @@ pipeline() {
     --num-questions "$NUM_QUESTIONS" --out-dir "$OUT/benchmark-$(date +%Y%m%d-%H%M%S)"
 }
 
-steps_in() { cat "$1/log.jsonl" 2>/dev/null | grep -c '"loss"' || true; }
+steps_in() { cat "$1"/log.jsonl 2>/dev/null | grep -c loss || true; }
 
 smoke() {
   work=$(mktemp -d)

@@ -291,23 +291,28 @@ def curve(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("kind", "after"), [("eagle", 5), ("eagle", 0), ("eagle3", 4)])
 def test_an_interruption_at_any_step_changes_no_bit(
-    kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    after: int,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train(kind, data, tmp_path / "whole") == 0
     assert "step 7 of 7: held out, accepted by position" in capsys.readouterr().out
     advance = Trainer.advance
 
     def killed(self: Trainer) -> dict[str, float]:
-        if self.step == 5:
+        if self.step == after:
             raise KeyboardInterrupt
         return advance(self)
 
     monkeypatch.setattr(Trainer, "advance", killed)
     assert train(kind, data, tmp_path / "broken") == 130
     monkeypatch.setattr(Trainer, "advance", advance)
-    assert len([line for line in curve(tmp_path / "broken") if "loss" in line]) == 5
+    assert len([line for line in curve(tmp_path / "broken") if "loss" in line]) == after
     assert train(kind, data, tmp_path / "broken", "--resume") == 0
     assert curve(tmp_path / "whole") == curve(tmp_path / "broken")
     for name in ("last", "best"):
