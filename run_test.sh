@@ -36,6 +36,9 @@ step "serve: the same answers with drafts and without, four at once"
 python -m benchmark serve --spawn hybrid --dataset questions --num-prompts 4 --output-len 16 --max-concurrency 4 \
   --out-dir "$out/serve" -- --max-batch 4 --max-context 1024
 
+step "train: a head for a tiny model, interrupted and resumed"
+bash train.sh --smoke
+
 step "wrong input is one line and status 2"
 for wrong in "sharesd generate hello --mode fast" "sharesd generate hello --target no/such/folder/here" \
   "benchmark mtbench --questions no-such-file.jsonl"; do

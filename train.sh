@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# From prompts to a head that decodes: the target answers, a head learns, and what it gains is measured. Run it again to go
+# on after an interruption. TRAIN_FLAGS go to the second command, whose other options have their defaults.
+#   PROMPTS="a.json b.jsonl" bash train.sh    bash train.sh --smoke: a tiny model, all of it checked, in well under a minute
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
+
+HEAD=${HEAD:-eagle3}                       # or eagle
+TARGET=${TARGET:-}                         # checkpoint folder, .gguf file or hub id; empty: the embedded model
+OUT=${OUT:-results/train-$HEAD}            # answers, head and report
+NUM_PROMPTS=${NUM_PROMPTS:-500}            # of each file
+MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-384}      # per answer
+TEMPERATURE=${TEMPERATURE:-0,0,0.7,1}      # answers take these in turn
+EPOCHS=${EPOCHS:-10}
+NUM_QUESTIONS=${NUM_QUESTIONS:-8}          # of the benchmark
+read -ra train_flags <<<"${TRAIN_FLAGS:-}"
+target=(${TARGET:+--target "$TARGET"})
+
+step() { printf '\n== %s\n' "$*"; }
+
+pipeline() {
+  step "data: the target answers"
+  python -m train generate "${target[@]}" --prompts $PROMPTS --num-prompts "$NUM_PROMPTS" \
+    --max-new-tokens "$MAX_NEW_TOKENS" --temperature "$TEMPERATURE" --out-dir "$OUT/data"
+  step "training: $HEAD"
+  python -m train "$HEAD" "${target[@]}" --data "$OUT/data" --out-dir "$OUT/head" --epochs "$EPOCHS" --resume \
+    "${train_flags[@]}"
+  step "benchmark: plain decoding and the head"
+  python -m benchmark mtbench "${target[@]}" --mode naive,eagle --head "$OUT/head/best" \
+    --num-questions "$NUM_QUESTIONS" --out-dir "$OUT/benchmark-$(date +%Y%m%d-%H%M%S)"
+}
+
+steps_in() { cat "$1"/log.jsonl 2>/dev/null | grep -c loss || true; }
+
+smoke() {
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+  step "a tiny model and its answers"
+  PYTHONPATH=tests python - "$work" <<'PY'
+import json, sys
+from pathlib import Path
+
+from tiny import make_checkpoint
+
+work = Path(sys.argv[1])
+make_checkpoint(work / "model", layers=4)
+records = ({"prompt": f"the cat and the mat, {i} times"} for i in range(24))
+(work / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+PY
+  python -m train generate --target "$work/model" --prompts "$work/prompts.jsonl" --max-new-tokens 48 \
+    --temperature 0,1 --max-context 256 --threads 1 --out-dir "$work/data"
+  local train=(python -m train eagle --data "$work/data" --held-out 0.3 --max-length 96 --batch 2 --lr 2e-3 --steps 60
+    --check-every 10 --threads 1 --costs 0.1,1.3)
+
+  step "training, undisturbed"
+  "${train[@]}" --out-dir "$work/whole"
+  step "training, killed and gone on with"
+  "${train[@]}" --out-dir "$work/broken" &
+  local process=$!
+  until [ "$(steps_in "$work/broken")" -ge 25 ]; do
+    kill -0 "$process" || { echo "error: the training ended by itself"; exit 1; }
+    sleep 0.02
+  done
+  kill -9 "$process"
+  wait "$process" 2>/dev/null || true
+  [ "$(steps_in "$work/broken")" -lt 60 ] || { echo "error: the training had ended before it was killed"; exit 1; }
+  "${train[@]}" --out-dir "$work/broken" --resume
+  cmp "$work/whole/last/model.safetensors" "$work/broken/last/model.safetensors"
+  cmp "$work/whole/best/model.safetensors" "$work/broken/best/model.safetensors"
+  python - "$work/whole/log.jsonl" <<'PY'
+import json, sys
+
+losses = [line["loss"] for line in map(json.loads, open(sys.argv[1])) if "loss" in line]
+first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+print(f"loss: {first:.3f} in the first ten steps, {last:.3f} in the last")
+sys.exit(last > 0.7 * first)
+PY
+
+  step "the head decodes what plain decoding does"
+  local generate=(python -m sharesd generate "why is the sky blue" --target "$work/model" --max-new-tokens 48 --max-context 256 --threads 1)
+  "${generate[@]}" --mode naive >"$work/naive.txt"
+  "${generate[@]}" --mode eagle --num-draft 3 --head "$work/broken/best" >"$work/eagle.txt"
+  cat "$work/naive.txt"
+  cmp "$work/naive.txt" "$work/eagle.txt"
+}
+
+if [ "${1:-}" = --smoke ]; then
+  smoke
+elif [ $# -gt 0 ]; then
+  echo "error: train.sh takes --smoke or nothing, not $1; give settings in the environment (see its beginning)" >&2
+  exit 2
+elif [ -z "${PROMPTS:-}" ]; then
+  echo "error: PROMPTS is empty; name files of prompts, for example PROMPTS='alpaca.json gsm8k.jsonl' bash train.sh" >&2
+  exit 2
+else
+  pipeline
+fi

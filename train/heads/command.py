@@ -1,0 +1,251 @@
+"""`eagle`, `eagle3`: train a head for a target, on the target's own answers."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.options import DTYPES
+from train.shards import settings_of
+
+if TYPE_CHECKING:
+    from sharesd.decoding.costs import Costs
+    from train.heads.session import Session
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("train an EAGLE head", {"draft_vocab": None, "feature_weight": 0.1}),
+    "eagle3": ("train an EAGLE-3 head", {"draft_vocab": 8192, "feature_weight": 0.0}),
+}
+SAMPLE = 3
+"""Steps that a dry run takes, the first of which is not timed."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommands."""
+    for kind, (does, defaults) in KINDS.items():
+        parser = subparsers.add_parser(
+            kind,
+            help=f"{does} on what `generate` wrote",
+            description=f"{does[0].upper()}{does[1:]} on the target's own answers, which `generate` wrote. The target "
+            "stays as it is; one process trains.",
+        )
+        parser.set_defaults(run=run, parser=parser, kind=kind)
+        _add_options(parser, kind)
+        parser.set_defaults(**defaults)
+
+
+def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
+    group = parser.add_argument_group("what")
+    group.add_argument("--data", required=True, metavar="DIR", help="answers of the target, as `generate` wrote them")
+    group.add_argument("--out-dir", required=True, metavar="DIR", help="for heads (last, best), log and curves")
+    group.add_argument("--target", "-llm", metavar="MODEL", help="its checkpoint (default: what wrote the answers)")
+    group.add_argument("--resume", action="store_true", help="go on with the training in --out-dir, if there is one")
+    group.add_argument("--dry-run", action="store_true", help="print the plan, from a few steps, and write nothing")
+    group = parser.add_argument_group("data")
+    group.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens per row; longer texts are cut")
+    group.add_argument("--held-out", type=float, default=0.05, metavar="SHARE", help="of the prompts, to measure with")
+    group.add_argument("--seed", type=int, default=0, help="of the order of texts")
+    group = parser.add_argument_group("head")
+    group.add_argument(
+        "--draft-vocab",
+        type=int,
+        metavar="N",
+        help="the head guesses the N tokens that the answers have most often, through an LM head of its own",
+    )
+    if kind == "eagle3":
+        group.add_argument(
+            "--taps",
+            metavar="N,N,N",
+            help="hidden states that it reads, behind so many blocks (default: 2, half, all but 3)",
+        )
+    group = parser.add_argument_group("training")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
+    length.add_argument("--epochs", type=int, default=10, metavar="N", help="passes over the data")
+    group.add_argument("--batch", type=int, default=4, metavar="N", help="rows per step")
+    group.add_argument("--lr", type=float, default=3e-4, help="highest learning rate")
+    group.add_argument("--warmup", type=float, default=0.05, metavar="SHARE", help="of the steps, in which it rises")
+    group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
+    group.add_argument("--weight-decay", type=float, default=0.0)
+    group.add_argument("--unroll", type=int, default=3, metavar="N", help="steps of a chain that are trained")
+    group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
+    group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
+    group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
+    group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products in training")
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--check-every", type=int, default=100, metavar="N", help="steps between checkpoints")
+    group.add_argument("--chain", type=int, default=5, metavar="K", help="guesses per chain that are measured")
+    group.add_argument(
+        "--costs",
+        metavar="C,V",
+        help="of a draft step, and of verifying a chain of K, in plain steps (default: as the engine measures them)",
+    )
+    group = parser.add_argument_group("machine")
+    group.add_argument("--dtype", default="auto", help=f"of the target and the head: auto (bf16), {', '.join(DTYPES)}")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; returns the exit status."""
+    _check(args)
+    costs = _costs(args)
+    made, out = settings_of(Path(args.data)), Path(args.out_dir)
+    if not (args.resume or args.dry_run) and out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out-dir {out} is not empty; add --resume to go on there, or give another folder")
+    taps = _taps(args)
+    with loading_bars() as progress:
+        from compile.threads import CREW  # torch takes seconds, mistakes should not
+        from train.heads.session import Session, Task
+        from train.heads.trainer import Recipe, steps_of
+
+        threads = args.threads or CREW.available
+        CREW.fix(threads)
+        task = Task(
+            kind=args.kind,
+            data=Path(args.data),
+            target=args.target or made.get("target"),
+            dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
+            device=args.device,
+            threads=threads,
+            max_length=args.max_length,
+            seed=args.seed,
+            draft_vocab=args.draft_vocab,
+            taps=taps,
+            held_out=args.held_out,
+            chain=args.chain,
+        )
+
+        def recipe(rows: Any) -> Recipe:
+            return Recipe(
+                steps=args.steps or steps_of(rows, args.epochs, args.batch),
+                batch=args.batch,
+                lr=args.lr,
+                warmup=args.warmup,
+                clip=args.clip,
+                weight_decay=args.weight_decay,
+                unroll=args.unroll,
+                decay=args.decay,
+                kl_weight=args.kl_weight,
+                feature_weight=args.feature_weight,
+                bf16=args.precision == "bf16",
+            )
+
+        session = Session(task, recipe, progress)
+    _say(_plan(session))
+    if args.dry_run:
+        _say(_sample(session))
+        return 0
+    session.begin(out, costs)
+    draft, verify = (
+        seconds / session.costs.of_step(1) for seconds in (session.costs.draft, session.costs.of_step(1 + args.chain))
+    )
+    _say(f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {args.chain} costs {verify:.2f}")
+    _train(session, args.check_every)
+    return 0
+
+
+def _train(session: Session, check_every: int) -> None:
+    """All steps that are left."""
+    trainer, total = session.trainer, session.recipe.steps
+    for record in session.journal.records:
+        if "rates" in record:
+            _say(_found(record, total))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err_console, disable=not err_console.is_terminal) as bars:
+        bar = bars.add_task("training", total=total, completed=trainer.step)
+        while trainer.step < total:
+            loss = session.advance()["loss"]
+            bars.update(bar, completed=trainer.step, description=f"loss {loss:.3f}")
+            if trainer.step % check_every == 0 or trainer.step == total:
+                session.check()
+                _say(_found(session.journal.records[-1], total))
+    session.journal.close()
+
+
+def _found(record: dict[str, Any], total: int) -> str:
+    """A line about held-out texts."""
+    rates = " ".join(f"{100 * rate:.0f}" for rate in record["rates"])
+    gain = f"{record['speed_up']:.2f}x plain decoding with chains of {record['best_length']}"
+    return f"step {record['step']} of {total}: held out, accepted by position {rates} %, tau {record['tau']:.2f}, " + (
+        gain if record["best_length"] else "no chain pays"
+    )
+
+
+def _plan(session: Session) -> str:
+    task, recipe, split = session.task, session.recipe, session.split
+    parameters = sum(parameter.numel() for parameter in session.head.parameters()) / 1e6
+    tokens, held_out = (sum(place.length for place in places) for places in (split.train, split.held_out))
+    epochs = recipe.steps * recipe.batch / len(session.rows)
+    return (
+        f"{task.kind} head of {parameters:.1f}M parameters, {session.head.config.draft_vocab_size:,} draft tokens: "
+        f"{recipe.steps} steps of {recipe.batch} rows of {task.max_length} tokens, {epochs:.1f} epochs of "
+        f"{len(split.train)} answers ({tokens:,} tokens); held out: {len(split.held_out)} answers ({held_out:,} tokens)"
+    )
+
+
+def _sample(session: Session) -> str:
+    """What a few steps tell about all."""
+    import psutil
+
+    session.trainer.advance()
+    started = time.perf_counter()
+    for _ in range(SAMPLE - 1):
+        session.trainer.advance()
+    seconds = (time.perf_counter() - started) / (SAMPLE - 1)
+    return (
+        f"memory: {session.fixed_bytes / 1e6:,.0f} MB for the target, the head and its optimizer, "
+        f"{psutil.Process().memory_info().rss / 1e6:,.0f} MB in all; time: {seconds:.2f} s a step, "
+        f"{seconds * session.recipe.steps / 60:.1f} min for {session.recipe.steps} steps, without checkpoints"
+    )
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """ValueError for numbers that mean nothing."""
+    for name in ("max_length", "batch", "unroll", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    for name in ("lr", "clip", "decay"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")
+    for name in ("held_out", "warmup"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give a share from 0 up to 1")
+    if not (args.kl_weight >= 0 and args.feature_weight >= 0 and args.kl_weight + args.feature_weight > 0):
+        raise ValueError(
+            f"--kl-weight is {args.kl_weight} and --feature-weight {args.feature_weight}; give at least one above 0"
+        )
+    if DTYPES.get(args.dtype, args.dtype) not in ("auto", *DTYPES.values()):
+        raise ValueError(f"--dtype is {args.dtype!r}; give auto or one of {', '.join(DTYPES)}")
+
+
+def _costs(args: argparse.Namespace) -> Costs | None:
+    if args.costs is None:
+        return None
+    from sharesd.decoding.costs import Costs
+
+    try:
+        draft, verify = map(float, args.costs.split(","))
+    except ValueError:
+        raise ValueError(f"--costs is {args.costs!r}; give two numbers, for example 0.1,1.5") from None
+    if not (draft > 0 and verify > 0):
+        raise ValueError(f"--costs is {args.costs!r}; both must be above 0")
+    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft)
+
+
+def _taps(args: argparse.Namespace) -> tuple[int, ...]:
+    given = getattr(args, "taps", None)
+    try:
+        return tuple(map(int, given.split(","))) if given else ()
+    except ValueError:
+        raise ValueError(f"--taps is {given!r}; give numbers of blocks, for example 2,15,27") from None

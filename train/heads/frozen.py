@@ -1,0 +1,107 @@
+"""The target that a head learns from: frozen, in its own dtype, through the kernels that decode.
+
+Legend: N tokens of a text, T places of it, F features, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compile.linear import pack_linears
+from compile.native import prepare
+from compile.pages import weights_on_huge_pages
+from compile.stack import NativeStack, Unsuited
+from sharesd.decoding.prefill import CHUNK
+from sharesd.models.decoder import Decoder
+
+ROWS = 256
+"""Rows of logits that are made at a time."""
+
+
+class Lesson(NamedTuple):
+    """One text as a head reads it. Place t has the target's features of token t, and the token behind it; what is to be
+    foretold there is token t + 2.
+    """
+
+    tokens_1T: Tensor
+    """The tokens behind the places."""
+    features_1TF: Tensor
+    teacher_TD: Tensor
+    """The target's hidden states behind its last norm, of the tokens behind the places: what its LM head reads to
+    choose what is to be foretold."""
+    foretold_T: Tensor
+    said_N: Tensor
+    """Which tokens of the whole text are the assistant's."""
+
+    def counted(self, step: int) -> Tensor:
+        """Places [T] at which a chain's guess after `step` others counts: the token that it goes on from and all that
+        it foretells are the assistant's, as they are in decoding.
+        """
+        T = len(self.foretold_T)
+        if step >= T:
+            return torch.zeros(T, dtype=torch.bool, device=self.said_N.device)
+        return F.pad(self.said_N[1:].unfold(0, step + 2, 1).all(1), (step, 0))
+
+
+class FrozenTarget:
+    """Reads one text at a time, so that no text sees another and nothing is padded."""
+
+    def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int) -> None:
+        """`taps` are those of the head. What needs the decoder's plain linears comes before."""
+        self.decoder = decoder
+        self.dtype = torch.promote_types(decoder.embed.weight.dtype, torch.float32)
+        """Of lessons."""
+        self._num_features = len(taps) * decoder.config.hidden_size
+        if decoder.embed.weight.device.type == "cpu":
+            _decode_natively(decoder)
+        self._cache = decoder.new_cache(1, max_length, sorted({*taps, decoder.normed_depth}))
+
+    def lessons(self, row: dict[str, Tensor]) -> list[Lesson]:
+        """Of every text of a packed row that is long enough to foretell something."""
+        segments = (row["segment_ids"] == i for i in range(int(row["segment_ids"].max()) + 1))
+        return [self._lesson(row["token_ids"][here], row["loss_mask"][here]) for here in segments if here.sum() > 2]
+
+    @torch.no_grad()
+    def choices(self, hidden_TD: Tensor) -> Tensor:
+        """The tokens [T] that the target finds likeliest."""
+        head, dtype = self.decoder.head, self.decoder.embed.weight.dtype
+        return torch.cat([head(part.to(dtype)).argmax(1) for part in hidden_TD.split(ROWS)])
+
+    @torch.no_grad()
+    def _lesson(self, tokens_N: Tensor, said_N: Tensor) -> Lesson:
+        cache, device = self._cache, self.decoder.embed.weight.device
+        tokens_N, said_N = tokens_N.to(device), said_N.to(device)
+        keep_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        for first in range(0, len(tokens_N), CHUNK):
+            cache.lengths.fill_(first)
+            self.decoder(tokens_N[None, first : first + CHUNK], cache, keep_11)
+        assert cache.features is not None
+        hidden_NF = cache.features[0, : len(tokens_N)].to(self.dtype, copy=True)  # the next text goes there
+        return Lesson(
+            tokens_1T=tokens_N[None, 1:-1],
+            features_1TF=hidden_NF[None, :-2, : self._num_features],
+            teacher_TD=hidden_NF[1:-1, -self.decoder.config.hidden_size :],
+            foretold_T=tokens_N[2:],
+            said_N=said_N,
+        )
+
+
+def _decode_natively(decoder: Decoder) -> None:
+    """Put the CPU kernels in, as far as they suit."""
+    prepare(str(decoder.embed.weight.dtype).removeprefix("torch."))
+    pack_linears(decoder)
+    weights_on_huge_pages(decoder)
+    config = decoder.config
+    with suppress(Unsuited):  # then its blocks run one by one
+        decoder.run_stack = NativeStack(
+            decoder.blocks,
+            tables=decoder.rope_tables,
+            ropes=[kind.rope for kind in config.layers],
+            activation=config.activation,
+            norm=decoder.norm,
+        )

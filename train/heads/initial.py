@@ -1,0 +1,93 @@
+"""What a head begins with: the target's last block, which reads the deepest features as they are.
+
+Features of EAGLE lie behind the target's last norm: they are w * h / rms(h), for its weight w and the residual
+stream h. So that the block does to them what it does to h, w goes out of what it reads and, over rms(h), into what it
+adds.
+
+Legend: N tokens, D hidden size, K draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharesd.models.decoder import Block, Decoder
+from sharesd.models.heads.config import LAYER_IDS, HeadConfig, Kind
+from sharesd.models.heads.eagle3 import Eagle3
+from sharesd.models.heads.files import new_head
+from sharesd.models.heads.head import Head
+
+
+@torch.no_grad()
+def initial_head(
+    kind: Kind,
+    target_raw: dict[str, Any],
+    target: Decoder,
+    text_N: Tensor,
+    *,
+    ids_K: Tensor | None = None,
+    taps: tuple[int, ...] = (),
+) -> Head:
+    """A head in the target's dtype, with the draft tokens `ids` (None: all) and, for EAGLE-3, other depths than usual.
+    In `text` EAGLE sees how large hidden states are.
+
+    The embedding of the next token has no weight yet. Call it while the target has its plain linears.
+    """
+    changes = {LAYER_IDS: list(taps)} if taps else {}
+    num_draft_tokens = None if ids_K is None else len(ids_K)
+    config = HeadConfig.new(kind, target_raw, draft_vocab_size=num_draft_tokens, **changes)
+    head = new_head(config, target, ids_K=ids_K)
+    last, D = target.blocks[-1], config.block.hidden_size
+    assert isinstance(last, Block)
+    attn_norm_D, mlp_norm_D = (norm.get_parameter("weight") for norm in (last.attn_norm, last.mlp_norm))
+    block = head.block
+    for parameter in head.parameters():
+        parameter.zero_()
+    head.fc.weight[:, -D:] = torch.eye(D)  # the features lie behind the embedding, the deepest ones last
+    for to, weight in (
+        (block.mlp.gate_up, last.mlp.gate_up),
+        (block.attn.o, last.attn.o),
+        (block.mlp.down, last.mlp.down),
+    ):
+        to.weight.copy_(weight.weight)
+    if isinstance(head, Eagle3):
+        block.attn.qkv.weight[:, D:] = last.attn.qkv.weight
+        head.embed_norm.weight.fill_(1)
+        head.state_norm.weight.copy_(attn_norm_D)
+        block.mlp_norm.weight.copy_(mlp_norm_D)
+        head.norm.weight.copy_(target.norm.weight)
+    else:
+        norm_D = target.norm.weight.double()
+        read_D = norm_D.sign() / norm_D.abs().clamp(min=0.1 * norm_D.abs().mean())  # entries near 0 say nothing
+        block.attn.qkv.weight.copy_(last.attn.qkv.weight * (attn_norm_D * read_D))  # there is no norm to hold these
+        block.mlp_norm.weight.copy_(mlp_norm_D * read_D * norm_D.pow(2).mean().sqrt())
+        for linear in (block.attn.o, block.mlp.down):
+            linear.weight.copy_(linear.weight * (norm_D / _residual_rms(target, text_N))[:, None])
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(target.head.weight if ids_K is None else target.head.weight[ids_K])
+    return head
+
+
+def _residual_rms(target: Decoder, text_N: Tensor) -> Tensor:
+    """Of the residual stream behind the last block, where the last norm reads it: the median over a text."""
+    cache = target.new_cache(1, len(text_N), (len(target.blocks),))
+    target(text_N[None], cache, torch.zeros_like(text_N[None, :1]))
+    assert cache.features is not None
+    return cache.features[0, : len(text_N)].double().pow(2).mean(1).sqrt().median()
+
+
+def most_frequent(rows: Iterable[dict[str, Tensor]], vocab_size: int, num: int) -> Tensor:
+    """Ids [num], ascending, of the tokens that the assistant says most often in packed rows; of equals the lower ones.
+
+    ValueError for more than there are.
+    """
+    if not 0 < num <= vocab_size:
+        raise ValueError(f"--draft-vocab is {num} and the target knows {vocab_size} tokens; give 1 to {vocab_size}")
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        counts_V += row["token_ids"][row["loss_mask"]].bincount(minlength=vocab_size)
+    return counts_V.sort(descending=True, stable=True).indices[:num].sort().values

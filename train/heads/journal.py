@@ -1,0 +1,108 @@
+"""What every step of a training found, as JSON Lines, for TensorBoard where that is installed, and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+LOG, CURVES, TENSORBOARD = "log.jsonl", "curves.png", "tensorboard"
+SMOOTH = 0.9
+"""Weight of the running mean of training losses."""
+
+
+class Journal:
+    """Records of steps, {"step": how many were done, ...}: those of training have a `loss`, those of held-out texts
+    `rates` (by position), `tau` and `speed_up`.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Goes on after so many steps (-1: from nothing). What the folder holds of later ones is dropped: they are done
+        again.
+        """
+        self._path, self._curves = folder / LOG, folder / CURVES
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        self.records: list[dict[str, Any]] = [record for line in lines if (record := _whole(line))]
+        self.records = [record for record in self.records if record["step"] <= step]
+        text = "".join(f"{json.dumps(record)}\n" for record in self.records)
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self._path)
+        self._board = _tensorboard(folder / TENSORBOARD, step)
+
+    def add(self, step: int, **values: Any) -> None:
+        """Keep a record."""
+        self.records.append({"step": step, **values})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.records[-1]) + "\n")
+        if self._board is not None:
+            kind = "train" if "loss" in values else "held_out"
+            numbers = {f"{kind}/{name}": value for name, value in values.items() if not isinstance(value, list)}
+            numbers |= {f"{kind}/rate_{i}": rate for i, rate in enumerate(values.get("rates", []), 1)}
+            for name, number in numbers.items():
+                self._board.add_scalar(name, number, step)
+
+    def draw(self) -> None:
+        """Write the picture anew."""
+        _picture(self.records).savefig(self._curves)
+
+    def close(self) -> None:
+        """All is written."""
+        if self._board is not None:
+            self._board.close()
+
+
+def _whole(line: str) -> dict[str, Any] | None:
+    """A record; None for a line that was cut off."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    """A writer, where the package is installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+def _picture(records: Sequence[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(12, 4), dpi=120, layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    train = [record for record in records if "loss" in record]
+    held_out = [record for record in records if "rates" in record]
+    steps = [record["step"] for record in train]
+    left.plot(steps, [record["loss"] for record in train], color="0.8", linewidth=0.7)
+    left.plot(steps, _smooth([record["loss"] for record in train]), label="loss, running mean")
+    at = [record["step"] for record in held_out]
+    for position in range(len(held_out[0]["rates"]) if held_out else 0):
+        middle.plot(at, [record["rates"][position] for record in held_out], "o-", ms=3, label=f"token {position + 1}")
+    right.plot(at, [record["tau"] for record in held_out], "o-", ms=3, label="tokens per round (tau)")
+    right.plot(at, [record["speed_up"] for record in held_out], "o-", ms=3, label="times plain decoding")
+    titles = ("Training", "Held out: acceptance by position", "Held out: simulated")
+    for axes, title in zip((left, middle, right), titles, strict=True):
+        _finish(axes, title)
+    return figure
+
+
+def _finish(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("steps")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Running means, which begin at the first value."""
+    means: list[float] = []
+    for value in values:
+        means.append(SMOOTH * means[-1] + (1 - SMOOTH) * value if means else value)
+    return means

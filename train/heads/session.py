@@ -1,0 +1,183 @@
+"""A training from its folder of answers to its folder of heads: everything put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sharesd.config import DType, EngineConfig, SamplingParams
+from sharesd.decoding.costs import Costs
+from sharesd.device import device_of
+from sharesd.load import Runtime
+from sharesd.models.folder import read_config
+from sharesd.models.heads.config import Kind
+from sharesd.models.heads.files import new_head
+from sharesd.models.heads.head import Head
+from sharesd.models.progress import Progress
+from sharesd.models.resolve import resolve
+from sharesd.models.weights import load_decoder
+from train.dataset import PackedRows, read_split
+from train.heads.checkpoint import BEST, LAST, read_state, write_head, write_state
+from train.heads.frozen import FrozenTarget
+from train.heads.held_out import acceptance, best_chain
+from train.heads.initial import initial_head, most_frequent
+from train.heads.journal import Journal
+from train.heads.losses import Teacher
+from train.heads.trainer import Recipe, Trainer
+from train.shards import keep_settings
+
+SEEN = 256
+"""Tokens at most that show how large hidden states are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is trained, on what, and how it is measured."""
+
+    kind: Kind
+    data: Path
+    target: str | None
+    dtype: DType = "auto"
+    """Of the target, and of the heads that are written."""
+    device: str = "auto"
+    threads: int
+    """Always the same ones, on which the bits of sums depend."""
+    max_length: int = 1024
+    seed: int = 0
+    draft_vocab: int | None = None
+    """Tokens that the head can guess; None = all."""
+    taps: tuple[int, ...] = ()
+    """EAGLE-3: depths that it reads; none = the usual ones."""
+    held_out: float = 0.05
+    """Share of prompts to measure with."""
+    chain: int = 5
+    """Guesses per chain that are measured."""
+
+
+class Session:
+    """A trainer, and what measures and keeps its head."""
+
+    def __init__(self, task: Task, recipe: Callable[[PackedRows], Recipe], progress: Progress) -> None:
+        """`recipe` may depend on how many rows there are. Writes nothing. ValueError for what does not fit together."""
+        self.task = task
+        self.split = read_split(task.data, task.max_length, task.held_out)
+        for places, purpose, remedy in (
+            (self.split.train, "train on", "lower it"),
+            (self.split.held_out, "measure with", "raise it, or add answers"),
+        ):
+            if not places:
+                raise ValueError(f"--held-out {task.held_out} leaves no answers to {purpose}; {remedy}")
+        self.rows = PackedRows(self.split.train, task.max_length, seed=task.seed)
+        self._held_out = PackedRows(self.split.held_out, task.max_length, shuffle=False)
+        self.recipe = recipe(self.rows)
+        folder = resolve(task.target, progress=progress)
+        dtype = torch.bfloat16 if task.dtype == "auto" else getattr(torch, task.dtype)
+        target = load_decoder(folder, dtype=dtype, device=device_of(task.device), progress=progress)
+        if task.max_length > target.max_context:
+            raise ValueError(
+                f"--max-length is {task.max_length} and the target takes {target.max_context} tokens; lower it"
+            )
+        ids_K = None
+        if task.draft_vocab is not None:
+            ids_K = most_frequent(
+                map(self.rows.__getitem__, range(len(self.rows))), target.vocab_size, task.draft_vocab
+            )
+        text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
+        self._written = initial_head(task.kind, read_config(folder), target, text_N, ids_K=ids_K, taps=task.taps)
+        """In the dtype that it is used in."""
+        self.head = _twin(self._written, target)
+        weight_VD = target.head.weight
+        wide = next(self.head.parameters()).dtype
+        teacher = Teacher((weight_VD if ids_K is None else weight_VD[ids_K]).to(wide), target.config.final_softcap)
+        target_bytes = sum(parameter.nbytes for parameter in target.parameters())
+        self.frozen = FrozenTarget(target, self._written.config.taps, task.max_length)
+        self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
+        head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
+        self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
+        """Target, teacher, and the head with its gradient and two averages."""
+
+    def begin(self, out: Path, costs: Costs | None) -> None:
+        """Go on with the training in a folder, or begin it there: then the head is measured as it is. `costs` of rounds
+        are measured where they are not given.
+        """
+        out.mkdir(parents=True, exist_ok=True)
+        keep_settings(out, self._settings())
+        state = read_state(out / LAST)
+        self._out, self._best = out, 0.0
+        if state is not None:
+            self.trainer.go_on(state["trainer"])
+            self._best = state["best"]
+        self.journal = Journal(out, -1 if state is None else self.trainer.step)
+        if state is None:
+            self._write(out / LAST)
+        self.costs = costs or self._measured_costs()
+        if state is None:
+            self.check()
+
+    def advance(self) -> dict[str, float]:
+        """One step, which goes into the journal."""
+        started = time.perf_counter()
+        found = self.trainer.advance()
+        self.journal.add(self.trainer.step, **found, seconds=round(time.perf_counter() - started, 3))
+        return found
+
+    def check(self) -> dict[str, Any]:
+        """Measure with the held-out texts, and write a checkpoint; returns what was found."""
+        rows = map(self._held_out.__getitem__, range(len(self._held_out)))
+        found = acceptance(self.head, self.frozen, rows, self.task.chain)
+        length, speed_up = best_chain(found.taus, self.costs)
+        values: dict[str, Any] = {
+            "rates": found.rates,
+            "tau": found.taus[-1],
+            "speed_up": speed_up,
+            "best_length": length,
+        }
+        self.journal.add(self.trainer.step, **values)
+        self.journal.draw()
+        self._write(self._out / LAST)
+        if values["tau"] > self._best:
+            self._best = values["tau"]
+            write_head(self._written, self._out / BEST)
+        write_state({"trainer": self.trainer.state(), "best": self._best}, self._out / LAST)
+        return values
+
+    @torch.no_grad()
+    def _write(self, folder: Path) -> None:
+        for slot, parameter in zip(self._written.parameters(), self.head.parameters(), strict=True):
+            slot.copy_(parameter)
+        write_head(self._written, folder)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the trained head depends on."""
+        task = {name: value for name, value in asdict(self.task).items() if name not in ("device", "chain")}
+        sizes = {"answers": len(self.split.train), "held_out_answers": len(self.split.held_out)}
+        return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe)}
+
+    def _measured_costs(self) -> Costs:
+        """Of rounds with this head on this machine, as the engine measures them."""
+        task = self.task
+        config = EngineConfig(
+            target=task.target,
+            mode="eagle",
+            head=str(self._out / LAST),
+            dtype=task.dtype,
+            device=task.device,
+            threads=task.threads,
+            max_draft=task.chain,
+        )
+        params = SamplingParams()
+        return Runtime(config).engine("eagle", warm=params).way(params).policy.costs
+
+
+def _twin(head: Head, target: Any) -> Head:
+    """The head in the dtype of lessons, whose parameters learn."""
+    wide = torch.promote_types(head.fc.weight.dtype, torch.float32)
+    ids_K = None if head.ids is None else head.get_buffer("ids")
+    twin = new_head(head.config, target, ids_K=ids_K).to(wide)
+    twin.load_state_dict(head.state_dict())
+    return twin

@@ -1,0 +1,116 @@
+"""The steps of a training, each a function of the one before: what a checkpoint holds is all that the next one needs.
+
+Nothing draws at random: heads begin as the target's last block, and the order of the data is a function of the seed and
+the epoch. The learning rate is a function of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from sharesd.models.heads.head import Head
+from train.dataset import PackedRows
+from train.heads.frozen import FrozenTarget
+from train.heads.losses import Teacher, losses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How a head is trained."""
+
+    steps: int
+    batch: int
+    """Packed rows per step."""
+    lr: float
+    """Highest learning rate."""
+    warmup: float = 0.05
+    """Share of the steps in which it rises; then it falls to a tenth, along a cosine."""
+    clip: float = 0.5
+    """Largest norm of a step's gradient."""
+    weight_decay: float = 0.0
+    unroll: int = 3
+    """Steps of a chain that are trained."""
+    decay: float = 0.8
+    """Weight of each of them, relative to the one before."""
+    kl_weight: float = 1.0
+    feature_weight: float = 0.0
+    bf16: bool = False
+    """Matrix products in bfloat16; weights and their averages stay in the dtype of lessons."""
+
+    def lr_at(self, step: int) -> float:
+        """Of a step, from 0."""
+        rising = max(1, round(self.warmup * self.steps))
+        if step < rising:
+            return self.lr * (step + 1) / rising
+        way = (step - rising) / max(1, self.steps - rising)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * way)))
+
+
+class Trainer:
+    """A head on its way."""
+
+    def __init__(self, head: Head, frozen: FrozenTarget, teacher: Teacher, rows: PackedRows, recipe: Recipe) -> None:
+        self.head, self.recipe, self.step = head, recipe, 0
+        self._frozen, self._teacher, self._rows = frozen, teacher, rows
+        self._epoch, self._row = 0, 0  # of the next step
+        parameters = list(head.parameters())
+        self._optimizer = torch.optim.AdamW(parameters, recipe.lr, (0.9, 0.95), weight_decay=recipe.weight_decay)
+
+    def advance(self) -> dict[str, float]:
+        """One step; what it found."""
+        recipe, head = self.recipe, self.head
+        lessons = [lesson for row in self._next_rows() for lesson in self._frozen.lessons(row)]
+        counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(recipe.unroll)]
+        decays = [recipe.decay**step for step in range(recipe.unroll)]
+        weights = [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
+        found = dict.fromkeys(("loss", "divergence", "feature"), 0.0)
+        for lesson in lessons:
+            with torch.autocast(lesson.said_N.device.type, torch.bfloat16, enabled=recipe.bf16):
+                parts = losses(head, lesson, self._teacher, weights)
+            loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
+            loss.backward()
+            for name, part in zip(found, (loss, *parts), strict=True):
+                found[name] += part.item()
+        found["gradient"] = clip_grad_norm_(head.parameters(), recipe.clip).item()
+        if not math.isfinite(found["gradient"]):
+            raise ValueError(f"the gradient of step {self.step} is {found['gradient']}; lower --lr, or train in fp32")
+        for group in self._optimizer.param_groups:
+            group["lr"] = found["lr"] = recipe.lr_at(self.step)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        return found | {"places": counts[0]}
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on."""
+        place = {"step": self.step, "epoch": self._epoch, "row": self._row}
+        return place | {"head": self.head.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """From a state that `state` gave."""
+        self.step, self._epoch, self._row = state["step"], state["epoch"], state["row"]
+        self.head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._rows.set_epoch(self._epoch)
+
+    def _next_rows(self) -> list[dict[str, torch.Tensor]]:
+        if self._row >= len(self._rows):
+            self._epoch, self._row = self._epoch + 1, 0
+            self._rows.set_epoch(self._epoch)
+        first, self._row = self._row, min(self._row + self.recipe.batch, len(self._rows))
+        return [self._rows[number] for number in range(first, self._row)]
+
+
+def steps_of(rows: PackedRows, epochs: int, batch: int) -> int:
+    """How many steps so many epochs take."""
+    total = 0
+    for epoch in range(epochs):
+        rows.set_epoch(epoch)
+        total += math.ceil(len(rows) / batch)
+    rows.set_epoch(0)
+    return total
