@@ -211,7 +211,10 @@ class TestMemory:
         (["--demo", "chat", "--template", "none.jinja"], "--template none.jinja cannot be read (No such file"),
         (["--demo", "chat", "--template", "empty.jinja"], "the chat template renders nothing"),
         (["--demo", "chat", "--template", "broken.jinja"], "the chat template does not take these messages"),
-        (["--demo", "chat", "--template", "wrong.jinja"], "the chat template fails (TypeError"),
+        (
+            ["--demo", "chat", "--template", "wrong.jinja"],
+            "the chat template does not take these messages: can only concatenate list",
+        ),
         (["--save-output", "."], "--save-output . is a folder"),
         (["--save-output", "none/x.json"], "there is no folder none"),
     ],
