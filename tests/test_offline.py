@@ -213,7 +213,7 @@ class TestMemory:
         (["--demo", "chat", "--template", "broken.jinja"], "the chat template does not take these messages"),
         (
             ["--demo", "chat", "--template", "wrong.jinja"],
-            "the chat template does not take these messages: can only concatenate list",
+            "can only concatenate list",
         ),
         (["--save-output", "."], "--save-output . is a folder"),
         (["--save-output", "none/x.json"], "there is no folder none"),
