@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import c_double, c_void_p
+from ctypes import c_double, c_int64, c_void_p
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,8 @@ from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 31
+_Step = ctypes.c_int64 * 32
+_Gather = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_int64)
 
 
 class Unsuited(ValueError):
@@ -41,9 +42,13 @@ class NativeStack:
         activation: str,
         norm: Any = None,
         low: Callable[[], bool] = lambda: False,
+        gather: Callable[[Tensor, Tensor], object] | None = None,
     ) -> None:
         """`tables` are (cosines, sines) [positions, r] of every rope, `ropes` names that of each block, `norm` follows
         the last block. Raises Unsuited where the kernel does not know a module.
+
+        With `gather` each linear has one rank's outputs, while `o` and `down` read those of all ranks: called with a
+        part [M, n] (bytes), it fills the whole [M, ranks * n] with the parts of all ranks side by side.
         """
         self._low, self._norm, self._tables = low, norm, tables
         self._angles = torch.tensor([pair[i].data_ptr() for i in (0, 1) for pair in tables])
@@ -55,9 +60,12 @@ class NativeStack:
         attn = blocks[0].attn
         self._normed = getattr(blocks[0].attn_norm, "weight", None) is not None
         self._sizes = (attn.num_heads, attn.num_kv_heads, attn.head_dim)
-        self._mlp_size = _full(blocks[0].mlp.down).in_features
+        self._mlp_size = _full(blocks[0].mlp.gate_up).out_features // 2
         self._activation = ACTIVATIONS.index(activation)
         self._constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
+        self._gather = gather
+        self._failure: BaseException | None = None
+        self._called: Any = None if gather is None else _Gather(self._gather_rows)
 
     def __call__(
         self, x_BTD: Tensor, cache: Any, branches: Branches | None = None, inputs_BTE: Tensor | None = None
@@ -98,11 +106,31 @@ class NativeStack:
             *((0, 0, 0) if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))),
             0 if inputs_BTE is None else inputs_BTE.data_ptr(),
             CREW.lost_address,
+            ctypes.cast(self._called, c_void_p).value or 0,
         )
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
             ctypes.addressof(step), *self._constants
         )
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         return x_BTD
+
+    def _gather_rows(self, part: int, whole: int, rows: int, part_bytes: int, whole_bytes: int) -> None:
+        """The kernel's way to `gather`. After a failure, which it cannot hear of, it goes through the step for nothing."""
+        if self._failure is not None:
+            return
+        assert self._gather is not None
+        try:
+            self._gather(_bytes_at(part, rows, part_bytes), _bytes_at(whole, rows, whole_bytes))
+        except BaseException as failure:
+            self._failure = failure
+
+
+def _bytes_at(address: int, rows: int, columns: int) -> Tensor:
+    """A view of the kernel's memory."""
+    memory = (ctypes.c_char * (rows * columns)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(rows, columns)
 
 
 def _describe(block: Any, rope: int) -> list[int]:

@@ -195,6 +195,9 @@ class EngineConfig:
     threads: int | None = None
     """Threads that share a step on a CPU; None = as many as torch would use, and fewer while others keep cores busy.
     Texts do not depend on it."""
+    tensor_parallel: int = 1
+    """Ranks that share each linear and the heads of attention, each a process with a device of its own (on a CPU: with
+    a part of the cores). Texts do not depend on it."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
     max_queue: int | None = None
@@ -230,6 +233,7 @@ class EngineConfig:
             raise ValueError(
                 f"hybrid_with is {', '.join(self.hybrid_with)}; give one of {' and '.join(MODEL_DRAFTERS)}"
             )
+        _at_least("tensor_parallel", self.tensor_parallel, 1)
         _at_least("max_batch", self.max_batch, 1)
         if self.threads is not None:
             _at_least("threads", self.threads, 1)

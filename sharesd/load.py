@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,16 +27,20 @@ from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
+from multigpu.group import Group
+from multigpu.launch import join, launched_rank, local_device, num_local, spawn
+from multigpu.tensor import WHOLE, GatheredLinear, Part, gather_columns
 from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
-from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.config import MODEL_DRAFTERS, TABLES, CompileMode, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
+from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
 from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
@@ -50,13 +56,14 @@ from sharesd.drafters.tables.suffix import Datastore, SuffixTable, open_datastor
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import Unsupported
 from sharesd.models.folder import identity
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_block
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.models.weights import Tensors, load_model, resolve
+from sharesd.models.weights import Tensors, check_cuts, decoder_config, load_model, resolve
 from sharesd.settings import cpu_name
 
 log = logging.getLogger(__name__)
@@ -99,40 +106,22 @@ class Runtime:
         *,
         progress: Progress = silent,
         tensors: Tensors | None = None,
+        group: Group | None = None,
     ) -> None:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
+        With `tensor_parallel` this is rank 0, and `group` leads to the others, which `follow_rank_0`; without a group
+        processes are started, or those of torchrun joined. Raises RankLost where one of them does not come.
         """
         started = time.perf_counter()
-        self.config, self.modes = config, tuple(modes or (config.mode,))
-        self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
-        self.device, self.dtype = device_of(config.device), _dtype(config)
-        CREW.fix(config.threads)
-        if self.device.type == "cuda":
-            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
-        use(self.device)
-        self.compile = config.compile
-        if config.compile == "auto":
-            self.compile = "native" if self.device.type == "cpu" else "regional"
-        elif config.compile == "native" and self.device.type != "cpu":
-            raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
-        if self.compile == "native":
-            prepare(str(self.dtype).removeprefix("torch."), "choice")
-        folder = self._folder = resolve(config.target, progress=progress)
-        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self._set_up(config, modes, progress, tensors)
+        self.tokenizer: Tokenizer = load_tokenizer(self._folder)
         self._check_draft_vocabulary(progress)
         self._check_head(progress)
-        self._switch = Switch()
-        self._reports: dict[str, QuantReport] = {}
-        self._progress, self._tensors = progress, tensors
-        self.target = self._load(folder, tensors)
-        self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head() if "eagle" in self._needs else None
-        if "share" in self._needs:
-            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
-        self.max_context = min(config.max_context, self.target.max_context)
-        self._pack(self.target)
+        if config.tensor_parallel > 1:
+            self._meet(group)
+        self._load_target()
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -142,7 +131,9 @@ class Runtime:
         if self.compile != "native":  # prompts may have to be read in padded pieces
             self._slots = max(self._slots, slots_for(self.max_context))
         taps = () if self._head is None else self._head.config.taps
-        self.cache = self.target.new_cache(config.max_batch, self._slots, taps)
+        if self._group is not None:
+            self._leading = LeadingModel(self.target, self._switch, self._group)
+        self.cache = (self._leading or self.target).new_cache(config.max_batch, self._slots, taps)
         self._draft_widths = {1, *([top] if config.tree else [])}
         self._widths = self._choose_widths()
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
@@ -151,6 +142,87 @@ class Runtime:
             self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
+
+    def _set_up(
+        self, config: EngineConfig, modes: Sequence[Mode] | None, progress: Progress, tensors: Tensors | None
+    ) -> None:
+        """Where and how all runs, before any weights are read."""
+        self.config, self.modes = config, tuple(modes or (config.mode,))
+        self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
+        self.device, self.dtype = device_of(config.device), _dtype(config)
+        self._group: Group | None = None
+        self._part, self._leading = WHOLE, None
+        CREW.fix(config.threads)
+        if self.device.type == "cuda":
+            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+        use(self.device)
+        self.compile = config.compile
+        if config.compile == "auto":
+            on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 else "off"
+            self.compile = "native" if self.device.type == "cpu" else on_gpu
+        elif config.compile == "native" and self.device.type != "cpu":
+            raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
+        if self.compile == "native":
+            prepare(str(self.dtype).removeprefix("torch."), "choice")
+        self._folder = resolve(config.target, progress=progress)
+        self._switch = Switch()
+        self._reports: dict[str, QuantReport] = {}
+        self._progress, self._tensors = progress, tensors
+
+    def _meet(self, group: Group | None) -> None:
+        """Check that the model can be shared out, and find the other ranks."""
+        config, size = self.config, self.config.tensor_parallel
+        if self.compile in ("regional", "full"):
+            raise ValueError(
+                f"compile is {self.compile!r} and tensor_parallel is {size}, whose steps wait for each other between "
+                "linears; take native on a CPU, off on a GPU, or auto"
+            )
+        if "eagle" in self._needs:
+            raise ValueError(f"tensor_parallel is {size}, and trained heads run on one device; drop mode eagle")
+        if self.device.index is not None and group is None:
+            raise ValueError(f"device is {config.device!r} and tensor_parallel is {size}; take cuda for one each")
+        try:
+            check_cuts(decoder_config(self._folder), size)
+        except Unsupported as reason:
+            raise ValueError(f"tensor_parallel is {size}, and only native decoders are shared out: {reason}") from None
+        self._share_machine(num_local(size) if group is None else size)
+        if group is None:
+            self.device = local_device(self.device)
+            use(self.device)
+            if launched_rank() is None:
+                command = (sys.executable, "-m", "sharesd.follow", self.device.type)
+                group = spawn(size, command, self.device, CREW.most)
+            else:
+                group = join(self.device)
+        atexit.register(group.close)
+        if (group.rank, group.size) != (0, size):
+            raise ValueError(
+                f"tensor_parallel is {size}, and this is rank {group.rank} of {group.size}; start as many processes as "
+                "tensor_parallel says, of which all but rank 0 follow"
+            )
+        self._group, self._part = group, Part(0, size)
+        group.broadcast_object((config, self.modes))
+
+    def _share_machine(self, num_ranks: int) -> None:
+        """Ranks on one machine share its cores."""
+        if self.config.threads is None:
+            CREW.reset(max(1, CREW.available // num_ranks))
+
+    def _load_target(self) -> None:
+        """The target, or this rank's part of it, with its linears as they run."""
+        self.target = self._load(self._folder, self._tensors, self._part)
+        self.weight_bytes = _num_bytes(self.target)
+        self._head = self._load_head() if "eagle" in self._needs else None
+        if "share" in self._needs:
+            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
+        self.max_context = min(self.config.max_context, self.target.max_context)
+        self._pack(self.target)
+
+    def close(self) -> None:
+        """Let other ranks end, if there are any."""
+        if self._group is not None:
+            atexit.unregister(self._group.close)
+            self._group.close()
 
     def engine(
         self, mode: Mode | None = None, *, warm: SamplingParams | None = None, each_kind: bool = False
@@ -174,7 +246,7 @@ class Runtime:
 
     def plain_beside(self) -> Engine:
         """An engine of mode naive with a KV cache of its own, so that it can decode in turns with one of the others."""
-        return self._engine("naive", self.target.new_cache(self.config.max_batch, self._slots))
+        return self._engine("naive", self._step.new_cache(self.config.max_batch, self._slots))
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
@@ -262,7 +334,7 @@ class Runtime:
 
     def _check_rows(self, target: Decoder, widths: Sequence[int]) -> RowBits:
         """Of steps of these widths as they will run, at the real number of slots."""
-        if self.compile == "full":
+        if self.compile == "full" or self._group is not None:
             return check_rows(self._step, self.cache, widths, trees=self._wants_trees)
         first = shallow(target)
         if isinstance(target.run_stack, NativeStack):
@@ -280,6 +352,7 @@ class Runtime:
             activation=config.activation,
             norm=model.norm,
             low=partial(getattr, self._switch, "low"),
+            gather=None if self._group is None or model is not self.target else partial(gather_columns, self._group),
         )
 
     def _noise(self) -> Callable[..., Tensor]:
@@ -287,7 +360,7 @@ class Runtime:
             return sampling.native_gumbel
         return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
-    def _load(self, folder: Path, tensors: Tensors | None = None) -> CausalModel:
+    def _load(self, folder: Path, tensors: Tensors | None = None, part: Part = WHOLE) -> CausalModel:
         return load_model(
             folder,
             dtype=self.dtype,
@@ -295,6 +368,7 @@ class Runtime:
             trust_remote_code=self.config.trust_remote_code,
             progress=self._progress,
             tensors=tensors,
+            part=part,
         )
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
@@ -335,7 +409,7 @@ class Runtime:
             head_name=_head_name(model),
             layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
-            solving=_solving(self.device, None if self._tensors else self._folder),
+            solving=_solving(self.device, None if self._tensors else self._folder, model),
             build=self._build_low(),
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
@@ -362,6 +436,8 @@ class Runtime:
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps compiled as the config says."""
+        if self._group is not None and model is self.target:
+            return self._gathering(self._group)
         if self.compile == "off":
             return model
         if not isinstance(model, Decoder):
@@ -381,6 +457,25 @@ class Runtime:
         model.step_widths = frozenset(widths)
         model.run_block = CompiledBlocks(widths, low)
         return model
+
+    def _gathering(self, group: Group) -> CausalModel:
+        """The target, of which each rank has a part, with all that brings the parts together."""
+        model = self.target
+        assert isinstance(model, Decoder)
+        if not isinstance(model.head, GatheredLinear):
+            model.head = GatheredLinear(model.head, group, cut_inputs=False)
+            if self.compile == "native":
+                try:
+                    model.run_stack = self._native_stack(model)
+                except Unsuited as reason:
+                    if self.config.compile == "native":
+                        raise
+                    log.warning("%s; blocks run eagerly instead", reason)
+            if model.run_stack is None:
+                for block in model.blocks:
+                    block.attn.o = GatheredLinear(block.attn.o, group, cut_inputs=True)
+                    block.mlp.down = GatheredLinear(block.mlp.down, group, cut_inputs=True)
+        return self._leading or model
 
     def _compile_whole(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """A model of transformers with whole steps of these widths compiled; itself where that cannot be, with a
@@ -523,15 +618,40 @@ def build(config: EngineConfig | None = None, *, progress: Progress = silent) ->
     return Runtime(config, progress=progress).engine()
 
 
+class _Follower(Runtime):
+    """A rank that does what rank 0 says."""
+
+    def __init__(self, group: Group, tensors: Tensors | None) -> None:
+        config, modes = group.broadcast_object()
+        self._set_up(config, modes, silent, tensors)
+        self.device = local_device(self.device) if self.device.index is None else self.device
+        use(self.device)
+        self._share_machine(num_local(group.size))
+        self._group, self._part = group, Part(group.rank, group.size)
+        self._load_target()
+        follow(self._compile(self.target, set()), self._switch, group)
+
+
+def follow_rank_0(group: Group, tensors: Tensors | None = None) -> None:
+    """Load this rank's part of what rank 0 has configured, and take part in its steps until it ends: RankLost then.
+
+    Raises what loading raises. `tensors` as for rank 0.
+    """
+    _Follower(group, tensors)
+
+
 def _num_bytes(model: CausalModel | Head) -> int:
     """Bytes of a model's or a head's weights and tables, shared ones once."""
     assert isinstance(model, nn.Module)
-    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.nbytes for t in tensors.values())
+    sizes: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        place = tensor.untyped_storage().data_ptr()
+        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)
+    return sum(sizes.values())
 
 
-def _solving(device: torch.device, folder: Path | None) -> Solving:
-    """How the linears of the checkpoint in a folder (None: of tensors in memory) are solved.
+def _solving(device: torch.device, folder: Path | None, model: CausalModel) -> Solving:
+    """How the linears of a model from the checkpoint in a folder (None: of tensors in memory) are solved.
 
     On a GPU anew at each start: that takes seconds, and less than to read codes, compare their checksum and copy them.
     """
@@ -539,7 +659,9 @@ def _solving(device: torch.device, folder: Path | None) -> Solving:
         return Solving()
     if folder is None:
         return Solving(solve=_solve)
-    return Solving(solve=_solve, cache_dir=cache_root() / "quant", identity=identity(folder))
+    part = getattr(model, "part", WHOLE)
+    name = identity(folder) if part == WHOLE else f"{identity(folder)} {part}"
+    return Solving(solve=_solve, cache_dir=cache_root() / "quant", identity=name)
 
 
 def _solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:

@@ -13,7 +13,8 @@ class Barrier {
  public:
   explicit Barrier(int64_t threads) : threads_(threads) {}
 
-  void wait() {
+  // `counts`: waiting long means that a thread has lost its core, and not that one of them waits for something else.
+  void wait(bool counts = true) {
     const uint64_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
       arrived_.store(0, std::memory_order_relaxed);
@@ -29,7 +30,7 @@ class Barrier {
     using Clock = std::chrono::steady_clock;
     const auto since = Clock::now();
     while (round_.load(std::memory_order_acquire) == round) std::this_thread::yield();
-    lost_ += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - since).count();
+    if (counts) lost_ += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - since).count();
   }
 
   // Nanoseconds lost to threads that had lost their core: what waiting took beyond spinning, on average over who may wait.

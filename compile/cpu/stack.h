@@ -44,8 +44,11 @@ struct Step {
   const int64_t* taps;  // one more than there are blocks: behind the norm, too
   const void* inputs;  // [B * T, K of qkv]: of attentions without a norm before them
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
+  // Where ranks share the blocks, each with some outputs of every linear (H, K and mlp are then its own numbers):
+  // fills `whole` with the rows of all ranks' parts side by side. Null: there is one rank.
+  void (*gather)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 32 * 8, "stack.py writes these words");
 
 template <typename W> inline W activate(W x, int64_t kind) {
   if (kind == 0) {  // silu
@@ -115,7 +118,10 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
   const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
   const Plan plan(z, s.lengths, s.threads);
   Aligned<W> parts(num_parts<T>(z, plan));
+  const int64_t o = s.blocks->linears[0][1].N, attended_whole = s.blocks->linears[0][1].K;
+  const int64_t down = s.blocks->linears[0][3].N, hidden_whole = s.blocks->linears[0][3].K;
   std::vector<T> qkv(M * row), attended(M * s.H * s.d), out(M * s.D), gate_up(M * 2 * s.mlp), hidden(M * s.mlp);
+  std::vector<T> whole(s.gather ? M * std::max({attended_whole, hidden_whole, s.D}) : 0);
   std::unique_ptr<Barrier> barrier;
 #pragma omp parallel num_threads(static_cast<int>(s.threads))
   {
@@ -125,9 +131,17 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
     std::vector<T> x(static_cast<const T*>(s.x), static_cast<const T*>(s.x) + M * s.D), h(M * s.D);
     Scratch<T> scratch(z, plan);
     RoundedRows rounded;
-    auto add_out = [&](const Norm& how) {  // x += out, perhaps normalised
+    // What all ranks have of it, once all threads have written their share.
+    auto gathered = [&](const std::vector<T>& part, int64_t width, int64_t whole_width) {
+      barrier->wait();
+      if (!s.gather) return part.data();
+      if (me == 0) s.gather(part.data(), whole.data(), M, width * sizeof(T), whole_width * sizeof(T));
+      barrier->wait(false);
+      return static_cast<const T*>(whole.data());
+    };
+    auto add = [&](const T* out, const Norm& how) {  // x += out, perhaps normalised
       for (int64_t m = 0; m < M; ++m) {
-        const T* y = out.data() + m * s.D;
+        const T* y = out + m * s.D;
         if (how.weight) {
           norm(how, y, h.data() + m * s.D, s.D, eps);
           y = h.data() + m * s.D;
@@ -174,10 +188,8 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       const Attention<T> a{z,       qkv.data(),      s.T * row, row,          k_cache,  v_cache,
                            s.lengths, attended.data(), scale,     block.window, s.recent, softcap};
       attend_share(a, plan, me, all, parts.data(), scratch, [&] { barrier->wait(); });
-      barrier->wait();
-      product(linears[1], &linears[2], attended.data(), out.data(), M, me, all, rounded);
-      barrier->wait();
-      add_out(block.attn_out_norm);
+      product(linears[1], &linears[2], gathered(attended, s.H * s.d, attended_whole), out.data(), M, me, all, rounded);
+      add(gathered(out, o, s.D), block.attn_out_norm);
 
       for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
       product(linears[2], &linears[3], h.data(), gate_up.data(), M, me, all, rounded);
@@ -192,10 +204,8 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
         else
           for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
       }
-      barrier->wait();
-      product(linears[3], next, hidden.data(), out.data(), M, me, all, rounded);
-      barrier->wait();
-      add_out(block.mlp_out_norm);
+      product(linears[3], next, gathered(hidden, s.mlp, hidden_whole), out.data(), M, me, all, rounded);
+      add(gathered(out, down, s.D), block.mlp_out_norm);
       for (int64_t m = mine; m < mine_end; ++m) tap(index + 1, m, x.data() + m * s.D);
     }
     for (int64_t m = mine; m < mine_end; ++m) {

@@ -104,10 +104,10 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError("--logprobs has no effect on plain text; add --json or drop --logprobs")
     params = replace(sampling_params(args), logprobs=args.logprobs)
     config = replace(engine_config(args, modes=(mode,)), max_batch=len(args.prompts))
-    prompts = _read_prompts(args.prompts)
 
-    from sharesd.cli.start import load_runtime, start_engine
+    from sharesd.cli.start import follows, load_runtime, start_engine
 
+    prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # stdin is rank 0's
     runtime = load_runtime(config, (mode,))
     ids = [_encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
     engine = start_engine(runtime, mode, params)

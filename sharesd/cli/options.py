@@ -183,6 +183,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", default=_DEFAULTS.device, help="cpu, cuda, cuda:N, or auto: cuda where there is one")
     group.add_argument(
+        "--tensor-parallel",
+        type=_whole,
+        default=_DEFAULTS.tensor_parallel,
+        metavar="N",
+        help="share every linear and the heads of attention among N processes, each with a device of its own (on a "
+        "CPU with a part of the cores), started here or by torchrun; texts stay the same",
+    )
+    group.add_argument(
         "--compile", choices=get_args(CompileMode), default=_DEFAULTS.compile, help="how steps are compiled"
     )
     group.add_argument(
@@ -332,6 +340,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         recycle_table=getattr(args, "recycle_table", None),
         dtype=args.dtype,
         device=args.device,
+        tensor_parallel=args.tensor_parallel,
         quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
         compile=args.compile,
         exact=args.exact,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +15,20 @@ if TYPE_CHECKING:
     from sharesd.load import Runtime
 
 
+def follows() -> bool:
+    """Whether torchrun has started this process as another rank than 0."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
-    """The models that `modes` need, loaded; ValueError for whatever cannot be honoured."""
+    """The models that `modes` need, loaded; ValueError for whatever cannot be honoured.
+
+    Where this process is one of those that follow rank 0, it does that, and exits.
+    """
+    if config.tensor_parallel > 1 and follows():
+        from sharesd.follow import follow
+
+        sys.exit(follow(config.device))
     with err_console.status("importing torch"):
         from sharesd.load import Runtime
     with loading_bars() as progress:

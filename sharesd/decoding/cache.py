@@ -106,7 +106,13 @@ class StaticKVCache:
 
     def swap_rows(self, a: int, b: int) -> None:
         """Two resting rows change places."""
-        num_tokens = max(len(self.held[a]), len(self.held[b]))
+        self.swap_kv(a, b, max(len(self.held[a]), len(self.held[b])))
+        for values in (self.held, self.settled):
+            values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
+        self.lengths[[a, b]] = self.lengths[[b, a]]
+
+    def swap_kv(self, a: int, b: int, num_tokens: int) -> None:
+        """Exchange the KV of the first tokens of two rows; whole blocks of slots, where the layout has such."""
         for tensor in (*self.k, *self.v) if num_tokens else ():
             num = self._num_blocks(tensor, num_tokens)
             before = tensor[a, :, :num].clone()
@@ -115,9 +121,6 @@ class StaticKVCache:
         if self.features is not None:
             both = self.features[[b, a], :num_tokens]
             self.features[a, :num_tokens], self.features[b, :num_tokens] = both
-        for values in (self.held, self.settled):
-            values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
-        self.lengths[[a, b]] = self.lengths[[b, a]]
 
     def copy_row(self, source: int, row: int, num_tokens: int) -> None:
         """Copy the KV of the first tokens from row to row; whole blocks of slots, where the layout has such."""

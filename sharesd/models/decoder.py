@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compile.attention import Branches, attend
 from compile.fused import project
+from multigpu.tensor import WHOLE, Part
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
@@ -50,15 +51,15 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Rotary attention with grouped key/value heads over a static cache."""
 
-    def __init__(self, config: DecoderConfig, kind: LayerKind, **place) -> None:
+    def __init__(self, config: DecoderConfig, kind: LayerKind, part: Part = WHOLE, **place) -> None:
         super().__init__()
         c = config
-        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = part.of(c.num_heads), part.of(c.num_kv_heads), c.head_dim
         self.scale, self.softcap = c.attn_scale, c.attn_softcap
         self.window, self.use_rope = kind.window, kind.rope >= 0
-        width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        width = (self.num_heads + 2 * self.num_kv_heads) * c.head_dim
         self.qkv = empty_linear(c.hidden_size, width, bias=c.qkv_bias, **place)
-        self.o = empty_linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **place)
+        self.o = empty_linear(c.num_heads * c.head_dim, part.of(c.hidden_size), bias=c.o_bias, **place)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
 
@@ -99,10 +100,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, **place) -> None:
+    def __init__(self, config: DecoderConfig, part: Part = WHOLE, **place) -> None:
         super().__init__()
-        self.gate_up = empty_linear(config.hidden_size, 2 * config.mlp_size, bias=config.mlp_bias, **place)
-        self.down = empty_linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias, **place)
+        self.gate_up = empty_linear(config.hidden_size, 2 * part.of(config.mlp_size), bias=config.mlp_bias, **place)
+        self.down = empty_linear(config.mlp_size, part.of(config.hidden_size), bias=config.mlp_bias, **place)
         self.activation = config.activation
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
@@ -113,14 +114,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: a pure function of tensors, with nothing that tells it from other layers of its kind."""
 
-    def __init__(self, config: DecoderConfig, kind: LayerKind, **place) -> None:
+    def __init__(self, config: DecoderConfig, kind: LayerKind, part: Part = WHOLE, **place) -> None:
         super().__init__()
 
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, **place)
 
-        self.attn_norm, self.attn = norm(), Attention(config, kind, **place)
-        self.mlp_norm, self.mlp = norm(), MLP(config, **place)
+        self.attn_norm, self.attn = norm(), Attention(config, kind, part, **place)
+        self.mlp_norm, self.mlp = norm(), MLP(config, part, **place)
         self.sandwiched = config.sandwich_norms
         self.attn_out_norm = norm() if self.sandwiched else nn.Identity()
         self.mlp_out_norm = norm() if self.sandwiched else nn.Identity()
@@ -159,20 +160,29 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        part: Part = WHOLE,
     ) -> None:
+        """`part`: what this rank has of heads and of each linear's outputs; what `o`, `down` and the head give is
+        gathered by whoever puts that in their place.
+        """
         super().__init__()
-        self.config = config
+        self.config, self.part = config, part
         self.name = f"{config.architecture} (native)"
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
         self.takes_trees = True
         self.step_widths: frozenset[int] = frozenset()
         table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embed = nn.Embedding.from_pretrained(table_VD)
-        self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=device) for kind in config.layers)
+        self.blocks = nn.ModuleList(Block(config, kind, part, dtype=dtype, device=device) for kind in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device="meta")
-        self.head.weight = self.embed.weight if config.tied else nn.Parameter(torch.empty_like(self.embed.weight))
+        self.head = nn.Linear(config.hidden_size, part.of(config.vocab_size), bias=False, dtype=dtype, device="meta")
+        head_VD = self.embed.weight if part == WHOLE else nn.Parameter(table_VD[part.rows(config.vocab_size)])
+        self.head.weight = head_VD if config.tied else nn.Parameter(torch.empty_like(head_VD))
         self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # rounded as transformers rounds it
         for i, params in enumerate(config.ropes):
             inv_freq_r, factor = rope.frequencies(params, config.head_dim, config.max_positions)
@@ -188,7 +198,7 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""
         c, table = self.config, self.get_buffer("cos_0")
-        shapes = [(c.num_kv_heads, c.head_dim)] * len(c.layers)
+        shapes = [(self.part.of(c.num_kv_heads), c.head_dim)] * len(c.layers)
         return StaticKVCache(
             shapes=shapes,
             batch=batch,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigpu.tensor import TILE, WHOLE, Part, require_even
 from sharesd.models import folder as files
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder, RMSNorm
@@ -34,23 +35,25 @@ def load_model(
     trust_remote_code: bool = False,
     progress: Progress = silent,
     tensors: Tensors | None = None,
+    part: Part = WHOLE,
 ) -> CausalModel:
     """The native decoder where it serves the checkpoint exactly, else transformers' own model.
 
-    `tensors` stand in for the folder's weight files, which it need not have then; only the native decoder takes them.
+    `tensors` stand in for the folder's weight files, which it need not have then; only the native decoder takes them,
+    and only that is read in parts.
     Raises ValueError, naming the architecture, where neither does, and for damaged or incomplete checkpoints.
     """
     try:
         config = decoder_config(folder)
     except Unsupported as reason:
-        if tensors is not None:
+        if tensors is not None or part != WHOLE:
             raise
         from sharesd.models.hf import load_hf
 
         log.info("%s; using the transformers fallback", reason)
         return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     log.info("%s: native decoder", config.architecture)
-    return load_decoder(folder, dtype=dtype, device=device, progress=progress, tensors=tensors)
+    return load_decoder(folder, dtype=dtype, device=device, progress=progress, tensors=tensors, part=part)
 
 
 def decoder_config(folder: Path) -> DecoderConfig:
@@ -69,17 +72,25 @@ def load_decoder(
     device: torch.device | str = "cpu",
     progress: Progress = silent,
     tensors: Tensors | None = None,
+    part: Part = WHOLE,
 ) -> Decoder:
     """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, one tensor at
-    a time.
+    a time, and of each the rows of this part.
 
-    Raises ValueError naming missing, unexpected or wrongly shaped tensors.
+    Raises ValueError naming missing, unexpected or wrongly shaped tensors, and what cannot be cut into such parts.
     """
     config = decoder_config(folder)
+    check_cuts(config, part.size)
     stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
-    decoder = Decoder(config, dtype=dtype, device=device).eval().requires_grad_(False)
+    decoder = Decoder(config, dtype=dtype, device=device, part=part).eval().requires_grad_(False)
     decoder.eos_ids = files.eos_ids(folder)
-    fill(dict(_slots(decoder)), _named(stored, config), folder, f"architecture {config.architecture!r}", progress)
+    fill(
+        dict(_slots(decoder)),
+        _cut(_named(stored, config), config, part),
+        folder,
+        f"architecture {config.architecture!r}",
+        progress,
+    )
     return decoder
 
 
@@ -125,6 +136,32 @@ def _named(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Itera
         yield stored_name, name, tensor
 
 
+def check_cuts(config: DecoderConfig, num_parts: int) -> None:
+    """Raises ValueError for a decoder that cannot be cut into so many equal parts."""
+    if num_parts == 1:
+        return
+    cuts = {
+        "key/value heads": (config.num_kv_heads, 1),
+        "outputs of o and down": (config.hidden_size, TILE),
+        "outputs of gate and up": (config.mlp_size, TILE),
+        "outputs of the head": (config.vocab_size, TILE),
+    }
+    require_even(num_parts, cuts)
+
+
+def _cut(
+    named: Iterable[tuple[str, str, Tensor]], config: DecoderConfig, part: Part
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Of each linear's weight and bias, the rows of this part."""
+    q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    outputs = {"q_proj": (q,), "k_proj": (k,), "v_proj": (k,), "qkv_proj": (q, k, k), "lm_head": (config.vocab_size,)}
+    outputs |= {"o_proj": (config.hidden_size,), "down_proj": (config.hidden_size,)}
+    outputs |= {"gate_proj": (config.mlp_size,), "up_proj": (config.mlp_size,), "gate_up_proj": (config.mlp_size,) * 2}
+    for stored_name, name, tensor in named:
+        rows = outputs.get(name.split(".")[-2])
+        yield stored_name, name, tensor if rows is None else part.cut(tensor, rows)
+
+
 def _plain_name(name: str) -> str | None:
     """A tensor's name without the wrapping of multimodal checkpoints; None for tensors that text does not need."""
     if name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
@@ -151,7 +188,7 @@ def _slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 def block_slots(block: Any, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
     """Where the tensors of a layer go: names behind its number, and views. Norms may be missing."""
     attn, mlp = block.attn, block.mlp
-    heads = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    heads = [n * attn.head_dim for n in (attn.num_heads, attn.num_kv_heads, attn.num_kv_heads)]
     if config.architecture == "phi3":  # merged as ours
         split = {"self_attn.qkv_proj": attn.qkv, "mlp.gate_up_proj": mlp.gate_up}
         merged = []
@@ -159,7 +196,7 @@ def block_slots(block: Any, config: DecoderConfig) -> Iterator[tuple[str, Tensor
         split = {}
         merged = [
             (attn.qkv, heads, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            (mlp.gate_up, [config.mlp_size] * 2, ("mlp.gate_proj", "mlp.up_proj")),
+            (mlp.gate_up, [mlp.gate_up.out_features // 2] * 2, ("mlp.gate_proj", "mlp.up_proj")),
         ]
     for name, linear in {**split, "self_attn.o_proj": attn.o, "mlp.down_proj": mlp.down}.items():
         for part, tensor in linear.named_parameters():

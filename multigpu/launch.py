@@ -1,0 +1,122 @@
+"""From one process to a group of them: started by torchrun, or by rank 0 itself on its own machine.
+
+Environment variables are those of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from multigpu.group import ProcessGroup
+from multigpu.lifeline import PATIENCE, Lifeline, RankLost, ended_how, keep_alive
+
+
+def launched_rank() -> int | None:
+    """The rank that a launcher gave this process; None where there was no launcher."""
+    return (
+        int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() else None
+    )
+
+
+def num_local(size: int) -> int:
+    """Ranks of a group of this size that run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if launched_rank() is not None else size
+
+
+def local_device(device: torch.device) -> torch.device:
+    """The device of this process: where it is a GPU, each rank of a machine has one of its own."""
+    if device.type == "cpu":
+        return device
+    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def join(device: torch.device) -> ProcessGroup:
+    """The group of the launcher that started this process. Raises RankLost where others do not come in time."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
+    return _connected(rank, size, store, device, os.environ["MASTER_ADDR"], {})
+
+
+def spawn(size: int, command: Sequence[str], device: torch.device, num_threads: int) -> ProcessGroup:
+    """A group of this process, as rank 0, and of others on this machine that run `command`, which shall `join`. Each
+    has `num_threads`. Raises RankLost where one ends before it has come.
+    """
+    host = "127.0.0.1"
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": store.port}
+    children = {}
+    for rank in range(1, size):
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": num_threads}
+        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        children[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        return _connected(0, size, store, device, host, children)
+    except BaseException:
+        for child in children.values():
+            child.kill()
+            child.wait()
+        raise
+
+
+def _connected(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    device: torch.device,
+    host: str,
+    children: Mapping[int, subprocess.Popen],
+) -> ProcessGroup:
+    if rank:
+        port = int(store.get("sharesd/lifeline"))
+        line = socket.create_connection((host, port), timeout=PATIENCE)
+        line.settimeout(None)
+        line.sendall(rank.to_bytes(4, "big"))
+        lines = {0: line}
+    else:
+        lines = _accepted(size, store, host, children)
+    for line in lines.values():
+        keep_alive(line)
+    return ProcessGroup(rank, size, store, Lifeline(rank, lines, children), device)
+
+
+def _accepted(
+    size: int, store: dist.Store, host: str, children: Mapping[int, subprocess.Popen]
+) -> dict[int, socket.socket]:
+    """Rank 0's connections to all others."""
+    lines: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + PATIENCE
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(0.2)
+        store.set("sharesd/lifeline", str(server.getsockname()[1]))
+        while len(lines) < size - 1:
+            for rank, child in children.items():
+                status = child.poll()
+                if status is not None and rank not in lines:
+                    raise RankLost(f"rank {rank} has ended before it had begun: {ended_how(status)}")
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(1, size) if rank not in lines)
+                raise RankLost(f"ranks {missing} of {size} have not come within {PATIENCE:.0f} s")
+            with suppress(TimeoutError):
+                line, _ = server.accept()
+                line.settimeout(PATIENCE)
+                lines[int.from_bytes(_received(line.recv, 4), "big")] = line
+                line.settimeout(None)
+    return lines
+
+
+def _received(receive: Callable[[int], bytes], num: int) -> bytes:
+    got = b""
+    while len(got) < num:
+        more = receive(num - len(got))
+        if not more:
+            raise RankLost("a rank has ended before it had begun")
+        got += more
+    return got

@@ -1,0 +1,37 @@
+"""`python -m sharesd.follow DEVICE`: a rank that does what rank 0 says, which has started it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+import torch
+
+from multigpu.launch import join
+from multigpu.lifeline import LOST, RankLost
+from sharesd.cli.console import describe
+from sharesd.device import device_of
+from sharesd.load import follow_rank_0
+
+
+def follow(device: str) -> int:
+    """Join the group that was launched, and take part in rank 0's steps until it ends; returns an exit status.
+
+    What goes wrong here, rank 0 tells; that rank 0 has ended unasked, rank 1 does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
+    logging.disable(logging.WARNING)  # rank 0 says the same
+    group = join(torch.device(device_of(device).type))
+    try:
+        follow_rank_0(group)
+    except RankLost as error:
+        if group.rank == 1:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    except Exception as error:
+        group.fail(describe(error))
+    return LOST
+
+
+if __name__ == "__main__":
+    sys.exit(follow(*sys.argv[1:]))
