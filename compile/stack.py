@@ -117,7 +117,7 @@ class NativeStack:
         return x_BTD
 
     def _gather_rows(self, part: int, whole: int, rows: int, part_bytes: int, whole_bytes: int) -> None:
-        """The kernel's way to `gather`. After a failure, which it cannot hear of, it goes through the step for nothing."""
+        """The kernel's way to `gather`. It cannot hear of a failure, and goes through the rest of the step."""
         if self._failure is not None:
             return
         assert self._gather is not None

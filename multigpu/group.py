@@ -17,6 +17,7 @@ from torch import Tensor
 
 from multigpu.lifeline import Lifeline, RankLost
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 FOREVER = timedelta(days=365)
 """Ranks wait for the next step however long nobody asks for one; the lifeline tells of those that have ended."""
 
@@ -102,7 +103,7 @@ class ProcessGroup:
 
     def all_gather(self, part: Tensor, parts: Tensor) -> None:
         with self._lifeline.watched():  # as bytes, whatever the backend knows of dtypes
-            dist.all_gather_into_tensor(_bytes(parts), _bytes(part))
+            _all_gather(_bytes(parts), _bytes(part))
 
     def broadcast(self, tensor: Tensor) -> None:
         with self._lifeline.watched():

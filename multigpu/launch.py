@@ -40,7 +40,8 @@ def local_device(device: torch.device) -> torch.device:
 
 
 def join(device: torch.device) -> ProcessGroup:
-    """The group of the launcher that started this process. Raises RankLost where others do not come in time."""
+    """The group of the launcher that started this process. Raises RuntimeError where others do not come in time."""
+    _check_alone()
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
     return _connected(rank, size, store, device, os.environ["MASTER_ADDR"], {})
 
@@ -49,6 +50,7 @@ def spawn(size: int, command: Sequence[str], device: torch.device, num_threads: 
     """A group of this process, as rank 0, and of others on this machine that run `command`, which shall `join`. Each
     has `num_threads`. Raises RankLost where one ends before it has come.
     """
+    _check_alone()
     host = "127.0.0.1"
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
     shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": store.port}
@@ -64,6 +66,11 @@ def spawn(size: int, command: Sequence[str], device: torch.device, num_threads: 
             child.kill()
             child.wait()
         raise
+
+
+def _check_alone() -> None:
+    if dist.is_initialized():
+        raise ValueError("this process is in a group of ranks already; close that before the next")
 
 
 def _connected(

@@ -71,7 +71,13 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--ngram-prompt-lookup-min", type=int, default=1, metavar="N", help="shortest match")
     group.add_argument("--dtype", choices=(*get_args(DType), *DTYPES), default="auto", help="auto: bfloat16")
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one")
-    group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices; 1 so far")
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the model, one per device",
+    )
     group.add_argument(
         "--gpu-memory-utilization",
         type=_number,
@@ -224,8 +230,8 @@ def _table(found: Mapping[str, Mapping[str, Any]], title: str) -> Table:
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
-    if args.tensor_parallel_size != 1:
-        raise ValueError(f"--tensor-parallel-size is {args.tensor_parallel_size}; a model runs on one device so far: 1")
+    if args.tensor_parallel_size < 1:
+        raise ValueError(f"--tensor-parallel-size is {args.tensor_parallel_size}; it must be at least 1")
     if args.num_speculative_tokens < 1:
         raise ValueError(f"--num-speculative-tokens is {args.num_speculative_tokens}; it must be at least 1")
     shortest, longest = args.ngram_prompt_lookup_min, args.ngram_prompt_lookup_max
@@ -237,6 +243,11 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     fraction = args.gpu_memory_utilization
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"--gpu-memory-utilization is {fraction:g}; it must be above 0 and at most 1")
+    if fraction is not None and args.tensor_parallel_size > 1:
+        raise ValueError(
+            f"--gpu-memory-utilization is {fraction:g}, which knows one device, and --tensor-parallel-size is "
+            f"{args.tensor_parallel_size}; leave one of them out"
+        )
     return EngineConfig(
         target=args.model,
         draft=args.speculative_model,
@@ -246,6 +257,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         ngram_max=longest,
         dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
         device=args.device,
+        tensor_parallel=args.tensor_parallel_size,
         compile="off" if args.enforce_eager else "auto",
         trust_remote_code=args.trust_remote_code,
     )
