@@ -27,28 +27,36 @@ def launched_rank() -> int | None:
     )
 
 
-def num_local(size: int) -> int:
-    """Ranks of a group of this size that run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if launched_rank() is not None else size
+def num_sharing(size: int) -> int:
+    """Ranks of a group of this size that share the cores of this machine; 1 where these are shared out already."""
+    return 1 if "OMP_NUM_THREADS" in os.environ else int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
-def local_device(device: torch.device) -> torch.device:
-    """The device of this process: where it is a GPU, each rank of a machine has one of its own."""
+def local_device(device: torch.device, size: int) -> torch.device:
+    """The device of this process, in a group of this size: a GPU of its own, or the CPU. ValueError where there are fewer
+    GPUs than ranks on this machine.
+    """
     if device.type == "cpu":
         return device
+    num_ranks, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
+    if num_devices < num_ranks:
+        raise ValueError(f"{num_ranks} ranks need a GPU each, and this machine has {num_devices}; take --device cpu")
     return torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def join(device: torch.device) -> ProcessGroup:
-    """The group of the launcher that started this process. Raises RuntimeError where others do not come in time."""
+def join(kind: torch.device) -> ProcessGroup:
+    """The group of the launcher that started this process, on devices of this kind. Raises RuntimeError where others do
+    not come in time, and as `local_device`.
+    """
     _check_alone()
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
-    return _connected(rank, size, store, device, os.environ["MASTER_ADDR"], {})
+    return _connected(rank, size, store, local_device(kind, size), os.environ["MASTER_ADDR"], {})
 
 
-def spawn(size: int, command: Sequence[str], device: torch.device, num_threads: int) -> ProcessGroup:
-    """A group of this process, as rank 0, and of others on this machine that run `command`, which shall `join`. Each
-    has `num_threads`. Raises RankLost where one ends before it has come.
+def spawn(size: int, command: Sequence[str], device: torch.device) -> ProcessGroup:
+    """A group of this process, as rank 0, and of others on this machine that run `command`, which shall `join`.
+
+    Raises RankLost where one ends before it has come.
     """
     _check_alone()
     host = "127.0.0.1"
@@ -56,7 +64,7 @@ def spawn(size: int, command: Sequence[str], device: torch.device, num_threads: 
     shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": store.port}
     children = {}
     for rank in range(1, size):
-        own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": num_threads}
+        own = {**shared, "RANK": rank, "LOCAL_RANK": rank}
         environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
         children[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:

@@ -6,8 +6,6 @@ import logging
 import signal
 import sys
 
-import torch
-
 from multigpu.launch import join
 from multigpu.lifeline import LOST, RankLost
 from sharesd.cli.console import describe
@@ -22,7 +20,7 @@ def follow(device: str) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     logging.disable(logging.WARNING)  # rank 0 says the same
-    group = join(torch.device(device_of(device).type))
+    group = join(device_of(device))
     try:
         follow_rank_0(group)
     except RankLost as error:

@@ -27,8 +27,8 @@ from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
-from multigpu.group import Group
-from multigpu.launch import join, launched_rank, local_device, num_local, spawn
+from multigpu.group import Group, ProcessGroup
+from multigpu.launch import join, launched_rank, local_device, num_sharing, spawn
 from multigpu.tensor import WHOLE, GatheredLinear, Part, gather_columns
 from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
 from quant.gemlite_configs import load_configs, save_configs
@@ -111,17 +111,47 @@ class Runtime:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
-        With `tensor_parallel` this is rank 0, and `group` leads to the others, which `follow_rank_0`; without a group
-        processes are started, or those of torchrun joined. Raises RankLost where one of them does not come.
+        With `tensor_parallel`, `group` leads to the other ranks, which `follow_rank_0`; without a group processes are
+        started, or those of torchrun joined. Raises RankLost where one of them does not come.
         """
         started = time.perf_counter()
-        self._set_up(config, modes, progress, tensors)
-        self.tokenizer: Tokenizer = load_tokenizer(self._folder)
+        self.config, self.modes = config, tuple(modes or (config.mode,))
+        self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
+        self.device, self.dtype = device_of(config.device), _dtype(config)
+        CREW.fix(config.threads)
+        if self.device.type == "cuda":
+            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+        use(self.device)
+        self.compile = config.compile
+        if config.compile == "auto":
+            on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 else "off"
+            self.compile = "native" if self.device.type == "cpu" else on_gpu
+        elif config.compile == "native" and self.device.type != "cpu":
+            raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
+        if self.compile == "native":
+            prepare(str(self.dtype).removeprefix("torch."), "choice")
+        folder = self._folder = resolve(config.target, progress=progress)
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
         self._check_head(progress)
+        self._switch = Switch()
+        self._reports: dict[str, QuantReport] = {}
+        self._progress, self._tensors = progress, tensors
+        self._group: Group | None = None
+        self._part = WHOLE
+        self._leading: LeadingModel | None = None
         if config.tensor_parallel > 1:
-            self._meet(group)
-        self._load_target()
+            self._group = self._meet(group)
+            self._part = Part(self._group.rank, self._group.size)
+        self.target = self._load(folder, tensors, self._part)
+        self.weight_bytes = _num_bytes(self.target)
+        self._head = self._load_head() if "eagle" in self._needs else None
+        if "share" in self._needs:
+            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
+        self.max_context = min(config.max_context, self.target.max_context)
+        self._pack(self.target)
+        if self._part.rank:
+            return  # who follows rank 0 needs no more
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -143,34 +173,8 @@ class Runtime:
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
-    def _set_up(
-        self, config: EngineConfig, modes: Sequence[Mode] | None, progress: Progress, tensors: Tensors | None
-    ) -> None:
-        """Where and how all runs, before any weights are read."""
-        self.config, self.modes = config, tuple(modes or (config.mode,))
-        self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
-        self.device, self.dtype = device_of(config.device), _dtype(config)
-        self._group: Group | None = None
-        self._part, self._leading = WHOLE, None
-        CREW.fix(config.threads)
-        if self.device.type == "cuda":
-            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
-        use(self.device)
-        self.compile = config.compile
-        if config.compile == "auto":
-            on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 else "off"
-            self.compile = "native" if self.device.type == "cpu" else on_gpu
-        elif config.compile == "native" and self.device.type != "cpu":
-            raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
-        if self.compile == "native":
-            prepare(str(self.dtype).removeprefix("torch."), "choice")
-        self._folder = resolve(config.target, progress=progress)
-        self._switch = Switch()
-        self._reports: dict[str, QuantReport] = {}
-        self._progress, self._tensors = progress, tensors
-
-    def _meet(self, group: Group | None) -> None:
-        """Check that the model can be shared out, and find the other ranks."""
+    def _meet(self, group: Group | None) -> Group:
+        """The group of ranks that share the model, once it is clear that it can be shared out."""
         config, size = self.config, self.config.tensor_parallel
         if self.compile in ("regional", "full"):
             raise ValueError(
@@ -179,44 +183,36 @@ class Runtime:
             )
         if "eagle" in self._needs:
             raise ValueError(f"tensor_parallel is {size}, and trained heads run on one device; drop mode eagle")
-        if self.device.index is not None and group is None:
-            raise ValueError(f"device is {config.device!r} and tensor_parallel is {size}; take cuda for one each")
         try:
             check_cuts(decoder_config(self._folder), size)
         except Unsupported as reason:
             raise ValueError(f"tensor_parallel is {size}, and only native decoders are shared out: {reason}") from None
-        self._share_machine(num_local(size) if group is None else size)
-        if group is None:
-            self.device = local_device(self.device)
+        if config.threads is None:
+            CREW.reset(max(1, CREW.available // num_sharing(size)))
+        if isinstance(group, ProcessGroup) or group is None:
+            if self.device.index is not None:
+                raise ValueError(f"device is {config.device!r} and tensor_parallel is {size}; take cuda for one each")
+            self.device = local_device(self.device, size)
             use(self.device)
-            if launched_rank() is None:
-                command = (sys.executable, "-m", "sharesd.follow", self.device.type)
-                group = spawn(size, command, self.device, CREW.most)
-            else:
-                group = join(self.device)
+        if group is None:
+            group = self._new_group(size)
+        if group.rank == 0:
+            group.broadcast_object((config, self.modes))
+        return group
+
+    def _new_group(self, size: int) -> Group:
+        if launched_rank() is None:
+            command = (sys.executable, "-m", "sharesd.follow", self.device.type)
+            group = spawn(size, command, self.device)
+        else:
+            group = join(self.device)
         atexit.register(group.close)
         if (group.rank, group.size) != (0, size):
             raise ValueError(
                 f"tensor_parallel is {size}, and this is rank {group.rank} of {group.size}; start as many processes as "
                 "tensor_parallel says, of which all but rank 0 follow"
             )
-        self._group, self._part = group, Part(0, size)
-        group.broadcast_object((config, self.modes))
-
-    def _share_machine(self, num_ranks: int) -> None:
-        """Ranks on one machine share its cores."""
-        if self.config.threads is None:
-            CREW.reset(max(1, CREW.available // num_ranks))
-
-    def _load_target(self) -> None:
-        """The target, or this rank's part of it, with its linears as they run."""
-        self.target = self._load(self._folder, self._tensors, self._part)
-        self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head() if "eagle" in self._needs else None
-        if "share" in self._needs:
-            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
-        self.max_context = min(self.config.max_context, self.target.max_context)
-        self._pack(self.target)
+        return group
 
     def close(self) -> None:
         """Let other ranks end, if there are any."""
@@ -437,7 +433,8 @@ class Runtime:
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps compiled as the config says."""
         if self._group is not None and model is self.target:
-            return self._gathering(self._group)
+            self._gather(self._group)
+            return self._leading or model
         if self.compile == "off":
             return model
         if not isinstance(model, Decoder):
@@ -458,24 +455,24 @@ class Runtime:
         model.run_block = CompiledBlocks(widths, low)
         return model
 
-    def _gathering(self, group: Group) -> CausalModel:
-        """The target, of which each rank has a part, with all that brings the parts together."""
+    def _gather(self, group: Group) -> None:
+        """Have the target, of which each rank has a part, bring together what its linears give."""
         model = self.target
         assert isinstance(model, Decoder)
-        if not isinstance(model.head, GatheredLinear):
-            model.head = GatheredLinear(model.head, group, cut_inputs=False)
-            if self.compile == "native":
-                try:
-                    model.run_stack = self._native_stack(model)
-                except Unsuited as reason:
-                    if self.config.compile == "native":
-                        raise
-                    log.warning("%s; blocks run eagerly instead", reason)
-            if model.run_stack is None:
-                for block in model.blocks:
-                    block.attn.o = GatheredLinear(block.attn.o, group, cut_inputs=True)
-                    block.mlp.down = GatheredLinear(block.mlp.down, group, cut_inputs=True)
-        return self._leading or model
+        if isinstance(model.head, GatheredLinear):
+            return
+        model.set_submodule("head", GatheredLinear(model.head, group, cut_inputs=False))
+        if self.compile == "native":
+            try:
+                model.run_stack = self._native_stack(model)
+                return
+            except Unsuited as reason:
+                if self.config.compile == "native":
+                    raise
+                log.warning("%s; blocks run eagerly instead", reason)
+        for name in [name for i in range(len(model.blocks)) for name in (f"{i}.attn.o", f"{i}.mlp.down")]:
+            linear = model.blocks.get_submodule(name)
+            model.blocks.set_submodule(name, GatheredLinear(linear, group, cut_inputs=True))
 
     def _compile_whole(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """A model of transformers with whole steps of these widths compiled; itself where that cannot be, with a
@@ -618,26 +615,14 @@ def build(config: EngineConfig | None = None, *, progress: Progress = silent) ->
     return Runtime(config, progress=progress).engine()
 
 
-class _Follower(Runtime):
-    """A rank that does what rank 0 says."""
-
-    def __init__(self, group: Group, tensors: Tensors | None) -> None:
-        config, modes = group.broadcast_object()
-        self._set_up(config, modes, silent, tensors)
-        self.device = local_device(self.device) if self.device.index is None else self.device
-        use(self.device)
-        self._share_machine(num_local(group.size))
-        self._group, self._part = group, Part(group.rank, group.size)
-        self._load_target()
-        follow(self._compile(self.target, set()), self._switch, group)
-
-
 def follow_rank_0(group: Group, tensors: Tensors | None = None) -> None:
     """Load this rank's part of what rank 0 has configured, and take part in its steps until it ends: RankLost then.
 
     Raises what loading raises. `tensors` as for rank 0.
     """
-    _Follower(group, tensors)
+    config, modes = group.broadcast_object()
+    runtime = Runtime(config, modes, tensors=tensors, group=group)
+    follow(runtime._compile(runtime.target, set()), runtime._switch, group)
 
 
 def _num_bytes(model: CausalModel | Head) -> int:
