@@ -33,8 +33,9 @@ def num_sharing(size: int) -> int:
 
 
 def local_device(device: torch.device, size: int) -> torch.device:
-    """The device of this process, in a group of this size: a GPU of its own, or the CPU. ValueError where there are fewer
-    GPUs than ranks on this machine.
+    """The device of this process, in a group of this size: a GPU of its own, or the CPU.
+
+    ValueError where there are fewer GPUs than ranks on this machine.
     """
     if device.type == "cpu":
         return device
