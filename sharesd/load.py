@@ -29,7 +29,7 @@ from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
 from multigpu.group import Group, ProcessGroup
 from multigpu.launch import join, launched_rank, local_device, num_sharing, spawn
-from multigpu.tensor import WHOLE, GatheredLinear, Part, gather_columns
+from multigpu.tensor import TILE, WHOLE, GatheredLinear, Part, gather_columns
 from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
@@ -70,6 +70,9 @@ log = logging.getLogger(__name__)
 
 DRAFT_WINDOW = 256
 """Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
+EAGER_TILE = 64
+"""Outputs of gate that stay together where torch's own activations run on a CPU: vectors of them, and what is left over
+behind the last whole vector, are rounded differently."""
 EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
 """Rows of every step, the first number that will do, where kernels do not give a row the same bits at any width."""
 
@@ -184,7 +187,8 @@ class Runtime:
         if "eagle" in self._needs:
             raise ValueError(f"tensor_parallel is {size}, and trained heads run on one device; drop mode eagle")
         try:
-            check_cuts(decoder_config(self._folder), size)
+            eager = self.compile == "off" and self.device.type == "cpu"
+            check_cuts(decoder_config(self._folder), size, EAGER_TILE if eager else TILE)
         except Unsupported as reason:
             raise ValueError(f"tensor_parallel is {size}, and only native decoders are shared out: {reason}") from None
         if config.threads is None:
@@ -467,9 +471,7 @@ class Runtime:
                 model.run_stack = self._native_stack(model)
                 return
             except Unsuited as reason:
-                if self.config.compile == "native":
-                    raise
-                log.warning("%s; blocks run eagerly instead", reason)
+                raise ValueError(f"{reason}; take --compile off, or leave tensor_parallel out") from None
         for name in [name for i in range(len(model.blocks)) for name in (f"{i}.attn.o", f"{i}.mlp.down")]:
             linear = model.blocks.get_submodule(name)
             model.blocks.set_submodule(name, GatheredLinear(linear, group, cut_inputs=True))

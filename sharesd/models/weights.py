@@ -136,14 +136,16 @@ def _named(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Itera
         yield stored_name, name, tensor
 
 
-def check_cuts(config: DecoderConfig, num_parts: int) -> None:
-    """Raises ValueError for a decoder that cannot be cut into so many equal parts."""
+def check_cuts(config: DecoderConfig, num_parts: int, gate_tile: int = TILE) -> None:
+    """Raises ValueError for a decoder that cannot be cut into so many equal parts, `gate_tile` outputs of gate and up
+    being kept together.
+    """
     if num_parts == 1:
         return
     cuts = {
         "key/value heads": (config.num_kv_heads, 1),
         "outputs of o and down": (config.hidden_size, TILE),
-        "outputs of gate and up": (config.mlp_size, TILE),
+        "outputs of gate and up": (config.mlp_size, gate_tile),
         "outputs of the head": (config.vocab_size, TILE),
     }
     require_even(num_parts, cuts)
