@@ -1,4 +1,5 @@
-"""A trained head drafts, from the hidden states that the target keeps beside its KV (EAGLE, EAGLE-2 and EAGLE-3).
+"""A trained head drafts step by step, from the hidden states that the target keeps beside its KV (EAGLE, EAGLE-2 and
+EAGLE-3).
 
 Place t of the head's own cache holds what it makes of the target's features of token t and of the token behind it. All
 that is known of a text the head has read from the target's own features, whoever drafted meanwhile; what it wrote above
@@ -22,6 +23,7 @@ from sharesd.decoding.prefill import CHUNK
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
+from sharesd.drafters.guesser import Guesser
 from sharesd.models.heads.head import Head
 
 
@@ -32,6 +34,7 @@ class EagleDrafter:
     on_host = False
     reads = False  # a pass of one block over the missed tokens
     ahead = False  # the host tells it the tokens of other drafters' rounds
+    at_once = False
 
     def __init__(
         self, head: Head, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
@@ -82,16 +85,20 @@ class EagleDrafter:
         if self not in drafting.kept:
             rows = drafting.first, drafting.end
             replayed = drafting.graphs is not None  # and of one size, then
-            guesser = _HeadGuesser(
+            reader = NewPlaces(
                 self.head,
                 self.cache.rows(*rows),
                 self._target.rows(*rows),
                 self._tokens_BS[slice(*rows)],
                 lambda: self._most_lead if replayed else self._lead,
-                num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0),
             )
+            guesser = self._guesser(reader, replayed)
             drafting.kept[self] = ModelDraft(guesser, drafting, shapes=self.shapes, top=self._top)
         return drafting.kept[self].draft(shape)._replace(drafter=self.name)
+
+    def _guesser(self, reader: NewPlaces, replayed: bool) -> Guesser:
+        """How the head guesses, behind what it reads of some rows; `replayed`: in steps of one size."""
+        return _StepGuesser(reader, num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0))
 
     def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass  # the target has kept the features, and the host knows the tokens
@@ -107,39 +114,47 @@ class EagleDrafter:
         return self._weight_bytes, self.cache.nbytes + (0 if features is None else features.nbytes)
 
 
-class _HeadGuesser:
-    """The head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
+class NewPlaces:
+    """What a head reads of some rows before it guesses: their last places, from the target's features."""
 
     def __init__(
-        self,
-        head: Head,
-        own: StaticKVCache,
-        target: StaticKVCache,
-        tokens_BS: Tensor,
-        lead: Callable[[], int],
-        num_states: int,
+        self, head: Head, own: StaticKVCache, target: StaticKVCache, tokens_BS: Tensor, lead: Callable[[], int]
     ) -> None:
-        """`lead`: how many of the last places the first step reads."""
-        self._head, self._target, self._tokens_BS, self._lead = head, target, tokens_BS, lead
-        self._ahead = own.ahead()
-        self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
-        D = head.config.block.hidden_size
-        self._states_BPD = torch.zeros(own.batch, num_states, D, **head.place)
-        """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
+        """`lead`: how many of the last places are read."""
+        self.head, self.ahead, self.root_at_B = head, own.ahead(), target.lengths
+        self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
 
-    def start(self) -> Tensor:
-        at_B, places_B, R = self.root_at_B, self._ahead.lengths, self._lead()
+    def read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens behind the places [B, R], the fused features [B, R, D], and which of them, [B, 1], is the root's.
+
+        The lengths of `ahead` are where the places begin.
+        """
+        at_B, places_B, R = self.root_at_B, self.ahead.lengths, self._lead()
         assert self._target.features is not None
         torch.sub(at_B, R, out=places_B)
         places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
         places_BR = places_B[:, None] + torch.arange(R, device=at_B.device)
-        tokens_BR = self._tokens_BS.gather(1, places_BR + 1)
-        features_BRF = self._target.features.gather(1, _each(places_BR, self._target.features))
-        states_BRD = self._head(tokens_BR, self._head.fuse(features_BRF), self._ahead)
+        features_BRF = self._target.features.gather(1, each(places_BR, self._target.features))
         last_B1 = (at_B - 1 - places_B).clamp(min=0)[:, None]
-        self._states_BPD[:, :1] = states_BRD.gather(1, _each(last_B1, states_BRD))
-        places_B.copy_(at_B)
-        torch.add(at_B, 1, out=self.next_at_B)
+        return self._tokens_BS.gather(1, places_BR + 1), self.head.fuse(features_BRF), last_B1
+
+
+class _StepGuesser:
+    """A head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
+
+    def __init__(self, reader: NewPlaces, num_states: int) -> None:
+        self._head, self._reader, self._ahead = reader.head, reader, reader.ahead
+        self.root_at_B, self.next_at_B = reader.root_at_B, torch.zeros_like(reader.root_at_B)
+        D = self._head.config.block.hidden_size
+        self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **self._head.place)
+        """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
+
+    def start(self) -> Tensor:
+        tokens_BR, fused_BRD, last_B1 = self._reader.read()
+        states_BRD = self._head(tokens_BR, fused_BRD, self._ahead)
+        self._states_BPD[:, :1] = states_BRD.gather(1, each(last_B1, states_BRD))
+        self._ahead.lengths.copy_(self.root_at_B)
+        torch.add(self.root_at_B, 1, out=self.next_at_B)
         return self._head.logits(self._states_BPD[:, :1])
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
@@ -153,11 +168,11 @@ class _HeadGuesser:
         own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
         above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
         above_BF = above_BF.where(depth_BF > 0, 0)
-        states_BFD = self._head(tokens_BF, states_BPD.gather(1, _each(above_BF, states_BPD)), self._ahead, branches)
-        states_BPD.scatter_(1, _each(own_BF, states_BPD), states_BFD)
+        states_BFD = self._head(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), self._ahead, branches)
+        states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
         return self._head.logits(states_BFD)
 
 
-def _each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
+def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
     """Indices [B, X, Z] of whole entries."""
     return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])

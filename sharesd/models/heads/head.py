@@ -25,6 +25,9 @@ from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
 from sharesd.models.heads.config import HeadConfig
 
+KeysAndValues = list[list[Tensor]]
+"""(Keys, values) [B, heads, places, d] of parts of texts, in the order in which masks name them."""
+
 
 class HeadBlock(nn.Module):
     """A decoder block whose attention is given inputs of its own, beside the residual stream."""
@@ -89,10 +92,15 @@ class Head(nn.Module):
 
     # ---- what does not
 
+    @property
+    def blocks(self) -> list[Any]:
+        """All blocks; only the first is given inputs of its own."""
+        return [self.block]
+
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache of the block's keys and values."""
-        c = self.config.block
-        return StaticKVCache(shapes=[(c.num_kv_heads, c.head_dim)], batch=batch, slots=slots, **self.place)
+        """An empty cache of the blocks' keys and values."""
+        shapes = [(self.config.block.num_kv_heads, self.config.block.head_dim)] * len(self.blocks)
+        return StaticKVCache(shapes=shapes, batch=batch, slots=slots, **self.place)
 
     def forward(
         self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
@@ -101,15 +109,26 @@ class Head(nn.Module):
 
         Places lie in slots lengths..lengths+T-1, or as `branches` say; `cache.lengths` is left alone.
         """
-        x_BTD, inputs_BTE = self.mix(states_BTD, self._embed(tokens_BT))
+        return self.run(*self.mix(states_BTD, self._embed(tokens_BT)), cache, branches)
+
+    def run(self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
+        """States [B, T, D] of new places, from what `mix` made of them; see `forward`."""
         if self.run_block is not None:
             return self.run_block(x_BTD, cache, branches, inputs_BTE)
+        first, *upper = self.blocks
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
-        return self.block(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], cache.lengths, *(branches or ()))
+        places = (cache.lengths, *(branches or ()))
+        x_BTD = first(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], *places)
+        for block, k_BKSd, v_BKSd in zip(upper, cache.k[1:], cache.v[1:], strict=True):
+            x_BTD = block(x_BTD, *tables, k_BKSd, v_BKSd, *places)
+        return x_BTD
 
     def logits(self, states_BTD: Tensor) -> Tensor:
         """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
-        narrow_BTK = self.draft_logits(states_BTD)
+        return self.widened(self.draft_logits(states_BTD))
+
+    def widened(self, narrow_BTK: Tensor) -> Tensor:
+        """`logits` of what `draft_logits` returned."""
         if self.ids is None:
             return narrow_BTK
         wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], self.config.block.vocab_size), -torch.inf)
@@ -131,36 +150,46 @@ class Head(nn.Module):
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.arange(T, device=device)
         back_TT = place_T[:, None] - place_T  # how far each place looks back
-        keys, values, masks, unrolled = [], [], [], []
+        known: KeysAndValues = []
+        unrolled = []
         for step in range(steps):
-            x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
-            q_BHTd, k_BKTd, v_BKTd = self._heads(inputs_BTE)
-            keys.append(k_BKTd)
-            values.append(v_BKTd)
             # The text up to where the chain began, and one place of each step since.
             masks = [back_TT >= step, *(back_TT == step - earlier for earlier in range(1, step + 1))]
-            attended_BHTd = F.scaled_dot_product_attention(
-                q_BHTd,
-                torch.cat(keys, 2),
-                torch.cat(values, 2),
-                attn_mask=torch.cat(masks, 1),
-                scale=self.block.attn.scale,
-                enable_gqa=True,
-            )
-            x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
-            x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
+            x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
+            x_BTD = self.run_plainly(self.block, x_BTD, inputs_BTE, place_T, known, torch.cat(masks, 1))
             unrolled.append(x_BTD)
             states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
         return unrolled
 
-    def _heads(self, inputs_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, d] of whole texts."""
-        attn, T = self.block.attn, inputs_BTE.shape[1]
+    def run_plainly(
+        self,
+        block: Any,
+        x_BTD: Tensor,
+        inputs_BTE: Tensor,
+        place_T: Tensor,
+        known: KeysAndValues,
+        mask_TS: Tensor,
+    ) -> Tensor:
+        """The residual stream after a block, in plain operations through which gradients flow.
+
+        Keys and values of these places join those `known`; `mask` [T, S] says which of all S each place sees.
+        """
+        q_BHTd, *key_and_value = self._heads(block.attn, inputs_BTE, place_T)
+        known.append(key_and_value)
+        keys, values = (torch.cat(parts, 2) for parts in zip(*known, strict=True))
+        attended_BHTd = F.scaled_dot_product_attention(
+            q_BHTd, keys, values, attn_mask=mask_TS, scale=block.attn.scale, enable_gqa=True
+        )
+        x_BTD = x_BTD + block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
+        return block.mlp(x_BTD, block.mlp_norm, x_BTD)
+
+    def _heads(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, d] of these places."""
         heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
         if attn.q_norm is not None and attn.k_norm is not None:
             q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
-        tables = (self.get_buffer("cos")[None, :T], self.get_buffer("sin")[None, :T])
+        tables = (self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
         q_BTHd, k_BTKd = rotate(q_BTHd, *tables), rotate(k_BTKd, *tables)
         return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
 

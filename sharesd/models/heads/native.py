@@ -1,4 +1,4 @@
-"""A head's block in the CPU kernel."""
+"""A head's blocks in the CPU kernel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from sharesd.models.heads.head import Head
 
 
 def native_block(head: Head) -> NativeStack:
-    """The head's block in one call of the CPU kernel, once its linears are packed. Raises Unsuited."""
+    """The head's blocks in one call of the CPU kernel, once their linears are packed. Raises Unsuited."""
     return NativeStack(
-        [head.block],
+        head.blocks,
         tables=[(head.get_buffer("cos"), head.get_buffer("sin"))],
-        ropes=[0],
+        ropes=[0] * len(head.blocks),
         activation=head.config.block.activation,
     )
