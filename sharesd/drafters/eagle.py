@@ -60,8 +60,7 @@ class EagleDrafter:
         for first in range(max(0, len(held) - 1), len(tokens) - 1, CHUNK):
             end = min(first + CHUNK, len(tokens) - 1)
             own.lengths.fill_(first)
-            tokens_1T = self._tokens_BS[row : row + 1, first + 1 : end + 1]
-            self.head(tokens_1T, self.head.fuse(target.features[:, first:end]), own)
+            self.head.read(self._tokens_BS[row : row + 1], target.features, end - first, own)
         held += tokens[len(held) :]
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
@@ -121,6 +120,7 @@ class _HeadGuesser:
     ) -> None:
         """`lead`: how many of the last places the first step reads."""
         self._head, self._target, self._tokens_BS, self._lead = head, target, tokens_BS, lead
+        self.ids = head.ids
         self._ahead = own.ahead()
         self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
         D = head.config.block.hidden_size
@@ -128,36 +128,21 @@ class _HeadGuesser:
         """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
 
     def start(self) -> Tensor:
-        at_B, places_B, R = self.root_at_B, self._ahead.lengths, self._lead()
+        at_B, places_B, num = self.root_at_B, self._ahead.lengths, self._lead()
         assert self._target.features is not None
-        torch.sub(at_B, R, out=places_B)
+        torch.sub(at_B, num, out=places_B)
         places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
-        places_BR = places_B[:, None] + torch.arange(R, device=at_B.device)
-        tokens_BR = self._tokens_BS.gather(1, places_BR + 1)
-        features_BRF = self._target.features.gather(1, _each(places_BR, self._target.features))
-        states_BRD = self._head(tokens_BR, self._head.fuse(features_BRF), self._ahead)
-        last_B1 = (at_B - 1 - places_B).clamp(min=0)[:, None]
-        self._states_BPD[:, :1] = states_BRD.gather(1, _each(last_B1, states_BRD))
+        logits_B1K = self._head.read(
+            self._tokens_BS, self._target.features, num, self._ahead, at_B, self._states_BPD
+        )
+        assert logits_B1K is not None
         places_B.copy_(at_B)
         torch.add(at_B, 1, out=self.next_at_B)
-        return self._head.logits(self._states_BPD[:, :1])
+        return logits_B1K
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        states_BPD = self._states_BPD
+        logits_BFK = self._head.go_on(tokens_BF, self._states_BPD, self._ahead, branches)
         if branches is None:
-            states_BPD[:, :1] = self._head(tokens_BF, states_BPD[:, :1], self._ahead)
             self._ahead.lengths += 1
             self.next_at_B += 1
-            return self._head.logits(states_BPD[:, :1])
-        depth_BF, path_BFP = branches
-        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
-        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
-        above_BF = above_BF.where(depth_BF > 0, 0)
-        states_BFD = self._head(tokens_BF, states_BPD.gather(1, _each(above_BF, states_BPD)), self._ahead, branches)
-        states_BPD.scatter_(1, _each(own_BF, states_BPD), states_BFD)
-        return self._head.logits(states_BFD)
-
-
-def _each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
-    """Indices [B, X, Z] of whole entries."""
-    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
+        return logits_BFK

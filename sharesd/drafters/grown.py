@@ -114,7 +114,7 @@ class TreeDraft:
             self._level_B,
             nodes,
             self._front,
-            *sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC),
+            *sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC, self._guesser.ids),
         )
 
     def _choose(self) -> None:

@@ -10,7 +10,6 @@ size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rota
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from compile.attention import Branches
 from compile.fused import project
+from compile.head import NativeHead
 from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
@@ -70,8 +70,8 @@ class Head(nn.Module):
         self.register_buffer("cos", cos_Pr, persistent=False)
         self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
-        self.run_block: Callable[..., Tensor] | None = None
-        """(x, cache, branches, inputs) -> x: the block, where compilation puts something of its own here."""
+        self.native: NativeHead | None = None
+        """`read` and `go_on` in one call of a CPU kernel each, where compilation puts that here."""
 
     # ---- what differs between heads
 
@@ -85,6 +85,10 @@ class Head(nn.Module):
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         """What the LM head is given."""
+        raise NotImplementedError
+
+    def native_parts(self) -> dict[str, Any]:
+        """The same as `compile.head.NativeHead` has it: the arguments that differ."""
         raise NotImplementedError
 
     # ---- what does not
@@ -102,22 +106,61 @@ class Head(nn.Module):
         Places lie in slots lengths..lengths+T-1, or as `branches` say; `cache.lengths` is left alone.
         """
         x_BTD, inputs_BTE = self.mix(states_BTD, self._embed(tokens_BT))
-        if self.run_block is not None:
-            return self.run_block(x_BTD, cache, branches, inputs_BTE)
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
         return self.block(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], cache.lengths, *(branches or ()))
 
-    def logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
-        narrow_BTK = self.draft_logits(states_BTD)
-        if self.ids is None:
-            return narrow_BTK
-        wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], self.config.block.vocab_size), -torch.inf)
-        return wide_BTV.index_copy_(2, self.get_buffer("ids"), narrow_BTK)
+    def read(
+        self,
+        tokens_BS: Tensor,
+        features_BSF: Tensor,
+        num: int,
+        cache: StaticKVCache,
+        ends_B: Tensor | None = None,
+        states_BPD: Tensor | None = None,
+    ) -> Tensor | None:
+        """Read `num` places of texts, from `cache.lengths` on, from the target's features; those of `tokens` and
+        `features` lie by slot.
+
+        With `states`, state 0 of each row becomes that of the last place before `ends`, and the logits [B, 1, K] behind
+        it are returned, over the draft tokens. Places at `ends` and behind mean nothing. Without, only keys and values
+        are wanted.
+        """
+        if self.native is not None:
+            return self.native.read(tokens_BS, features_BSF, num, cache, ends_B, states_BPD)
+        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        features_BTF = features_BSF.gather(1, _each(places_BT, features_BSF))
+        states_BTD = self(tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF), cache)
+        if states_BPD is None or ends_B is None:
+            return None
+        last_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
+        states_BPD[:, :1] = states_BTD.gather(1, _each(last_B1, states_BTD))
+        return self.draft_logits(states_BPD[:, :1])
+
+    def go_on(
+        self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+    ) -> Tensor:
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, K] behind them, over the draft
+        tokens.
+
+        `states` are those that others go on from, and are kept there: of the root, or the last guess of a chain, and
+        then of the nodes of a tree by the slots in which they lie, counted from the length.
+        """
+        if self.native is not None:
+            return self.native.go_on(tokens_BF, states_BPD, cache, branches)
+        if branches is None:
+            states_BPD[:, :1] = self(tokens_BF, states_BPD[:, :1], cache)
+            return self.draft_logits(states_BPD[:, :1])
+        depth_BF, path_BFP = branches
+        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
+        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
+        above_BF = above_BF.where(depth_BF > 0, 0)
+        states_BFD = self(tokens_BF, states_BPD.gather(1, _each(above_BF, states_BPD)), cache, branches)
+        states_BPD.scatter_(1, _each(own_BF, states_BPD), states_BFD)
+        return self.draft_logits(states_BFD)
 
     def draft_logits(self, states_BTD: Tensor) -> Tensor:
         """[B, T, K] over the draft tokens."""
-        return project(self.lm_head or self._target[0].head, self.before_logits(states_BTD))
+        return project(self.unembedding, self.before_logits(states_BTD))
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
         """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
@@ -165,4 +208,19 @@ class Head(nn.Module):
         return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
-        return (self.embed or self._target[0].embed)(tokens_BT)
+        return self.embedding(tokens_BT)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Its own, or the target's."""
+        return self.embed or self._target[0].embed
+
+    @property
+    def unembedding(self) -> nn.Module:
+        """The LM head: its own, or the target's."""
+        return self.lm_head or self._target[0].head
+
+
+def _each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
+    """Indices [B, X, Z] of whole entries."""
+    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
