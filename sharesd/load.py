@@ -54,7 +54,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
 from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
@@ -135,6 +135,8 @@ class Runtime:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
+        if self._head is not None and self.compile == "native" and len(self._head.blocks) == 1:
+            self._head.native = native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -325,8 +327,6 @@ class Runtime:
         if self.device.type == "cpu":
             pack_linears(head)
             weights_on_huge_pages(head)
-        if self.compile == "native":
-            head.run_block = native_block(head)
         return head
 
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:

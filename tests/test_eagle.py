@@ -13,7 +13,7 @@ import torch
 from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
 from test_compile import compiled
 from tiny import make_checkpoint
-from tiny_heads import make_head
+from tiny_heads import logits_of, make_head
 from torch import Tensor
 
 from compile.linear import pack_linears
@@ -27,7 +27,7 @@ from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
 from sharesd.models.heads.parallel import Parallel
 from sharesd.models.weights import decoder_config
 
@@ -88,7 +88,7 @@ def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> Non
     head = head_for(target, tmp_path, kind, ids=IDS)
     compiled(target, "native")
     pack_linears(head)
-    head.run_block = native_block(head)
+    head.native = native_head(head)
     for params in (GREEDY, SAMPLED):
         want = texts(new_engine(target, batch=2), PROMPTS, params)
         assert texts(built(head, target, batch=2), PROMPTS, params) == want
@@ -150,7 +150,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
     def children(path: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
         known = torch.nn.functional.pad(features, (0, 0, 0, len(path)))  # a chain needs none of its guesses
         states = head.unroll(torch.tensor([[*text[1:], *path]]), known, steps=1 + len(path))
-        best = head.logits(states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
+        best = logits_of(head, states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
         return [(p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
 
     front, found = [(0.0, ())], []

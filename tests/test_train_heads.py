@@ -11,7 +11,7 @@ import torch
 from oracle import VOCAB, new_engine, tiny_decoder
 from safetensors.torch import load_file
 from tiny import make_checkpoint
-from tiny_heads import random_head
+from tiny_heads import logits_of, random_head
 from torch import Tensor
 
 from sharesd.config import SamplingParams
@@ -207,7 +207,7 @@ def chains_by_hand(head: Head, target: Any, text: list[int], said: list[bool], l
         for k in range(length):
             if root + k + 1 >= len(text) or not all(said[root : root + k + 2]):
                 break
-            guess = int(head.logits(states)[0, 0].argmax())
+            guess = int(logits_of(head, states)[0, 0].argmax())
             found.reached[k] += 1
             found.accepted[k] += guess == choices[root + k]
             if not guess == choices[root + k] == text[root + k + 1]:

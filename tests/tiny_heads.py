@@ -100,6 +100,15 @@ def make_head(
     return folder
 
 
+def logits_of(head: Head, states_BTD: Tensor) -> Tensor:
+    """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
+    narrow_BTK = head.draft_logits(states_BTD)
+    if head.ids is None:
+        return narrow_BTK
+    wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], head.config.block.vocab_size), -torch.inf)
+    return wide_BTV.index_copy_(2, head.get_buffer("ids"), narrow_BTK)
+
+
 def random_head(target: Decoder, kind: str, **options: Any) -> Head:
     """A head for this target, as `make_head` makes it."""
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +64,7 @@ class EagleDrafter:
         for first in range(max(0, len(held) - 1), len(tokens) - 1, CHUNK):
             end = min(first + CHUNK, len(tokens) - 1)
             own.lengths.fill_(first)
-            tokens_1T = self._tokens_BS[row : row + 1, first + 1 : end + 1]
-            self.head(tokens_1T, self.head.fuse(target.features[:, first:end]), own)
+            self.head.read(self._tokens_BS[row : row + 1], target.features, end - first, own)
         held += tokens[len(held) :]
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
@@ -85,20 +85,20 @@ class EagleDrafter:
         if self not in drafting.kept:
             rows = drafting.first, drafting.end
             replayed = drafting.graphs is not None  # and of one size, then
-            reader = NewPlaces(
+            guesser = self._guesser(
+                replayed,
                 self.head,
                 self.cache.rows(*rows),
                 self._target.rows(*rows),
                 self._tokens_BS[slice(*rows)],
                 lambda: self._most_lead if replayed else self._lead,
             )
-            guesser = self._guesser(reader, replayed)
             drafting.kept[self] = ModelDraft(guesser, drafting, shapes=self.shapes, top=self._top)
         return drafting.kept[self].draft(shape)._replace(drafter=self.name)
 
-    def _guesser(self, reader: NewPlaces, replayed: bool) -> Guesser:
-        """How the head guesses, behind what it reads of some rows; `replayed`: in steps of one size."""
-        return _StepGuesser(reader, num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0))
+    def _guesser(self, replayed: bool, *reading: Any) -> Guesser:
+        """How the head guesses; `reading` is for `HeadGuesser`."""
+        return _StepGuesser(*reading, num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0))
 
     def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass  # the target has kept the features, and the host knows the tokens
@@ -114,65 +114,47 @@ class EagleDrafter:
         return self._weight_bytes, self.cache.nbytes + (0 if features is None else features.nbytes)
 
 
-class NewPlaces:
-    """What a head reads of some rows before it guesses: their last places, from the target's features."""
+class HeadGuesser:
+    """What reads the last places of some rows, from the target's features, before it guesses."""
 
     def __init__(
         self, head: Head, own: StaticKVCache, target: StaticKVCache, tokens_BS: Tensor, lead: Callable[[], int]
     ) -> None:
-        """`lead`: how many of the last places are read."""
-        self.head, self.ahead, self.root_at_B = head, own.ahead(), target.lengths
+        """`lead`: how many of the last places the first step reads."""
         self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
+        self.ids, self._ahead = head.ids, own.ahead()
+        self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens behind the places [B, R], the fused features [B, R, D], and which of them, [B, 1], is the root's.
-
-        The lengths of `ahead` are where the places begin.
+    def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
+        """Tokens and features by slot, how many places are read, the cache from whose lengths on, and where they end:
+        what `Head.read` is given.
         """
-        at_B, places_B, R = self.root_at_B, self.ahead.lengths, self._lead()
+        places_B, num = self._ahead.lengths, self._lead()
         assert self._target.features is not None
-        torch.sub(at_B, R, out=places_B)
+        torch.sub(self.root_at_B, num, out=places_B)
         places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
-        places_BR = places_B[:, None] + torch.arange(R, device=at_B.device)
-        features_BRF = self._target.features.gather(1, each(places_BR, self._target.features))
-        last_B1 = (at_B - 1 - places_B).clamp(min=0)[:, None]
-        return self._tokens_BS.gather(1, places_BR + 1), self.head.fuse(features_BRF), last_B1
+        torch.add(self.root_at_B, 1, out=self.next_at_B)
+        return self._tokens_BS, self._target.features, num, self._ahead, self.root_at_B
 
 
-class _StepGuesser:
+class _StepGuesser(HeadGuesser):
     """A head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
 
-    def __init__(self, reader: NewPlaces, num_states: int) -> None:
-        self._head, self._reader, self._ahead = reader.head, reader, reader.ahead
-        self.root_at_B, self.next_at_B = reader.root_at_B, torch.zeros_like(reader.root_at_B)
-        D = self._head.config.block.hidden_size
-        self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **self._head.place)
+    def __init__(self, head: Head, *reading: Any, num_states: int) -> None:
+        super().__init__(head, *reading)
+        self._head, D = head, head.config.block.hidden_size
+        self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **head.place)
         """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
 
     def start(self) -> Tensor:
-        tokens_BR, fused_BRD, last_B1 = self._reader.read()
-        states_BRD = self._head(tokens_BR, fused_BRD, self._ahead)
-        self._states_BPD[:, :1] = states_BRD.gather(1, each(last_B1, states_BRD))
+        logits_B1K = self._head.read(*self._news(), self._states_BPD)
+        assert logits_B1K is not None
         self._ahead.lengths.copy_(self.root_at_B)
-        torch.add(self.root_at_B, 1, out=self.next_at_B)
-        return self._head.logits(self._states_BPD[:, :1])
+        return logits_B1K
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        states_BPD = self._states_BPD
+        logits_BFK = self._head.go_on(tokens_BF, self._states_BPD, self._ahead, branches)
         if branches is None:
-            states_BPD[:, :1] = self._head(tokens_BF, states_BPD[:, :1], self._ahead)
             self._ahead.lengths += 1
             self.next_at_B += 1
-            return self._head.logits(states_BPD[:, :1])
-        depth_BF, path_BFP = branches
-        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
-        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
-        above_BF = above_BF.where(depth_BF > 0, 0)
-        states_BFD = self._head(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), self._ahead, branches)
-        states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
-        return self._head.logits(states_BFD)
-
-
-def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
-    """Indices [B, X, Z] of whole entries."""
-    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
+        return logits_BFK

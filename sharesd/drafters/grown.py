@@ -112,7 +112,7 @@ class TreeDraft:
             seen_BFC = _seen(paths_BFD, self._level_B, nodes.tokens_BC)
             logits_BFV = logits_BFV.expand(-1, num, -1)
         positions_B = self._guesser.next_at_B + self._level_B
-        children = sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC)
+        children = sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC, self._guesser.ids)
         grow(self._level_B, nodes, self._front, *(part_BFk.expand(-1, num, -1) for part_BFk in children))
 
     def _choose(self) -> None:

@@ -10,7 +10,6 @@ size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rota
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +18,12 @@ from torch.nn import functional as F
 
 from compile.attention import Branches
 from compile.fused import project
+from compile.head import NativeHead
 from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
 from sharesd.models.heads.config import HeadConfig
-
-KeysAndValues = list[list[Tensor]]
-"""(Keys, values) [B, heads, places, d] of parts of texts, in the order in which masks name them."""
 
 
 class HeadBlock(nn.Module):
@@ -73,8 +70,8 @@ class Head(nn.Module):
         self.register_buffer("cos", cos_Pr, persistent=False)
         self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
-        self.run_block: Callable[..., Tensor] | None = None
-        """(x, cache, branches, inputs) -> x: the block, where compilation puts something of its own here."""
+        self.native: NativeHead | None = None
+        """`read` and `go_on` in one call of a CPU kernel each, where compilation puts that here."""
 
     # ---- what differs between heads
 
@@ -88,6 +85,10 @@ class Head(nn.Module):
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         """What the LM head is given."""
+        raise NotImplementedError
+
+    def native_parts(self) -> dict[str, Any]:
+        """The same as `compile.head.NativeHead` has it: the arguments that differ."""
         raise NotImplementedError
 
     # ---- what does not
@@ -113,8 +114,6 @@ class Head(nn.Module):
 
     def run(self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
         """States [B, T, D] of new places, from what `mix` made of them; see `forward`."""
-        if self.run_block is not None:
-            return self.run_block(x_BTD, cache, branches, inputs_BTE)
         first, *upper = self.blocks
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
         places = (cache.lengths, *(branches or ()))
@@ -123,20 +122,64 @@ class Head(nn.Module):
             x_BTD = block(x_BTD, *tables, k_BKSd, v_BKSd, *places)
         return x_BTD
 
-    def logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
-        return self.widened(self.draft_logits(states_BTD))
+    def read(
+        self,
+        tokens_BS: Tensor,
+        features_BSF: Tensor,
+        num: int,
+        cache: StaticKVCache,
+        ends_B: Tensor | None = None,
+        states_BPD: Tensor | None = None,
+    ) -> Tensor | None:
+        """Read `num` places of texts, from `cache.lengths` on, from the target's features; those of `tokens` and
+        `features` lie by slot.
 
-    def widened(self, narrow_BTK: Tensor) -> Tensor:
-        """`logits` of what `draft_logits` returned."""
-        if self.ids is None:
-            return narrow_BTK
-        wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], self.config.block.vocab_size), -torch.inf)
-        return wide_BTV.index_copy_(2, self.get_buffer("ids"), narrow_BTK)
+        With `states`, state 0 of each row becomes that of the last place before `ends`, and the logits [B, 1, K] behind
+        it are returned, over the draft tokens. Places at `ends` and behind mean nothing. Without, only keys and values
+        are wanted.
+        """
+        if self.native is not None:
+            return self.native.read(tokens_BS, features_BSF, num, cache, ends_B, states_BPD)
+        states_BTD = self(*self.new_places(tokens_BS, features_BSF, num, cache), cache)
+        if states_BPD is None or ends_B is None:
+            return None
+        last_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
+        states_BPD[:, :1] = states_BTD.gather(1, each(last_B1, states_BTD))
+        return self.draft_logits(states_BPD[:, :1])
+
+    def new_places(
+        self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens behind `num` places of texts from `cache.lengths` on, and the states that their features are."""
+        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        features_BTF = features_BSF.gather(1, each(places_BT, features_BSF))
+        return tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF)
+
+    def go_on(
+        self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+    ) -> Tensor:
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, K] behind them, over the draft
+        tokens.
+
+        `states` are those that others go on from, and are kept there: of the root, or the last guess of a chain, and
+        then of the nodes of a tree by the slots in which they lie, counted from the length.
+        """
+        if self.native is not None:
+            return self.native.go_on(tokens_BF, states_BPD, cache, branches)
+        if branches is None:
+            states_BPD[:, :1] = self(tokens_BF, states_BPD[:, :1], cache)
+            return self.draft_logits(states_BPD[:, :1])
+        depth_BF, path_BFP = branches
+        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
+        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
+        above_BF = above_BF.where(depth_BF > 0, 0)
+        states_BFD = self(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), cache, branches)
+        states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
+        return self.draft_logits(states_BFD)
 
     def draft_logits(self, states_BTD: Tensor) -> Tensor:
         """[B, T, K] over the draft tokens."""
-        return project(self.lm_head or self._target[0].head, self.before_logits(states_BTD))
+        return project(self.unembedding, self.before_logits(states_BTD))
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
         """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
@@ -150,41 +193,30 @@ class Head(nn.Module):
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.arange(T, device=device)
         back_TT = place_T[:, None] - place_T  # how far each place looks back
-        known: KeysAndValues = []
-        unrolled = []
+        keys, values, masks, unrolled = [], [], [], []
         for step in range(steps):
+            x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
+            q_BHTd, k_BKTd, v_BKTd = self.qkv(self.block.attn, inputs_BTE, place_T)
+            keys.append(k_BKTd)
+            values.append(v_BKTd)
             # The text up to where the chain began, and one place of each step since.
             masks = [back_TT >= step, *(back_TT == step - earlier for earlier in range(1, step + 1))]
-            x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
-            x_BTD = self.run_plainly(self.block, x_BTD, inputs_BTE, place_T, known, torch.cat(masks, 1))
+            attended_BHTd = F.scaled_dot_product_attention(
+                q_BHTd,
+                torch.cat(keys, 2),
+                torch.cat(values, 2),
+                attn_mask=torch.cat(masks, 1),
+                scale=self.block.attn.scale,
+                enable_gqa=True,
+            )
+            x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
+            x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
             unrolled.append(x_BTD)
             states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
         return unrolled
 
-    def run_plainly(
-        self,
-        block: Any,
-        x_BTD: Tensor,
-        inputs_BTE: Tensor,
-        place_T: Tensor,
-        known: KeysAndValues,
-        mask_TS: Tensor,
-    ) -> Tensor:
-        """The residual stream after a block, in plain operations through which gradients flow.
-
-        Keys and values of these places join those `known`; `mask` [T, S] says which of all S each place sees.
-        """
-        q_BHTd, *key_and_value = self._heads(block.attn, inputs_BTE, place_T)
-        known.append(key_and_value)
-        keys, values = (torch.cat(parts, 2) for parts in zip(*known, strict=True))
-        attended_BHTd = F.scaled_dot_product_attention(
-            q_BHTd, keys, values, attn_mask=mask_TS, scale=block.attn.scale, enable_gqa=True
-        )
-        x_BTD = x_BTD + block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
-        return block.mlp(x_BTD, block.mlp_norm, x_BTD)
-
-    def _heads(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, d] of these places."""
+    def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, d] of these places, in plain operations."""
         heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
         if attn.q_norm is not None and attn.k_norm is not None:
@@ -194,4 +226,19 @@ class Head(nn.Module):
         return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
-        return (self.embed or self._target[0].embed)(tokens_BT)
+        return self.embedding(tokens_BT)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Its own, or the target's."""
+        return self.embed or self._target[0].embed
+
+    @property
+    def unembedding(self) -> nn.Module:
+        """The LM head: its own, or the target's."""
+        return self.lm_head or self._target[0].head
+
+
+def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
+    """Indices [B, X, Z] of whole entries."""
+    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])

@@ -17,16 +17,21 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.heads.config import HeadConfig
 from sharesd.models.heads.eagle3 import Eagle3
-from sharesd.models.heads.head import KeysAndValues
+from sharesd.models.heads.head import each
 
 ANCHORS = 64
 """Anchors whose masks are read together in training: each sees the keys of all of them."""
 
 
+KeysAndValues = list[list[Tensor]]
+"""(Keys, values) [B, heads, places, d] of parts of texts, in the order in which masks name them."""
+
+
 class Parallel(Eagle3):
     """EAGLE-3 with masks, and perhaps a second block.
 
-    Legend: M masks, A anchors (places that masks follow), C of them that are read together.
+    Legend: M masks, A anchors (places that masks follow), C of them that are read together, N draft tokens; else as
+    `head.py` has it.
     """
 
     def __init__(self, config: HeadConfig, target: Decoder, **options: Any) -> None:
@@ -40,6 +45,23 @@ class Parallel(Eagle3):
     @property
     def blocks(self) -> list[Any]:
         return [self.block, *self.upper]
+
+    def guess(
+        self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache, ends_B: Tensor, depth: int
+    ) -> Tensor:
+        """Read `num` places of texts, the last of which lies before `ends`, and masks behind it: the logits
+        [B, depth, N] of so many guesses, over the draft tokens. See `Head.read`.
+        """
+        tokens_BR, fused_BRD = self.new_places(tokens_BS, features_BSF, num, cache)
+        root_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
+        row_T = torch.arange(num + depth - 1, device=ends_B.device)
+        ahead_BT = (row_T - root_B1).clamp(0, depth - 1)  # of shorter texts, what lies behind the masks nobody sees
+        read_BT = row_T.minimum(root_B1)
+        states_BTD = self.look_ahead(
+            tokens_BR.gather(1, read_BT), fused_BRD.gather(1, each(read_BT, fused_BRD)), ahead_BT, cache
+        )
+        guess_BK = root_B1 + torch.arange(depth, device=ends_B.device)
+        return self.draft_logits(states_BTD.gather(1, each(guess_BK, states_BTD)))
 
     def look_ahead(self, tokens_BT: Tensor, states_BTD: Tensor, ahead_BT: Tensor, cache: StaticKVCache) -> Tensor:
         """States [B, T, D] of new places, some of which are masks: `ahead` [B, T] says how many places behind the
@@ -97,9 +119,18 @@ class Parallel(Eagle3):
         known: list[KeysAndValues],
         seen_TS: Tensor,
     ) -> Tensor:
-        """The residual stream after all blocks, see `run_plainly`; what is `known` is given for each of them."""
+        """The residual stream after all blocks. Keys and values of these places join those `known` to each block;
+        `seen` [T, S] says which of all S each place sees.
+        """
         x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
         for block, before in zip(self.blocks, known, strict=True):
             inputs_BTE = block.attn_norm(x_BTD) if block is not self.block else inputs_BTE
-            x_BTD = self.run_plainly(block, x_BTD, inputs_BTE, place_T, before, seen_TS)
+            q_BHTd, *key_and_value = self.qkv(block.attn, inputs_BTE, place_T)
+            before.append(key_and_value)
+            keys, values = (torch.cat(parts, 2) for parts in zip(*before, strict=True))
+            attended_BHTd = F.scaled_dot_product_attention(
+                q_BHTd, keys, values, attn_mask=seen_TS, scale=block.attn.scale, enable_gqa=True
+            )
+            x_BTD = x_BTD + block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
+            x_BTD = block.mlp(x_BTD, block.mlp_norm, x_BTD)
         return x_BTD
