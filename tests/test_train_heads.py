@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from safetensors.torch import load_file
 from tiny import make_checkpoint
 from tiny_heads import logits_of, random_head
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sharesd.config import SamplingParams
 from sharesd.decoding.costs import Costs
+from sharesd.models.heads.chains import attend_chains
 from sharesd.models.heads.eagle3 import Eagle3
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
@@ -23,6 +26,7 @@ from sharesd.models.weights import load_decoder
 from train.__main__ import main
 from train.dataset import row_of
 from train.heads import losses as losses_file
+from train.heads import states
 from train.heads.checkpoint import read_state
 from train.heads.frozen import FrozenTarget
 from train.heads.held_out import Acceptance, acceptance, best_chain
@@ -89,6 +93,31 @@ def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
     assert not lessons[1].counted(9).any()
 
 
+@pytest.mark.parametrize(("step", "T"), [(0, 9), (1, 9), (3, 9), (3, 3)])
+def test_chains_attend_as_masks_say(step: int, T: int) -> None:
+    """Values and gradients in float64, beside one product over all steps with a mask."""
+    dice = torch.Generator().manual_seed(step)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(2, heads, T, 8, generator=dice, dtype=torch.float64).requires_grad_(True)
+
+    q, keys, values = random(6), [random(2) for _ in range(step + 1)], [random(2) for _ in range(step + 1)]
+    place = torch.arange(T)
+    back = place[:, None] - place
+    mask = torch.cat([back >= step, *(back == step - e for e in range(1, step + 1))], 1)
+    options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
+    want = scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), **options)[:, :, step:]
+    got = attend_chains(q, keys, values, 0.3)[:, :, step:]
+    assert attend_chains(q, keys, values, 0.3).isfinite().all()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    if T > step:
+        weights = torch.randn(want.shape, generator=dice, dtype=torch.float64)
+        for a, b in zip(
+            *(torch.autograd.grad((x * weights).sum(), [q, *keys, *values]) for x in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("logits", [2**24, 40], ids=["whole", "blocks"])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize(("kind", "ids"), [("eagle", None), ("eagle", IDS), ("eagle3", IDS)])
@@ -139,7 +168,7 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     class Rows(list):
         def set_epoch(self, epoch: int) -> None: ...
 
-    recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=2, decay=0.5)
+    recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=(2,), decay=0.5)
     trainer = Trainer(head, frozen, teacher, Rows([TEXTS, TEXTS]), recipe)  # type: ignore[arg-type]
     want = sum(
         sum(losses(head, lesson, teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
@@ -149,6 +178,8 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["loss"] == pytest.approx(want) and found["places"] == 16
     rates = [Recipe(steps=100, batch=1, lr=1.0, warmup=0.1).lr_at(step) for step in range(101)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    growing = Recipe(steps=8, batch=1, lr=1.0, unroll=(1, 2, 4))
+    assert [growing.unroll_at(step) for step in range(9)] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
     assert rates[10] == 1.0 and rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.1)
 
 
@@ -330,6 +361,32 @@ def test_an_interruption_at_any_step_changes_no_bit(
     assert last < first
 
 
+def test_stored_states_are_those_that_are_read(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(states, "SHARD", 20_000)
+    store, more = tmp_path / "states", ("--states", str(tmp_path / "states"))
+    assert train("eagle3", data, tmp_path / "dry", "--dry-run", *more) == 0
+    num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it there" in capsys.readouterr().out
+    assert not store.exists()
+    assert train("eagle3", data, tmp_path / "read") == 0
+    assert train("eagle3", data, tmp_path / "storing", *more) == 0
+    assert len(list(store.iterdir())) > 3 and num_bytes <= sum(path.stat().st_size for path in store.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenTarget, "_read", lambda *_: pytest.fail("the target reads again"))
+        assert train("eagle3", data, tmp_path / "stored", *more) == 0
+    assert curve(tmp_path / "read") == curve(tmp_path / "storing") == curve(tmp_path / "stored")
+    assert train("eagle", data, tmp_path / "other", *more) == 2
+    assert "says depths [1, 2, 3, 5] and now it is [5]" in capsys.readouterr().err
+    (store / "states-00000.safetensors").write_bytes(b"")
+    assert train("eagle3", data, tmp_path / "broken", *more) == 2
+    assert "states-00000.safetensors cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(states.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert train("eagle3", data, tmp_path / "full", "--states", str(tmp_path / "new")) == 2
+    assert "0.0 GB are free" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,6 +400,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     ("more", "message"),
     [
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--unroll", "1,0"], "--unroll is 1,0; it must be at least 1"),
         (["--lr", "0"], "--lr is 0.0; it must be above 0"),
         (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
         (["--kl-weight", "0", "--feature-weight", "0"], "give at least one above 0"),

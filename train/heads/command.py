@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,11 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     group.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens per row; longer texts are cut")
     group.add_argument("--held-out", type=float, default=0.05, metavar="SHARE", help="of the prompts, to measure with")
     group.add_argument("--seed", type=int, default=0, help="of the order of texts")
+    group.add_argument(
+        "--states",
+        metavar="DIR",
+        help="keep the target's hidden states there, so that it reads each text once (default: it reads them anew)",
+    )
     group = parser.add_argument_group("head")
     group.add_argument(
         "--draft-vocab",
@@ -72,7 +78,12 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     group.add_argument("--warmup", type=float, default=0.05, metavar="SHARE", help="of the steps, in which it rises")
     group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
     group.add_argument("--weight-decay", type=float, default=0.0)
-    group.add_argument("--unroll", type=int, default=3, metavar="N", help="steps of a chain that are trained")
+    group.add_argument(
+        "--unroll",
+        default="3",
+        metavar="N,N",
+        help="steps of a chain that are trained; several numbers follow each other in equal shares of training",
+    )
     group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
     group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
     group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
@@ -98,7 +109,10 @@ def run(args: argparse.Namespace) -> int:
     made, out = settings_of(Path(args.data)), Path(args.out_dir)
     if not (args.resume or args.dry_run) and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out-dir {out} is not empty; add --resume to go on there, or give another folder")
-    taps = _taps(args)
+    taps, unroll = _numbers(args, "taps", "2,15,27"), _numbers(args, "unroll", "1,2,4")
+    if min(unroll) < 1:
+        raise ValueError(f"--unroll is {args.unroll}; it must be at least 1")
+    states = None if args.states is None else Path(args.states)
     with loading_bars() as progress:
         from compile.threads import CREW  # torch takes seconds, mistakes should not
         from train.heads.session import Session, Task
@@ -129,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
                 warmup=args.warmup,
                 clip=args.clip,
                 weight_decay=args.weight_decay,
-                unroll=args.unroll,
+                unroll=unroll,
                 decay=args.decay,
                 kl_weight=args.kl_weight,
                 feature_weight=args.feature_weight,
@@ -138,10 +152,16 @@ def run(args: argparse.Namespace) -> int:
 
         session = Session(task, recipe, progress)
     _say(_plan(session))
+    if states is not None:
+        from train.heads.states import check_room
+
+        stored = sum(path.stat().st_size for path in states.glob("*.safetensors"))
+        _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {states}, {stored / 1e9:.2f} GB of it there")
+        check_room(states, session.states_bytes - stored)
     if args.dry_run:
         _say(_sample(session))
         return 0
-    session.begin(out, costs)
+    session.begin(out, costs, states)
     draft, verify = (
         seconds / session.costs.of_step(1) for seconds in (session.costs.draft, session.costs.of_step(1 + args.chain))
     )
@@ -157,7 +177,8 @@ def _train(session: Session, check_every: int) -> None:
         if "rates" in record:
             _say(_found(record, total))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err_console, disable=not err_console.is_terminal) as bars:
+    bars = Progress(*columns, TimeRemainingColumn(), console=err_console, disable=not err_console.is_terminal)
+    with closing(session), bars:
         bar = bars.add_task("training", total=total, completed=trainer.step)
         while trainer.step < total:
             loss = session.advance()["loss"]
@@ -165,7 +186,6 @@ def _train(session: Session, check_every: int) -> None:
             if trainer.step % check_every == 0 or trainer.step == total:
                 session.check()
                 _say(_found(session.journal.records[-1], total))
-    session.journal.close()
 
 
 def _found(record: dict[str, Any], total: int) -> str:
@@ -211,7 +231,7 @@ def _say(text: str) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """ValueError for numbers that mean nothing."""
-    for name in ("max_length", "batch", "unroll", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
+    for name in ("max_length", "batch", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
@@ -243,9 +263,9 @@ def _costs(args: argparse.Namespace) -> Costs | None:
     return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft)
 
 
-def _taps(args: argparse.Namespace) -> tuple[int, ...]:
-    given = getattr(args, "taps", None)
+def _numbers(args: argparse.Namespace, name: str, example: str) -> tuple[int, ...]:
+    given = getattr(args, name, None)
     try:
         return tuple(map(int, given.split(","))) if given else ()
     except ValueError:
-        raise ValueError(f"--taps is {given!r}; give numbers of blocks, for example 2,15,27") from None
+        raise ValueError(f"--{name} is {given!r}; give numbers, for example {example}") from None

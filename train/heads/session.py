@@ -28,6 +28,7 @@ from train.heads.held_out import acceptance, best_chain
 from train.heads.initial import initial_head, most_frequent
 from train.heads.journal import Journal
 from train.heads.losses import Teacher
+from train.heads.states import StateStore
 from train.heads.trainer import Recipe, Trainer
 from train.shards import keep_settings
 
@@ -92,8 +93,9 @@ class Session:
         """In the dtype that it is used in."""
         self.head = _twin(self._written, target)
         weight_VD = target.head.weight
-        wide = next(self.head.parameters()).dtype
-        teacher = Teacher((weight_VD if ids_K is None else weight_VD[ids_K]).to(wide), target.config.final_softcap)
+        products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
+        weight_KD = (weight_VD if ids_K is None else weight_VD[ids_K]).to(products)
+        teacher = Teacher(weight_KD, target.config.final_softcap)
         target_bytes = sum(parameter.nbytes for parameter in target.parameters())
         self.frozen = FrozenTarget(target, self._written.config.taps, task.max_length)
         self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
@@ -101,10 +103,20 @@ class Session:
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
         """Target, teacher, and the head with its gradient and two averages."""
 
-    def begin(self, out: Path, costs: Costs | None) -> None:
+    @property
+    def states_bytes(self) -> int:
+        """Of the target's hidden states of all texts."""
+        tokens = sum(place.length for places in (self.split.train, self.split.held_out) for place in places)
+        return tokens * self.frozen.bytes_per_token
+
+    def begin(self, out: Path, costs: Costs | None, states: Path | None = None) -> None:
         """Go on with the training in a folder, or begin it there: then the head is measured as it is. `costs` of rounds
-        are measured where they are not given.
+        are measured where they are not given. Hidden states are kept in `states`, if given.
         """
+        if states is not None:
+            depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
+            depends = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
+            self.frozen.store = StateStore(states, depends)
         out.mkdir(parents=True, exist_ok=True)
         keep_settings(out, self._settings())
         state = read_state(out / LAST)
@@ -145,6 +157,12 @@ class Session:
             write_head(self._written, self._out / BEST)
         write_state({"trainer": self.trainer.state(), "best": self._best}, self._out / LAST)
         return values
+
+    def close(self) -> None:
+        """All that was found is on the disk."""
+        self.journal.close()
+        if self.frozen.store is not None:
+            self.frozen.store.flush()
 
     @torch.no_grad()
     def _write(self, folder: Path) -> None:

@@ -33,8 +33,8 @@ class Recipe:
     clip: float = 0.5
     """Largest norm of a step's gradient."""
     weight_decay: float = 0.0
-    unroll: int = 3
-    """Steps of a chain that are trained."""
+    unroll: tuple[int, ...] = (3,)
+    """Steps of a chain that are trained: numbers that follow each other, each for an equal share of the steps."""
     decay: float = 0.8
     """Weight of each of them, relative to the one before."""
     kl_weight: float = 1.0
@@ -50,6 +50,10 @@ class Recipe:
         way = (step - rising) / max(1, self.steps - rising)
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * way)))
 
+    def unroll_at(self, step: int) -> int:
+        """Steps of a chain that are trained in a step, from 0."""
+        return self.unroll[min(step * len(self.unroll) // self.steps, len(self.unroll) - 1)]
+
 
 class Trainer:
     """A head on its way."""
@@ -59,23 +63,27 @@ class Trainer:
         self._frozen, self._teacher, self._rows = frozen, teacher, rows
         self._epoch, self._row = 0, 0  # of the next step
         parameters = list(head.parameters())
-        self._optimizer = torch.optim.AdamW(parameters, recipe.lr, (0.9, 0.95), weight_decay=recipe.weight_decay)
+        decay = recipe.weight_decay
+        self._optimizer = torch.optim.AdamW(parameters, recipe.lr, (0.9, 0.95), weight_decay=decay, fused=True)
 
     def advance(self) -> dict[str, float]:
         """One step; what it found."""
         recipe, head = self.recipe, self.head
         lessons = [lesson for row in self._next_rows() for lesson in self._frozen.lessons(row)]
-        counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(recipe.unroll)]
-        decays = [recipe.decay**step for step in range(recipe.unroll)]
+        unroll = recipe.unroll_at(self.step)
+        counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(unroll)]
+        decays = [recipe.decay**step for step in range(unroll)]
         weights = [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
         found = dict.fromkeys(("loss", "divergence", "feature"), 0.0)
-        for lesson in lessons:
-            with torch.autocast(lesson.said_N.device.type, torch.bfloat16, enabled=recipe.bf16):
+        device = head.get_buffer("cos").device.type
+        with torch.autocast(device, torch.bfloat16, enabled=recipe.bf16):  # weights are cast once for all lessons
+            for lesson in lessons:
                 parts = losses(head, lesson, self._teacher, weights)
-            loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
-            loss.backward()
-            for name, part in zip(found, (loss, *parts), strict=True):
-                found[name] += part.item()
+                loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
+                with torch.autocast(device, enabled=False):
+                    loss.backward()
+                for name, part in zip(found, (loss, *parts), strict=True):
+                    found[name] += part.item()
         found["gradient"] = clip_grad_norm_(head.parameters(), recipe.clip).item()
         if not math.isfinite(found["gradient"]):
             raise ValueError(f"the gradient of step {self.step} is {found['gradient']}; lower --lr, or train in fp32")

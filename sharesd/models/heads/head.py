@@ -23,6 +23,7 @@ from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.heads.chains import attend_chains
 from sharesd.models.heads.config import HeadConfig
 
 
@@ -189,26 +190,14 @@ class Head(nn.Module):
         is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
         of it mean nothing.
         """
-        T, device = tokens_BT.shape[1], tokens_BT.device
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
-        place_T = torch.arange(T, device=device)
-        back_TT = place_T[:, None] - place_T  # how far each place looks back
-        keys, values, masks, unrolled = [], [], [], []
-        for step in range(steps):
+        keys, values, unrolled = [], [], []
+        for _ in range(steps):
             x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
             q_BHTd, k_BKTd, v_BKTd = self.qkv(self.block.attn, inputs_BTE, place_T)
             keys.append(k_BKTd)
             values.append(v_BKTd)
-            # The text up to where the chain began, and one place of each step since.
-            masks = [back_TT >= step, *(back_TT == step - earlier for earlier in range(1, step + 1))]
-            attended_BHTd = F.scaled_dot_product_attention(
-                q_BHTd,
-                torch.cat(keys, 2),
-                torch.cat(values, 2),
-                attn_mask=torch.cat(masks, 1),
-                scale=self.block.attn.scale,
-                enable_gqa=True,
-            )
+            attended_BHTd = attend_chains(q_BHTd, keys, values, self.block.attn.scale)
             x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
             x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
             unrolled.append(x_BTD)
