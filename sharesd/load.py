@@ -52,6 +52,7 @@ from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_head
@@ -319,7 +320,7 @@ class Runtime:
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
-        fits = "parallel" if isinstance(head, Parallel) else "eagle"
+        fits = mode_of(head.config.kind)
         for mode in sorted(self._needs & {*HEADS} - {fits}):
             raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)

@@ -301,7 +301,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, data: Path, out: Path, *more: str) -> int:
     sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
-    sizes += ["--taps", "1,2,3", "--draft-vocab", "100"] if kind == "eagle3" else []
+    sizes += ["--taps", "1,2,3", "--draft-vocab", "100"] if kind != "eagle" else []
+    sizes += ["--unroll", "2,3", "--chain", "3", "--layers", "2"] if kind == "parallel" else []
     given = [
         "--data",
         str(data / "answers"),
@@ -322,7 +323,7 @@ def curve(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-@pytest.mark.parametrize(("kind", "after"), [("eagle", 5), ("eagle", 0), ("eagle3", 4)])
+@pytest.mark.parametrize(("kind", "after"), [("eagle", 5), ("eagle", 0), ("eagle3", 4), ("parallel", 5)])
 def test_an_interruption_at_any_step_changes_no_bit(
     kind: str,
     after: int,
@@ -356,7 +357,7 @@ def test_an_interruption_at_any_step_changes_no_bit(
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
     assert (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
     head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
-    assert head.config.draft_vocab_size == (100 if kind == "eagle3" else 384)
+    assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
     first, *_, last = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
     assert last < first
 

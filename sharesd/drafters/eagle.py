@@ -122,7 +122,8 @@ class HeadGuesser:
     ) -> None:
         """`lead`: how many of the last places the first step reads."""
         self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
-        self.ids, self._ahead = head.ids, own.ahead()
+        self.ids: Tensor | None = None if head.ids is None else head.get_buffer("ids")
+        self._ahead = own.ahead()
         self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
 
     def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:

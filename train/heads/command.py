@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("train an EAGLE head", {"draft_vocab": None, "feature_weight": 0.1}),
     "eagle3": ("train an EAGLE-3 head", {"draft_vocab": 8192, "feature_weight": 0.0}),
+    "parallel": (
+        "train a head that guesses in one pass",
+        {"draft_vocab": 8192, "feature_weight": 0.0, "unroll": "5"},
+    ),
 }
 SAMPLE = 3
 """Steps that a dry run takes, the first of which is not timed."""
@@ -63,7 +67,9 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="N",
         help="the head guesses the N tokens that the answers have most often, through an LM head of its own",
     )
-    if kind == "eagle3":
+    if kind == "parallel":
+        group.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of the head, 1 or 2")
+    if kind != "eagle":
         group.add_argument(
             "--taps",
             metavar="N,N,N",
@@ -82,8 +88,14 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
         "--unroll",
         default="3",
         metavar="N,N",
-        help="steps of a chain that are trained; several numbers follow each other in equal shares of training",
+        help="tokens that one pass guesses; several numbers follow each other in equal shares of training"
+        if kind == "parallel"
+        else "steps of a chain that are trained; several numbers follow each other in equal shares of training",
     )
+    if kind == "parallel":
+        group.add_argument(
+            "--anchors", type=float, default=0.25, metavar="SHARE", help="of the places, behind which masks are trained"
+        )
     group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
     group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
     group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
@@ -112,6 +124,11 @@ def run(args: argparse.Namespace) -> int:
     taps, unroll = _numbers(args, "taps", "2,15,27"), _numbers(args, "unroll", "1,2,4")
     if min(unroll) < 1:
         raise ValueError(f"--unroll is {args.unroll}; it must be at least 1")
+    if args.kind == "parallel" and not max(2, args.chain) <= max(unroll):
+        raise ValueError(
+            f"--unroll is {args.unroll} and --chain {args.chain}; the head guesses as many tokens as --unroll says, at "
+            "least 2, and chains of no more can be measured"
+        )
     states = None if args.states is None else Path(args.states)
     with loading_bars() as progress:
         from compile.threads import CREW  # torch takes seconds, mistakes should not
@@ -133,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
             taps=taps,
             held_out=args.held_out,
             chain=args.chain,
+            draft_length=max(unroll) if args.kind == "parallel" else 1,
+            layers=getattr(args, "layers", 1),
         )
 
         def recipe(rows: Any) -> Recipe:
@@ -147,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
                 decay=args.decay,
                 kl_weight=args.kl_weight,
                 feature_weight=args.feature_weight,
+                anchors=getattr(args, "anchors", 1.0),
                 bf16=args.precision == "bf16",
             )
 
@@ -238,6 +258,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("lr", "clip", "decay"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")
+    if not 0 < getattr(args, "anchors", 1.0) <= 1:
+        raise ValueError(f"--anchors is {args.anchors}; give a share above 0, at most 1")
     for name in ("held_out", "warmup"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give a share from 0 up to 1")
@@ -260,7 +282,7 @@ def _costs(args: argparse.Namespace) -> Costs | None:
         raise ValueError(f"--costs is {args.costs!r}; give two numbers, for example 0.1,1.5") from None
     if not (draft > 0 and verify > 0):
         raise ValueError(f"--costs is {args.costs!r}; both must be above 0")
-    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft)
+    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft, at_once=args.kind == "parallel")
 
 
 def _numbers(args: argparse.Namespace, name: str, example: str) -> tuple[int, ...]:

@@ -38,15 +38,21 @@ class Lesson(NamedTuple):
     foretold_T: Tensor
     said_N: Tensor
     """Which tokens of the whole text are the assistant's."""
+    anchors_A: Tensor | None = None
+    """Places at which longer chains begin, ascending; None: all."""
 
     def counted(self, step: int) -> Tensor:
         """Places [T] at which a chain's guess after `step` others counts: the token that it goes on from and all that
         it foretells are the assistant's, as they are in decoding.
         """
-        T = len(self.foretold_T)
+        T, device = len(self.foretold_T), self.said_N.device
         if step >= T:
-            return torch.zeros(T, dtype=torch.bool, device=self.said_N.device)
-        return F.pad(self.said_N[1:].unfold(0, step + 2, 1).all(1), (step, 0))
+            return torch.zeros(T, dtype=torch.bool, device=device)
+        counted_T = F.pad(self.said_N[1:].unfold(0, step + 2, 1).all(1), (step, 0))
+        if step and self.anchors_A is not None:
+            begun_T = torch.zeros(T, dtype=torch.bool, device=device).index_fill_(0, self.anchors_A, True)
+            counted_T &= F.pad(begun_T[:-step], (step, 0))
+        return counted_T
 
 
 class FrozenTarget:

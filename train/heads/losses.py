@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sharesd.models.heads.head import Head
+from sharesd.models.heads.parallel import Parallel
+from train.heads.anchors import guesses
 from train.heads.frozen import Lesson
 
 LOGITS = 2**21
@@ -48,17 +50,28 @@ class Losses(NamedTuple):
 
 def losses(head: Head, lesson: Lesson, teacher: Teacher, step_weights: Sequence[float]) -> Losses:
     """Of as many unrolled steps as there are weights; `step_weights` are those of each place of a step."""
-    counted_ST = torch.stack([lesson.counted(step) for step in range(len(step_weights))])
-    at_N = counted_ST[0].nonzero()[:, 0]  # all places of later steps are among these
-    unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, len(step_weights))
-    states_SND = torch.stack([states_1TD[0, at_N] for states_1TD in unrolled]).to(lesson.teacher_TD.dtype)
-    weights_S1 = torch.tensor(step_weights, dtype=states_SND.dtype, device=at_N.device)[:, None]
-    weights_SN = counted_ST[:, at_N] * weights_S1
+    if isinstance(head, Parallel):
+        states_ND, at_N, weights_N = guesses(head, lesson, step_weights)
+        states_SND, weights_SN = states_ND[None].to(lesson.teacher_TD.dtype), weights_N[None]
+    else:
+        states_SND, at_N, weights_SN = _unrolled(head, lesson, step_weights)
     teacher_ND = lesson.teacher_TD[at_N]
     own = teacher.weight_KD if head.lm_head is None else head.lm_head.weight
     divergence = _Divergence.apply(head.before_logits(states_SND), own, teacher_ND, teacher, weights_SN)
     distances_SND = F.smooth_l1_loss(states_SND, teacher_ND.expand_as(states_SND), reduction="none")
     return Losses(divergence, (distances_SND.mean(2) * weights_SN).sum())
+
+
+def _unrolled(head: Head, lesson: Lesson, step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """States [S, N, D] of chains, the places [N] whose tokens are foretold, and weights [S, N], 0 where they do not
+    count.
+    """
+    counted_ST = torch.stack([lesson.counted(step) for step in range(len(step_weights))])
+    at_N = counted_ST[0].nonzero()[:, 0]  # all places of later steps are among these
+    unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, len(step_weights))
+    states_SND = torch.stack([states_1TD[0, at_N] for states_1TD in unrolled]).to(lesson.teacher_TD.dtype)
+    weights_S1 = torch.tensor(step_weights, dtype=states_SND.dtype, device=at_N.device)[:, None]
+    return states_SND, at_N, counted_ST[:, at_N] * weights_S1
 
 
 class _Divergence(torch.autograd.Function):

@@ -15,7 +15,7 @@ from sharesd.decoding.costs import Costs
 from sharesd.device import device_of
 from sharesd.load import Runtime
 from sharesd.models.folder import read_config
-from sharesd.models.heads.config import Kind
+from sharesd.models.heads.config import Kind, mode_of
 from sharesd.models.heads.files import new_head
 from sharesd.models.heads.head import Head
 from sharesd.models.progress import Progress
@@ -58,6 +58,10 @@ class Task:
     """Share of prompts to measure with."""
     chain: int = 5
     """Guesses per chain that are measured."""
+    draft_length: int = 1
+    """`parallel`: tokens that one pass guesses."""
+    layers: int = 1
+    """`parallel`: blocks of the head."""
 
 
 class Session:
@@ -89,7 +93,10 @@ class Session:
                 map(self.rows.__getitem__, range(len(self.rows))), target.vocab_size, task.draft_vocab
             )
         text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
-        self._written = initial_head(task.kind, read_config(folder), target, text_N, ids_K=ids_K, taps=task.taps)
+        sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
+        changes = sizes if task.kind == "parallel" else {}
+        raw = read_config(folder)
+        self._written = initial_head(task.kind, raw, target, text_N, ids_K=ids_K, taps=task.taps, **changes)
         """In the dtype that it is used in."""
         self.head = _twin(self._written, target)
         weight_VD = target.head.weight
@@ -178,10 +185,10 @@ class Session:
 
     def _measured_costs(self) -> Costs:
         """Of rounds with this head on this machine, as the engine measures them."""
-        task = self.task
+        task, mode = self.task, mode_of(self.task.kind)
         config = EngineConfig(
             target=task.target,
-            mode="eagle",
+            mode=mode,
             head=str(self._out / LAST),
             dtype=task.dtype,
             device=task.device,
@@ -189,7 +196,7 @@ class Session:
             max_draft=task.chain,
         )
         params = SamplingParams()
-        return Runtime(config).engine("eagle", warm=params).way(params).policy.costs
+        return Runtime(config).engine(mode, warm=params).way(params).policy.costs
 
 
 def _twin(head: Head, target: Any) -> Head:

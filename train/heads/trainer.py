@@ -1,7 +1,7 @@
 """The steps of a training, each a function of the one before: what a checkpoint holds is all that the next one needs.
 
-Nothing draws at random: heads begin as the target's last block, and the order of the data is a function of the seed and
-the epoch. The learning rate is a function of the step.
+Heads begin as the target's last block, and the order of the data is a function of the seed and the epoch. The learning
+rate is a function of the step, and so is whatever is drawn at random.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from sharesd.models.heads.head import Head
+from sharesd.models.heads.parallel import Parallel
 from train.dataset import PackedRows
+from train.heads.anchors import with_anchors
 from train.heads.frozen import FrozenTarget
 from train.heads.losses import Teacher, losses
 
@@ -39,6 +41,8 @@ class Recipe:
     """Weight of each of them, relative to the one before."""
     kl_weight: float = 1.0
     feature_weight: float = 0.0
+    anchors: float = 1.0
+    """Share of places behind which a head that guesses in one pass has masks, drawn anew in each step."""
     bf16: bool = False
     """Matrix products in bfloat16; weights and their averages stay in the dtype of lessons."""
 
@@ -70,6 +74,9 @@ class Trainer:
         """One step; what it found."""
         recipe, head = self.recipe, self.head
         lessons = [lesson for row in self._next_rows() for lesson in self._frozen.lessons(row)]
+        if isinstance(head, Parallel):
+            dice = torch.Generator().manual_seed(self.step)
+            lessons = [with_anchors(lesson, recipe.anchors, dice) for lesson in lessons]
         unroll = recipe.unroll_at(self.step)
         counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(unroll)]
         decays = [recipe.decay**step for step in range(unroll)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sharesd.config import PARALLEL_HEAD
+from sharesd.config import PARALLEL_HEAD, Mode
 from sharesd.models.decoder_config import DecoderConfig
 
 Kind = Literal["eagle", "eagle3", "parallel"]
@@ -18,6 +18,11 @@ ARCHITECTURES: dict[str, str] = {
 """Names that serving engines know heads by; of heads that guess in one pass, ours."""
 MOST_LAYERS = {"eagle": 1, "eagle3": 1, "parallel": 2}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def mode_of(kind: Kind) -> Mode:
+    """The mode in which heads of a kind draft."""
+    return "parallel" if kind == "parallel" else "eagle"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

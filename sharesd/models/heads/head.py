@@ -191,6 +191,7 @@ class Head(nn.Module):
         of it mean nothing.
         """
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
+        place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         keys, values, unrolled = [], [], []
         for _ in range(steps):
             x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
