@@ -166,9 +166,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def write(self, block: int, slot: Tensor) -> None:
@@ -215,8 +213,8 @@ class Writer:
         free = shutil.disk_usage(folder).free - _MARGIN_BYTES
         if free < needed:
             raise StoreError(
-                f"{folder} has {show_bytes(max(0, free))} free and the blocks take {show_bytes(needed, round_up=True)}; free some "
-                "space there, or give --offload-dir on another disk"
+                f"{folder} has {show_bytes(max(0, free))} free and the blocks take "
+                f"{show_bytes(needed, round_up=True)}; free some space there, or give --offload-dir on another disk"
             )
 
 
