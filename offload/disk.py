@@ -1,4 +1,4 @@
-"""From a file into the host's memory: a few threads read pieces of records, past the page cache where that is faster."""
+"""From a file into the host's memory: a few threads read pieces of records, past the page cache if that is faster."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Piece(NamedTuple):
 class DiskLink:
     """Reads records of a file into slots, which begin with a page.
 
-    With `direct` reads bypass the page cache (O_DIRECT); without, what was read is dropped from it at once, since a scan
-    over more than fits would find nothing there anyway. None takes what is faster for this file.
+    With `direct` reads bypass the page cache (O_DIRECT); without, what was read is dropped from it, since a scan over
+    more than fits would find nothing there anyway. None takes what is faster for this file.
     """
 
     def __init__(
