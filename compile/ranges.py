@@ -11,10 +11,10 @@ def _nothing() -> None:
 
 
 class Range(NamedTuple):
-    """Blocks `first` to before `first + count`, which run together."""
+    """Blocks `first` to before `first + num_blocks`, which run together."""
 
     first: int
-    count: int
+    num_blocks: int
     before: Callable[[], None] = _nothing
     """Called when they are about to run: returns when they may."""
     after: Callable[[], None] = _nothing
@@ -31,4 +31,4 @@ def first_blocks(ranges: Iterable[Range], num_blocks: int) -> Iterator[Range]:
     """What makes up the first so many blocks."""
     for each in ranges:
         if each.first < num_blocks:
-            yield each._replace(count=min(each.count, num_blocks - each.first))
+            yield each._replace(num_blocks=min(each.num_blocks, num_blocks - each.first))

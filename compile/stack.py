@@ -85,7 +85,7 @@ class NativeStack:
             each.before()
             if each.moves:
                 self._find_weights(each)
-            self._run(each, each.first + each.count == num_blocks, x_BTD, cache, branches, inputs_BTE)
+            self._run(each, each.first + each.num_blocks == num_blocks, x_BTD, cache, branches, inputs_BTE)
             each.after()
         return x_BTD
 
@@ -103,7 +103,7 @@ class NativeStack:
         taps = (ctypes.c_int64 * len(cache.taps))(*(tap - blocks.first for tap in cache.taps))
         step = _Step(
             self._table.data_ptr() + blocks.first * self._table.stride(0) * self._table.itemsize,
-            blocks.count,
+            blocks.num_blocks,
             kv.data_ptr() + blocks.first * kv.stride(0) * kv.itemsize,
             self._angles.data_ptr(),
             len(self._tables),
@@ -126,7 +126,7 @@ class NativeStack:
 
     def _find_weights(self, blocks: Range) -> None:
         """Of linears at full precision, which may lie elsewhere than at the last call."""
-        for index in range(blocks.first, blocks.first + blocks.count):
+        for index in range(blocks.first, blocks.first + blocks.num_blocks):
             addresses = [_full(linear).weight.data_ptr() for linear in _linears(self._modules[index])]
             self._table[index, _FULL_WEIGHTS] = torch.tensor(addresses)
 

@@ -68,7 +68,7 @@ class DiskLink:
         assert slot.data_ptr() % PAGE == 0 and slot.nbytes % PAGE == 0
         if self._closed:
             raise LinkError(f"block {block} is not read from {self.path}: the link was closed")
-        memory, offset = memoryview(slot.numpy()), self._offsets[block]
+        memory, offset = slot.numpy().data, self._offsets[block]
         begins = range(0, slot.nbytes, PIECE)
         copy = _FileCopy(block, len(begins), self._state)
         with self._state:

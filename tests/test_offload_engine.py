@@ -209,23 +209,23 @@ def test_whole_steps_cannot_be_offloaded(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_model_through_a_slow_link(tmp_path: Path, close_after: list[Runtime]) -> None:
-    """All but a few blocks come at 1 GB/s."""
+    """All but a few blocks come at 3 GB/s."""
     modes: tuple[Mode, ...] = ("naive", "share", "suffix")
     config = EngineConfig(device="cpu", max_context=512, max_draft=16)
     prompt = ["Give three tips for staying healthy. Number them."]
     blocks = [block for block in range(30) if block % 5]
     resident = Runtime(config, modes)
-    streamed = Runtime(config, modes, offload=from_file(tmp_path / "records", blocks, num_slots=3, rate=1e9))
+    streamed = Runtime(config, modes, offload=from_file(tmp_path / "records", blocks, num_slots=3, rate=3e9))
     close_after.append(streamed)
     for params in (
-        SamplingParams(max_new_tokens=32, ignore_eos=True),
-        SamplingParams(max_new_tokens=32, ignore_eos=True, temperature=1.0),
+        SamplingParams(max_new_tokens=16, ignore_eos=True),
+        SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0),
     ):
         wanted = resident.engine("naive", warm=params).complete(prompt, params)[0].token_ids
         for mode in modes:
             engine = streamed.engine(mode, warm=params)
             assert engine.complete(prompt, params)[0].token_ids == wanted
             traffic = engine.stats.traffic
-            assert traffic is not None and traffic.utilisation > 0.5
+            assert traffic is not None and traffic.utilisation > 0.3
     for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
         assert torch.equal(ours, theirs)

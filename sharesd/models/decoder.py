@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         tables = self.rope_tables
         for each in first_blocks(self.ranges(), len(self.blocks)):
             each.before()
-            for index in range(each.first, each.first + each.count):
+            for index in range(each.first, each.first + each.num_blocks):
                 rotary = tables[max(self.config.layers[index].rope, 0)]
                 tensors = (*rotary, cache.k[index], cache.v[index], cache.lengths, *(branches or ()))
                 x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=cache.recent)
