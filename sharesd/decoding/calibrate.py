@@ -107,7 +107,7 @@ def _costs(engine: Engine, params: SamplingParams, rows: int, kept: Path | None,
 
 
 def _batches(engine: Engine) -> list[int]:
-    """Numbers of rows whose rounds are timed: 1, 2, 4 ... and all; all alone where rounds have no less or hardly care."""
+    """Numbers of rows whose rounds are timed: 1, 2, 4 ... and all; all alone if rounds have no less or hardly care."""
     batch = engine.cache.batch
     several = engine.partial and not engine.offloaded
     return [*(2**i for i in range(batch.bit_length()) if 2**i < batch and several), batch]
