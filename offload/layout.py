@@ -56,16 +56,11 @@ class Layout:
         return _round_up(max((place.offset + place.nbytes for place in self.places), default=0), PAGE)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """What `from_json` reads."""
+        """For files that say what they hold."""
         return [
             {"name": p.name, "offset": p.offset, "shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
             for p in self.places
         ]
-
-    @classmethod
-    def from_json(cls, places: list[dict[str, Any]]) -> Layout:
-        """The layout that `to_json` described; KeyError, TypeError or AttributeError for anything else."""
-        return cls(tuple(Place(p["name"], p["offset"], tuple(p["shape"]), getattr(torch, p["dtype"])) for p in places))
 
 
 def views(slot: Tensor, layout: Layout) -> dict[str, Tensor]:
