@@ -1,4 +1,4 @@
-"""From pinned memory of the host to a CUDA device: copies on a stream of their own, ordered by events in both directions.
+"""From pinned memory of the host to a CUDA device: copies on a stream of their own, with events in both directions.
 
 The host waits for nothing: computation waits for a copy by an event, and a copy into a slot that was in use waits for
 the computation by another one. It has never run on a GPU; tests run it on a device that is made up.
@@ -17,7 +17,7 @@ from offload.link import Copy, host_memory
 
 
 class PinnedMemory:
-    """Memory of the host, uint8 [num_bytes], page-locked at exactly this size (torch's own pinning takes powers of two).
+    """Memory of the host, uint8 [num_bytes], page-locked at exactly this size (torch itself pins powers of two).
 
     `close` it before it goes.
     """

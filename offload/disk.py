@@ -1,4 +1,4 @@
-"""From a file into the host's memory: a few threads read pieces of records, past the page cache where that is faster."""
+"""From a file into the host's memory: a few threads read pieces of records, past the page cache if that is faster."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Piece(NamedTuple):
 class DiskLink:
     """Reads records of a file into slots, which begin with a page.
 
-    With `direct` reads bypass the page cache (O_DIRECT); without, what was read is dropped from it at once, since a scan
-    over more than fits would find nothing there anyway. None takes what is faster for this file.
+    With `direct` reads bypass the page cache (O_DIRECT); without, what was read is dropped from it, since a scan over
+    more than fits would find nothing there anyway. None takes what is faster for this file.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DiskLink:
         assert slot.data_ptr() % PAGE == 0 and slot.nbytes % PAGE == 0
         if self._closed:
             raise LinkError(f"block {block} is not read from {self.path}: the link was closed")
-        memory, offset = memoryview(slot.numpy()), self._offsets[block]
+        memory, offset = slot.numpy().data, self._offsets[block]
         begins = range(0, slot.nbytes, PIECE)
         copy = _FileCopy(block, len(begins), self._state)
         with self._state:

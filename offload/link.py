@@ -1,4 +1,4 @@
-"""What moves records into slots: the protocol of links, one that is slowed down to a given rate, and memory for slots."""
+"""What moves records into slots: the protocol of links, one slowed down to a given rate, and memory for slots."""
 
 from __future__ import annotations
 

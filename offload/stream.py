@@ -42,12 +42,11 @@ class Traffic:
 
     def since(self, before: Traffic) -> Traffic:
         """What came after an earlier moment."""
-        return Traffic(
-            num_bytes=self.num_bytes - before.num_bytes,
-            waited_s=self.waited_s - before.waited_s,
-            busy_s=self.busy_s - before.busy_s,
-            elapsed_s=self.elapsed_s - before.elapsed_s,
-        )
+        return Traffic(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both, one after the other."""
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     @property
     def utilisation(self) -> float:

@@ -25,6 +25,8 @@ from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
+from offload.layout import Layout
+from offload.stream import Stream
 from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
@@ -36,7 +38,7 @@ from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
-from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
+from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
@@ -58,9 +60,12 @@ from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.models.weights import Tensors, load_model, resolve
 from sharesd.settings import cpu_name
+from sharesd.streamed import StreamedBlocks
 
 log = logging.getLogger(__name__)
 
+Offload = Callable[[Decoder], tuple[Stream, Layout]]
+"""Puts packed weights of some blocks of a decoder elsewhere; returns how they come back, and what a record holds."""
 DRAFT_WINDOW = 256
 """Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
 EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
@@ -99,10 +104,12 @@ class Runtime:
         *,
         progress: Progress = silent,
         tensors: Tensors | None = None,
+        offload: Offload | None = None,
     ) -> None:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
+        `offload` puts packed weights of some of the target's blocks elsewhere, from where they come back for each pass.
         """
         started = time.perf_counter()
         self.config, self.modes = config, tuple(modes or (config.mode,))
@@ -119,12 +126,17 @@ class Runtime:
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
         if self.compile == "native":
             prepare(str(self.dtype).removeprefix("torch."), "choice")
+        if offload is not None and (self.compile == "full" or self.device.type != "cpu"):
+            raise ValueError("offloaded blocks run one by one, on a CPU so far; take device cpu and compile native")
         folder = self._folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
         self._check_head(progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
+        self._offload = offload
+        self.streamed: StreamedBlocks | None = None
+        """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
         self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
@@ -199,6 +211,7 @@ class Runtime:
                 self.config.draft,
             ),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
+            self.streamed and (self.streamed.stream.blocks, len(self.streamed.stream.slots)),
             (torch.cuda.get_device_name(self.device), settings.kernels_version())
             if self.device.type == "cuda"
             else None,
@@ -270,6 +283,11 @@ class Runtime:
         cache = first.new_cache(self.config.max_batch, self._slots)
         return check_rows(first, cache, widths, trees=self._wants_trees)
 
+    def close(self) -> None:
+        """End what goes on beside decoding: weights that do not stay are not fetched any more."""
+        if self.streamed is not None:
+            self.streamed.stream.close()
+
     def _native_stack(self, model: Decoder, num_blocks: int | None = None) -> NativeStack:
         """All blocks, or the first few, and the last norm. Raises Unsuited."""
         config = model.config
@@ -280,6 +298,7 @@ class Runtime:
             activation=config.activation,
             norm=model.norm,
             low=partial(getattr, self._switch, "low"),
+            ranges=model.ranges,
         )
 
     def _noise(self) -> Callable[..., Tensor]:
@@ -354,7 +373,11 @@ class Runtime:
             return
         if self.device.type == "cpu":
             pack_linears(model)
-            weights_on_huge_pages(model)
+            if model is self.target and self._offload is not None:
+                low = partial(getattr, self._switch, "low") if "share" in self._needs else None
+                self.streamed = StreamedBlocks(model, *self._offload(model), low)
+                model.ranges = self.streamed.ranges
+            weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
         elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
 
@@ -426,7 +449,8 @@ class Runtime:
                 raise ValueError("rows of trees do not have the bits of chains here; drop --tree, or add --no-exact")
             raise ValueError(f"{self.target.name} takes chains only; drop --tree")
         top = self.config.tree[0] if self.config.tree else 1
-        shapes = shapes_of(*self.config.tree) if self.config.tree else chains(num_nodes)
+        lengths = chains(num_nodes) if self.streamed is None else ladder(num_nodes)
+        shapes = shapes_of(*self.config.tree) if self.config.tree else lengths
         if mode == "share":
             low_bytes = self._reports["share"].low_bytes
             return ShareDrafter(
@@ -514,6 +538,7 @@ class Runtime:
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,
             ahead=self._graphs is not None,
+            traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
         )
 
 

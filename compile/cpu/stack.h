@@ -29,19 +29,19 @@ struct Block {
   int64_t window, rope;  // rope: which table of angles, -1 = none
 };
 struct Step {
-  const Block* blocks;
+  const Block* blocks;  // that run in this call, all of a decoder's or some next to each other
   int64_t num_blocks;
-  const int64_t* kv;  // addresses: k of every block, then v
+  const int64_t* kv;  // addresses: k and v of every block
   const int64_t* angles;  // addresses [positions, r]: cosines of every rope, then sines
   int64_t num_ropes, positions;
   const int64_t* lengths;
   void* x;  // [B * T, D], replaced by the result
-  Norm norm;  // of the result
+  Norm norm;  // of the result; where these are not the last blocks there is none
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads, recent;
   Branches tree;
   void* features;  // [B, S, num_taps * D]: rows behind so many blocks are copied to their slots, null: none
   int64_t num_taps;
-  const int64_t* taps;  // one more than there are blocks: behind the norm, too
+  const int64_t* taps;  // counted from the first of these blocks; one more than there are: behind the norm
   const void* inputs;  // [B * T, K of qkv]: of attentions without a norm before them
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
 };
@@ -148,8 +148,8 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
       const Block& block = s.blocks[index];
       const Linear* linears = block.linears[s.low];
       const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.low] : nullptr;
-      T* k_cache = reinterpret_cast<T*>(s.kv[index]);
-      T* v_cache = reinterpret_cast<T*>(s.kv[s.num_blocks + index]);
+      T* k_cache = reinterpret_cast<T*>(s.kv[2 * index]);
+      T* v_cache = reinterpret_cast<T*>(s.kv[2 * index + 1]);
 
       if (block.attn_norm.weight)
         for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
@@ -200,11 +200,12 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
     }
     for (int64_t m = mine; m < mine_end; ++m) {
       T* to = static_cast<T*>(s.x) + m * s.D;
-      if (s.norm.weight)
+      if (s.norm.weight) {
         norm(s.norm, x.data() + m * s.D, to, s.D, eps);
-      else
+        tap(s.num_blocks + 1, m, to);
+      } else {
         std::memcpy(to, x.data() + m * s.D, s.D * sizeof(T));
-      tap(s.num_blocks + 1, m, to);
+      }
     }
   }
   *s.lost += barrier->lost();

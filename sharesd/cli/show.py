@@ -150,6 +150,7 @@ def stats_dict(stats: Stats, report: LoadReport) -> dict[str, Any]:
         "draft_ms": draft,
         "verify_ms": verify,
         "overhead_ms": overhead,
+        **_moved(stats),
         "load_seconds": report.load_seconds,
         "compile_seconds": report.compile_seconds,
     }
@@ -163,6 +164,10 @@ def _shown(stats: Stats) -> dict[str, str]:
         "answer": f"{stats.new_tokens} tokens",
         "speed": f"{stats.tokens_per_second:.1f} tok/s",
     }
+    moved = _moved(stats)
+    if moved:
+        rows["moved"] = f"{moved['bytes_per_token'] / 1e6:.1f} MB/token"
+        rows["link in use"] = f"{moved['link_utilisation']:.0%}"
     if not stats.num_draft:
         return rows | {"verify": f"{verify:.1f} ms", "overhead": f"{overhead:.1f} ms"}
     return rows | {
@@ -172,6 +177,16 @@ def _shown(stats: Stats) -> dict[str, str]:
         "draft": f"{draft:.1f} ms",
         "verify": f"{verify:.1f} ms",
         "overhead": f"{overhead:.1f} ms",
+    }
+
+
+def _moved(stats: Stats) -> dict[str, float]:
+    """Of weights that do not stay: bytes moved per token, and in which share of the time their link was busy."""
+    if stats.traffic is None:
+        return {}
+    return {
+        "bytes_per_token": stats.traffic.num_bytes / max(1, stats.new_tokens),
+        "link_utilisation": stats.traffic.utilisation,
     }
 
 
