@@ -297,7 +297,7 @@ def _reasons(
         yield Reason("slots", str(best.slots), f"{show_bytes(best.block)} each: filled ahead while others are computed")
     others = [f"{c.drafter.name} {c.fastest(most_depth)[0]:.3g} tok/s" for c in fitting if c is not best]
     others += [f"{name} needs {problem}" for name, problem in problems.items()]
-    if best.drafter is not _NO_DRAFTER:
+    if best.drafter.held:
         expected = f"first token holds in {best.drafter.held[0]:.1%}, {best.drafter.step * 1e3:.3g} ms a token"
         yield Reason("drafts", best.drafter.name, "; ".join([expected, *others]))
         rows = f"a pass takes {best.pass_time(1):.3g} s with 1 row, {best.pass_time(1 + depth):.3g} s with {1 + depth}"
