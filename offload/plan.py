@@ -21,7 +21,8 @@ from typing import NamedTuple
 DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """How far drafts may go where weights travel: a coarse ladder, since each depth is warmed up, and passes are slow."""
 IN_FLIGHT = 16 * 2**20
-"""Bytes that are always asked for ahead, so that a link is never idle between two small blocks."""
+"""Bytes that are always asked for ahead, so that a link is never idle between two small blocks (if a quarter of the
+blocks have so many)."""
 NAIVE = "none"
 """Name of the drafter that is none."""
 
@@ -193,7 +194,7 @@ class _Case:
         self.fixed = sizes.fixed + drafter.resident
         room, num = limits.device - self.fixed, sizes.num_blocks
         fits = room >= num * self.block
-        self.slots = 0 if fits else max(2, 1 + math.ceil(IN_FLIGHT / self.block))
+        self.slots = 0 if fits else max(2, min(num // 4, 1 + math.ceil(IN_FLIGHT / self.block)))
         self.num_resident = num if fits else max(0, math.floor(room / self.block) - self.slots)
         self.num_travelling = num - self.num_resident
         self.num_from_host = self.host_slots = 0

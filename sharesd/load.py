@@ -87,6 +87,8 @@ class LoadReport:
     """Weights of the target at full precision."""
     quant: QuantReport | None
     """The target's quantized linears (share), or those of the classic copy."""
+    resident_share: float = 1.0
+    """Share of the target's blocks whose weights at full precision stay in memory."""
 
 
 def fixed_width(device: str, most_draft: int) -> int:
@@ -251,6 +253,7 @@ class Runtime:
             compile_seconds=self.compile_seconds.get(mode, 0.0),
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
+            resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
         )
 
     def _choose_widths(self) -> tuple[int, ...] | None:

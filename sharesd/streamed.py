@@ -33,6 +33,7 @@ class StreamedBlocks:
         for block, each in owners.items():
             for name, (switched, _, _) in each.items():
                 if low is not None and not switched:
+                    stream.close()
                     raise ValueError(
                         f"{name} of block {block} has no quantized weights, and draft steps need it: it must stay"
                     )
@@ -47,6 +48,11 @@ class StreamedBlocks:
     def linears(self) -> set[Any]:
         """Those whose weights travel."""
         return {linear for owners in self._owners.values() for _, linear, _ in owners}
+
+    @property
+    def resident_share(self) -> float:
+        """Share of the blocks whose weights stay."""
+        return 1 - len(self.stream.blocks) / self._together[0].num_blocks
 
     def ranges(self) -> Sequence[Range]:
         """How the blocks run now, see `compile.ranges`."""

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from offloaded import from_file
+from rich.console import Console
 from tiny import make_checkpoint
 from tiny_heads import make_head
 
+from offload.layout import Layout
 from offload.link import LinkError
+from offload.stream import Stream
 from quant.config import QuantConfig
+from sharesd.cli.show import stats_dict, stats_table
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.decoding import calibrate
 from sharesd.decoding.tree import ladder
-from sharesd.load import Runtime
+from sharesd.load import Offload, Runtime
+from sharesd.models.decoder import Decoder
 from sharesd.models.weights import decoder_config
+from sharesd.spill import packed_weights, spill
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -37,8 +43,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS, context=1024)
 
 
+def from_file(path: Path, blocks: Sequence[int], **options: Any) -> Offload:
+    return lambda decoder: spill(decoder, blocks, path, **{"direct": False} | options)
+
+
 @pytest.fixture
-def close_after(request: pytest.FixtureRequest) -> Iterator[list[Runtime]]:
+def close_after() -> Iterator[list[Runtime]]:
     runtimes: list[Runtime] = []
     yield runtimes
     for runtime in runtimes:
@@ -166,6 +176,26 @@ def test_only_the_target_moves_weights_and_prompts_take_one_pass(
         assert 0 < traffic.utilisation <= 1
 
 
+def test_requests_that_join_are_read_in_one_pass(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    config = config_of(tiny, mode="share", max_batch=2, max_context=1024)
+    runtime = Runtime(config, ("naive", "share"), offload=from_file(tmp_path / "records", (0, 2, 3)))
+    close_after.append(runtime)
+    prompts = [[7, 9, 11], [5, 6, 7] * 200]
+    plain = runtime.engine("naive")
+    wanted = [plain.complete([prompt], WAYS[0])[0].token_ids for prompt in prompts]
+    engine = runtime.engine("share")
+    passes = Passes(runtime)
+    found: list[list[int]] = [[], []]
+    requests = [engine.add(prompts[0], WAYS[0])]
+    while engine.num_running or engine.num_waiting:
+        for chunk in engine.step():
+            found[requests.index(chunk.request)] += chunk.token_ids
+        if len(requests) == 1:
+            requests.append(engine.add(prompts[1], WAYS[0]))
+    assert found == wanted
+    assert passes.take() == 2 + engine.stats.steps
+
+
 def test_depths_come_from_a_coarse_ladder() -> None:
     assert [shape.nodes for shape in ladder(64)] == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
     assert [shape.nodes for shape in ladder(10)] == [1, 2, 4, 8, 10]
@@ -192,14 +222,28 @@ def test_a_disk_that_fails_ends_the_call_and_not_the_engine(
 def test_what_drafts_need_must_stay(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
     quant = QuantConfig(head_bits=4, skip_projs=("down",))
     config = config_of(tiny, mode="share", quant=quant)
-    with pytest.raises(ValueError, match=r"mlp\.down\.weight of block 1 has no quantized weights, .* it must stay"):
-        Runtime(config, offload=from_file(tmp_path / "records", (1, 3)))
-    runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3), stay=("mlp.down",)))
+    runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3)))
     close_after.append(runtime)
+    assert runtime.streamed is not None
+    assert all("down" not in name for name in packed_weights(runtime.target.blocks[1]))
     resident = Runtime(config)
     for params in WAYS:
         ours, theirs = (each.engine().complete(PROMPTS[:1], params)[0] for each in (runtime, resident))
         assert ours.token_ids == theirs.token_ids
+
+
+def test_weights_that_drafts_need_cannot_travel(tiny: Path, tmp_path: Path) -> None:
+    def all_weights(decoder: Decoder) -> tuple[Stream, Layout]:
+        stream, _ = spill(decoder, (1, 3), tmp_path / "records", direct=False)
+        stream.close()
+        return stream, Layout.of({"mlp.down.weight": decoder.blocks[1].mlp.down.weight})
+
+    config = config_of(tiny, mode="share", quant=QuantConfig(head_bits=4, skip_projs=("down",)))
+    with pytest.raises(ValueError, match=r"mlp\.down\.weight of block 1 has no quantized weights, .* it must stay"):
+        Runtime(config, offload=all_weights)
+    config = config_of(tiny, mode="share", quant=QuantConfig(head_bits=4, skip_layers=(3,)))
+    with pytest.raises(ValueError, match="block 3 has other weights than block 1; let it stay"):
+        Runtime(config, offload=from_file(tmp_path / "records", (1, 3)))
 
 
 def test_whole_steps_cannot_be_offloaded(tiny: Path, tmp_path: Path) -> None:
@@ -215,7 +259,9 @@ def test_the_embedded_model_through_a_slow_link(tmp_path: Path, close_after: lis
     prompt = ["Give three tips for staying healthy. Number them."]
     blocks = [block for block in range(30) if block % 5]
     resident = Runtime(config, modes)
-    streamed = Runtime(config, modes, offload=from_file(tmp_path / "records", blocks, num_slots=3, rate=3e9))
+    streamed = Runtime(
+        config, modes, offload=from_file(tmp_path / "records", blocks, num_slots=3, bytes_per_second=3e9)
+    )
     close_after.append(streamed)
     for params in (
         SamplingParams(max_new_tokens=16, ignore_eos=True),
@@ -229,3 +275,20 @@ def test_the_embedded_model_through_a_slow_link(tmp_path: Path, close_after: lis
             assert traffic is not None and traffic.utilisation > 0.3
     for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_reports_say_what_was_moved(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    runtime = Runtime(config_of(tiny, mode="share"), offload=from_file(tmp_path / "records", (1, 3)))
+    close_after.append(runtime)
+    engine = runtime.engine()
+    engine.complete(PROMPTS[:1], WAYS[0])
+    told = stats_dict(engine.stats, runtime.report())
+    assert told["resident_share"] == pytest.approx(3 / LAYERS)
+    assert told["bytes_per_token"] > 0 and 0 < told["link_utilisation"] <= 1
+    shown = StringIO()
+    Console(file=shown).print(stats_table({"share": engine.stats}, runtime.report()))
+    assert "60% of blocks" in shown.getvalue() and "MB/token" in shown.getvalue() and "link in use" in shown.getvalue()
+    resident = Runtime(config_of(tiny, mode="naive"))
+    engine = resident.engine()
+    engine.complete(PROMPTS[:1], WAYS[0])
+    assert "bytes_per_token" not in stats_dict(engine.stats, resident.report())

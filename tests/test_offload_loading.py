@@ -44,7 +44,7 @@ def close_after() -> Iterator[list[Runtime]]:
 
 
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
-    offload = OffloadConfig(host_memory=limit) if limit else OffloadConfig()
+    offload = OffloadConfig(host_memory=limit, choose_bits=False)
     return EngineConfig(**{"target": str(tiny), "device": "cpu", "max_context": 256, "offload": offload} | options)
 
 
@@ -140,7 +140,7 @@ def test_plans_are_made_where_the_model_does_not_fit(tiny: Path, monkeypatch: py
 def test_the_plan_chooses_bits_and_length_unless_they_are_given(tiny: Path) -> None:
     """On a slow disk 8 bits pay; drafts are longer than usual."""
     limit = limit_for(tiny, 2, "share", quant=QuantConfig(bits=8, head_bits=8))
-    found = planned(config_of(tiny, limit), "share")
+    found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
     assert (found.plan.bits, found.config.quant.spec) == (8, "hqq:8:64,head=8")
     assert found.config.max_draft == found.plan.depth > 8
     kept = replace(config_of(tiny, limit).offload, choose_bits=False, choose_depth=False)
