@@ -27,19 +27,19 @@ struct Block {
   int64_t window, rope;  // rope: which table of angles, -1 = none
 };
 struct Step {
-  const Block* blocks;
+  const Block* blocks;  // that run in this call, all of a decoder's or some next to each other
   int64_t num_blocks;
-  const int64_t* kv;  // addresses: k of every block, then v
+  const int64_t* kv;  // addresses: k and v of every block
   const int64_t* angles;  // addresses [positions, r]: cosines of every rope, then sines
   int64_t num_ropes, positions;
   const int64_t* lengths;
   void* x;  // [B * T, D], replaced by the result
-  Norm norm;  // of the result
+  Norm norm;  // of the result; where these are not the last blocks there is none
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads, recent;
   Branches tree;
   void* features;  // [B, S, num_taps * D]: rows behind so many blocks are copied to their slots, null: none
   int64_t num_taps;
-  const int64_t* taps;  // one more than there are blocks: behind the norm, too
+  const int64_t* taps;  // counted from the first of these blocks; one more than there are: behind the norm
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
 };
 static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 30 * 8, "stack.py writes these words");
@@ -161,8 +161,8 @@ template <typename T> struct Worker {
     const Linear* linears = block.linears[s.low];
     const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
     const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
-    T* k_cache = reinterpret_cast<T*>(s.kv[index]);
-    T* v_cache = reinterpret_cast<T*>(s.kv[s.num_blocks + index]);
+    T* k_cache = reinterpret_cast<T*>(s.kv[2 * index]);
+    T* v_cache = reinterpret_cast<T*>(s.kv[2 * index + 1]);
     multiply(linears[0], &linears[1], inputs, shared.qkv.data(), M);
     for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
       const int64_t m = item / (s.H + s.K), head = item % (s.H + s.K);
@@ -236,19 +236,20 @@ void run_stack(const Step& s, const Numbers& n) {
       const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.low] : nullptr;
       for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, n.eps);
       worker.project(index, h.data());
-      const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<const T*>(s.kv[index]),
-                           reinterpret_cast<const T*>(s.kv[s.num_blocks + index]), s.lengths, shared.attended.data(),
+      const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<const T*>(s.kv[2 * index]),
+                           reinterpret_cast<const T*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
                            n.scale, block.window, s.recent, n.softcap};
       worker.finish(index, a, plan, parts.data(), scratch, next, x.data(), h.data());
       for (int64_t m = mine; m < mine_end; ++m) tap(index + 1, m, x.data() + m * s.D);
     }
     for (int64_t m = mine; m < mine_end; ++m) {
       T* to = static_cast<T*>(s.x) + m * s.D;
-      if (s.norm.weight)
+      if (s.norm.weight) {
         norm(s.norm, x.data() + m * s.D, to, s.D, n.eps);
-      else
+        tap(s.num_blocks + 1, m, to);
+      } else {
         std::memcpy(to, x.data() + m * s.D, s.D * sizeof(T));
-      tap(s.num_blocks + 1, m, to);
+      }
     }
   });
 }
