@@ -61,13 +61,11 @@ class NativeHead:
     ) -> Tensor | None:
         """See `sharesd.models.heads.head.Head.read`."""
         B, S, X = features_BSX.shape
-        assert S == cache.slots and features_BSX.is_contiguous() and tokens_BS.stride(1) == 1
+        assert cache.slots == S and features_BSX.is_contiguous() and tokens_BS.stride(1) == 1
         ends = 0 if ends_B is None else ends_B.data_ptr()
         return self._run((B, num), tokens_BS, cache, None, states_BPD, 1, (features_BSX.data_ptr(), ends))
 
-    def go_on(
-        self, tokens_BF: Tensor, states_BPD: Tensor, cache: Any, branches: Branches | None = None
-    ) -> Tensor:
+    def go_on(self, tokens_BF: Tensor, states_BPD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
         """See `sharesd.models.heads.head.Head.go_on`."""
         B, F = tokens_BF.shape
         assert tokens_BF.is_contiguous() and (branches is not None or F == 1)

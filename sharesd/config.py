@@ -165,6 +165,9 @@ class EngineConfig:
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     head: str | None = None
     """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3."""
+    head_quant: QuantConfig | None = None
+    """`eagle`: how the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
+    the target is copied for that."""
     num_draft: int | None = None
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
     max_draft: int = 8
@@ -240,6 +243,10 @@ class EngineConfig:
         _at_least("max_context", self.max_context, 16)
         if self.head is None and "eagle" in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
             raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+        if self.head_quant is not None and self.head is None:
+            raise ValueError(
+                f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
+            )
         if self.draft is not None and self.mode != "classic":
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
+from compile.head import NativeHead
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.ops import runs_triton
@@ -26,6 +28,7 @@ from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
 from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
+from quant.config import QuantConfig
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
@@ -130,11 +133,11 @@ class Runtime:
         self.weight_bytes = _num_bytes(self.target)
         self._head = self._load_head() if "eagle" in self._needs else None
         if "share" in self._needs:
-            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
+            self._reports["share"] = self._quantize_target(quantize_linears, self.target, self._switch)
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         if self._head is not None and self.compile == "native":
-            self._head.native = native_head(self._head)
+            self._head.native = self._native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -317,6 +320,13 @@ class Runtime:
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
+        quant = self.config.head_quant
+        if quant is not None:
+            if quant.head_bits is not None and head.lm_head is None:
+                head.lm_head = self.target.head  # which stays as it is
+            self._reports["eagle"] = self._quantize(
+                make_low, head, quant, folder=self._head_folder, head_name="lm_head", layer_of=lambda _: 0
+            )
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
         self._head_bytes = _num_bytes(head)
         if self.device.type == "cpu":
@@ -324,19 +334,42 @@ class Runtime:
             weights_on_huge_pages(head)
         return head
 
-    def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
+    def _native_head(self, head: Head) -> NativeHead | None:
+        """The head's steps in the CPU kernel, once it and the target are packed."""
+        try:
+            return native_head(head)
+        except Unsuited as reason:
+            if self.config.compile == "native":
+                raise
+            log.warning("%s; the head runs without it, which is slower", reason)
+            return None
+
+    def _quantize_target(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
+        """The target, or a copy of it."""
         assert isinstance(model, nn.Module)
-        if self.device.type == "cuda" and self.config.quant.method == "hqq":
+        folder = None if self._tensors else self._folder
+        names: dict[str, Any] = {"head_name": _head_name(model), "layer_of": _layer_of}
+        return self._quantize(how, model, self.config.quant, *extra, folder=folder, **names)
+
+    def _quantize(
+        self,
+        how: Callable[..., QuantReport],
+        model: nn.Module,
+        config: QuantConfig,
+        *extra: object,
+        folder: Path | None,
+        **names: Any,
+    ) -> QuantReport:
+        if self.device.type == "cuda" and config.method == "hqq":
             load_configs(cache_root() / "settings")
         report = how(
             model,
-            self.config.quant,
+            config,
             *extra,
-            head_name=_head_name(model),
-            layer_of=_layer_of,
             progress=lambda done, total, _: self._progress("quantizing", done, total),
-            solving=_solving(self.device, None if self._tensors else self._folder),
+            solving=_solving(self.device, folder),
             build=self._build_low(),
+            **names,
         )
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
         return report
@@ -484,7 +517,7 @@ class Runtime:
                 )
         else:
             model = self._load(self._folder, self._tensors)
-            self._reports["classic"] = self._quantize(make_low, model)
+            self._reports["classic"] = self._quantize_target(make_low, model)
         self._pack(model)
         if model.max_context < self.max_context:
             raise ValueError(

@@ -29,6 +29,7 @@ def make_head(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     bias: bool = True,
+    mlp: int = 48,
     **changes: Any,
 ) -> Path:
     """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens."""
@@ -38,7 +39,7 @@ def make_head(
         "model_type": "llama",
         "vocab_size": V,
         "hidden_size": D,
-        "intermediate_size": 48,
+        "intermediate_size": mlp,
         "num_hidden_layers": 1,
         "num_attention_heads": H,
         "num_key_value_heads": K,
@@ -61,9 +62,9 @@ def make_head(
         f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
         f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
         f"{layer}.self_attn.o_proj.weight": random(D, H * d),
-        f"{layer}.mlp.gate_proj.weight": random(48, D),
-        f"{layer}.mlp.up_proj.weight": random(48, D),
-        f"{layer}.mlp.down_proj.weight": random(D, 48),
+        f"{layer}.mlp.gate_proj.weight": random(mlp, D),
+        f"{layer}.mlp.up_proj.weight": random(mlp, D),
+        f"{layer}.mlp.down_proj.weight": random(D, mlp),
         f"{layer}.post_attention_layernorm.weight": random(D),
     }
     if kind == "eagle3":

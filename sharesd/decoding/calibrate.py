@@ -40,6 +40,8 @@ BRIEFLY = 1
 costs as they go."""
 SLOWER = 1.3
 """Costs from a moment when plain steps took so many times as long as they do now are not used."""
+MISSED = 64
+"""Tokens that a drafter reads together while that is timed."""
 FAR = 2048
 """Live slots, at most, at which rounds are timed besides those right behind the text."""
 
@@ -188,6 +190,8 @@ def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str
         timers["draft", 0] = partial(_seconds_per_step, model, drafting, chain(max(1, engine.num_draft // 2)))
         if model.shapes[-1].is_tree:
             timers["level", 0] = partial(_seconds_per_step, model, drafting, model.shapes[-1])
+        if model.rehearse(drafting, MISSED):
+            timers["read", 0] = lambda: _timed(partial(model.rehearse, drafting, MISSED)) / MISSED
     return timers
 
 
@@ -241,6 +245,8 @@ def _fit(
         costs.draft, costs.draft_slot = line("draft", 0)
     if ("level", 0, False) in ratios:
         costs.level, costs.level_slot = line("level", 0)
+    if ("read", 0, False) in ratios:
+        costs.read = plain[False] * median(ratios["read", 0, False])
     return costs
 
 
@@ -261,6 +267,7 @@ def typical(measured: Sequence[Costs]) -> Costs:
         middles("step_slot"),
         middle(attrgetter("draft_slot")),
         middle(attrgetter("level_slot")),
+        middle(attrgetter("read")),
     )
 
 
@@ -293,12 +300,13 @@ def _read(file: Path) -> list[Costs]:
 
 def _checked(found: dict[str, Any]) -> Costs:
     step, step_slot = ({int(width): float(s) for width, s in found[name].items()} for name in ("step", "step_slot"))
-    draft, level, draft_slot, level_slot = (float(found[n]) for n in ("draft", "level", "draft_slot", "level_slot"))
-    if min(step.values()) <= 0 or min(draft, level, draft_slot, level_slot, *step_slot.values()) < 0:
+    others = [float(found[name]) for name in ("draft", "level", "draft_slot", "level_slot", "read")]
+    if min(step.values()) <= 0 or min(*others, *step_slot.values()) < 0:
         raise ValueError("times must be positive")
     if 1 not in step or step.keys() != step_slot.keys():
         raise ValueError("a width is missing")
-    return Costs(step, draft, level, step_slot, draft_slot, level_slot)
+    draft, level, draft_slot, level_slot, read = others
+    return Costs(step, draft, level, step_slot, draft_slot, level_slot, read)
 
 
 def _write(file: Path, measured: Sequence[Costs]) -> None:

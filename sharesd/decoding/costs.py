@@ -47,6 +47,8 @@ class Costs:
     """The same for a draft step."""
     level_slot: float = 0.0
     """The same for a level."""
+    read: float = 0.0
+    """Reading a token that a drafter has missed, so that it can draft again; 0 where that is no work."""
 
     def of_step(self, width: float, context: float = 0.0) -> float:
         """Seconds of a step of this many tokens per row behind so many live slots.

@@ -178,8 +178,8 @@ class Sampler:
         return noise[0] if len(noise) == 1 else torch.cat(noise, 1)
 
     def _draw_ahead(self, positions_B: Tensor, ids_V: Tensor | None) -> Tensor | None:
-        """The target's noise [B, 1, V] for a draft's next position, of the tokens `ids` (None = all); None if all rows are
-        greedy.
+        """The target's noise [B, 1, V] for a draft's next position, of the tokens `ids` (None = all); None if all rows
+        are greedy.
         """
         if not self.kind.sampled:
             return None
