@@ -259,7 +259,11 @@ def test_the_largest(dtype: torch.dtype) -> None:
 
 
 def test_noise() -> None:
-    every_region_is_guarded(lambda hand: hashed_gumbel(hand("keys", torch.arange(6).view(3, 2)), [3, 5], 100))
+    def call(hand: Hand) -> None:
+        seeds, places = hand("seeds", torch.arange(3)), hand("places", torch.arange(3))
+        hashed_gumbel(seeds, places, 100, multipliers=[3, 5], salts=[[1, 2], [3, 4]], rounds=2)
+
+    every_region_is_guarded(call)
 
 
 def test_the_walk() -> None:

@@ -186,7 +186,7 @@ class Sampler:
         noise_B1V = self._target_noise(positions_B[:, None])
         if self._keep_noise:
             self._noise.append(noise_B1V)
-        return noise_B1V if ids_V is None else noise_B1V.index_select(2, ids_V)
+        return noise_B1V if ids_V is None else noise_B1V.gather(2, ids_V.expand(len(noise_B1V), 1, -1))
 
     def _target_noise(self, positions_BD: Tensor) -> Tensor:
         """The target's noise [B, D, V] of these positions, 0 for greedy rows."""
@@ -201,7 +201,7 @@ class Sampler:
 
 def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
     """Token ids of these places in the logits."""
-    return index if ids_V is None else ids_V[index]
+    return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 
 def _behind(lengths_B: Tensor, first: int, last: int) -> Tensor:
