@@ -10,13 +10,17 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "eagle", "ngram", "suffix", "recycle", "hybrid"]
+Mode = Literal["naive", "classic", "share", "eagle", "parallel", "ngram", "suffix", "recycle", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
-MODEL_DRAFTERS = ("share", "classic", "eagle")
+HEADS = ("eagle", "parallel")
+"""Modes in which a trained head drafts."""
+PARALLEL_HEAD = "LlamaForCausalLMParallel"
+"""The architecture that config.json names where a head is one of mode `parallel`."""
+MODEL_DRAFTERS = ("share", "classic", *HEADS)
 """Modes in which a model drafts, or a part of one."""
 TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
@@ -145,10 +149,10 @@ class EngineConfig:
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "share"
     """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
-    drafts. `eagle`: a trained head drafts. `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the
-    best of `hybrid_with` in each round."""
+    drafts. `eagle`: a trained head drafts, token by token. `parallel`: a head that drafts all tokens in one pass.
+    `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each round."""
     hybrid_with: tuple[str, ...] = ("share", "suffix")
-    """What `hybrid` chooses from: at most one of share, classic and eagle, and tables."""
+    """What `hybrid` chooses from: at most one of share, classic, eagle and parallel, and tables."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -164,9 +168,10 @@ class EngineConfig:
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     head: str | None = None
-    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3."""
+    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`: the
+    head, as `python -m train parallel` writes it."""
     head_quant: QuantConfig | None = None
-    """`eagle`: how the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
+    """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
     the target is copied for that."""
     num_draft: int | None = None
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
@@ -176,7 +181,7 @@ class EngineConfig:
     """`share`: how many of the last tokens a draft step looks at, besides the first few; the target looks at all.
     `auto`: as the context asks for; `off`: at all."""
     tree: tuple[int, int, int] | None = None
-    """`share`, `classic`, `eagle`: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
+    """`share`, `classic` and heads: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
     children each, and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means
     nothing, and `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole
     tree)."""
@@ -241,8 +246,9 @@ class EngineConfig:
         if self.prefill_chunk is not None:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
-        if self.head is None and "eagle" in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
-            raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+        for mode in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
+            if mode in HEADS and self.head is None:
+                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
         if self.head_quant is not None and self.head is None:
             raise ValueError(
                 f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"

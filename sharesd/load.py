@@ -33,7 +33,7 @@ from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
-from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
@@ -45,6 +45,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.base import Table
 from sharesd.drafters.tables.ngram import NgramTable
@@ -54,9 +55,11 @@ from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_head
+from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.models.weights import Tensors, load_model, resolve
@@ -131,12 +134,12 @@ class Runtime:
         self._progress, self._tensors = progress, tensors
         self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head() if "eagle" in self._needs else None
+        self._head = self._load_head() if self._needs & {*HEADS} else None
         if "share" in self._needs:
             self._reports["share"] = self._quantize_target(quantize_linears, self.target, self._switch)
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
-        if self._head is not None and self.compile == "native":
+        if self._head is not None and self.compile == "native" and len(self._head.blocks) == 1:
             self._head.native = self._native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
@@ -310,9 +313,9 @@ class Runtime:
 
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
-        if "eagle" in self._needs:
+        for mode in sorted(self._needs & {*HEADS}):
             if self.config.head is None:
-                raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
             self._head_folder = resolve(self.config.head, progress=progress)
 
     def _load_head(self) -> Head:
@@ -320,11 +323,14 @@ class Runtime:
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
+        fits = mode_of(head.config.kind)
+        for mode in sorted(self._needs & {*HEADS} - {fits}):
+            raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
         quant = self.config.head_quant
         if quant is not None:
             if quant.head_bits is not None and head.lm_head is None:
                 head.lm_head = self.target.head  # which stays as it is
-            self._reports["eagle"] = self._quantize(
+            self._reports[fits] = self._quantize(
                 make_low, head, quant, folder=self._head_folder, head_name="lm_head", layer_of=lambda _: 0
             )
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
@@ -473,6 +479,13 @@ class Runtime:
         if mode == "eagle":
             assert self._head is not None
             return EagleDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+        if mode == "parallel":
+            assert isinstance(self._head, Parallel)
+            most = self._head.config.draft_length
+            depth = self.config.tree[1] if self.config.tree else self.config.num_draft or 1
+            if depth > most:
+                raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
+            return ParallelDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's."""
+"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's.
+
+What heads that guess in one pass have of their own is in test_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,14 @@ from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.engine import Engine
 from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.tables.ngram import NgramTable
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_head
+from sharesd.models.heads.parallel import Parallel
 from sharesd.models.weights import decoder_config
 from sharesd.sampling.sampler import Sampler
 
@@ -48,7 +53,8 @@ def built(
 ) -> Engine:
     cache = target.new_cache(batch, 160, head.config.taps)
     top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
-    drafter: Any = EagleDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+    kind: Any = ParallelDrafter if isinstance(head, Parallel) else EagleDrafter
+    drafter: Any = kind(head, cache, shapes=shapes, weight_bytes=0, top=top)
     if mixed:
         table = NgramTable(num_draft, 1, 4)
         drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)
@@ -67,7 +73,7 @@ def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 def test_texts_are_those_of_plain_decoding(
     kind: str, tree: Any, batch: int, params: SamplingParams, tmp_path: Path
 ) -> None:
@@ -78,7 +84,7 @@ def test_texts_are_those_of_plain_decoding(
     assert engine.stats.drafted_tokens > 60
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> None:
     """All in kernels, in bfloat16; several rows, some of which end early."""
     target = tiny_decoder(3, dtype=torch.bfloat16, hidden_size=64)
@@ -159,7 +165,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 @pytest.mark.parametrize(("top", "depth", "budget"), [(1, 4, 4), (2, 3, 6), (3, 4, 16)])
 def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     kind: str, top: int, depth: int, budget: int, tmp_path: Path
@@ -186,7 +192,7 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
 # ---- what it reads
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
     """Plain rounds in between, few and many: what the head holds is what it would have read at once."""
     target = tiny_decoder(3)
@@ -217,9 +223,10 @@ def check(engine: Engine, row: int) -> None:
         torch.testing.assert_close(ours[row, :, : len(held) - 1], read[0, :, : len(held) - 1])
 
 
-def test_chats_reuse_what_the_head_has_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine, plain = built(head_for(target, tmp_path, "eagle3"), target, batch=2), new_engine(target, batch=2)
+    engine, plain = built(head_for(target, tmp_path, kind), target, batch=2), new_engine(target, batch=2)
     chat = list(PROMPTS[1])
     for turn in range(3):
         answer = texts(engine, [chat], SAMPLED, reuse=True)[0]
@@ -228,9 +235,10 @@ def test_chats_reuse_what_the_head_has_read(tmp_path: Path) -> None:
         chat += [*answer, 4, turn]
 
 
-def test_requests_join_and_leave(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "parallel"])
+def test_requests_join_and_leave(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, "eagle"), target, batch=2, prefill_chunk=3)
+    engine = built(head_for(target, tmp_path, kind), target, batch=2, prefill_chunk=3)
     alone = [texts(new_engine(target), [prompt], params)[0] for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
     jobs = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
     requests = []
@@ -242,9 +250,10 @@ def test_requests_join_and_leave(tmp_path: Path) -> None:
     assert [request.tokens[len(request.prompt_ids) :] for request in requests] == alone
 
 
-def test_hybrid_mixes_a_head_with_tables(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_hybrid_mixes_a_head_with_tables(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, "eagle3"), target, batch=2, mixed=True)
+    engine = built(head_for(target, tmp_path, kind), target, batch=2, mixed=True)
     prompts = [PROMPTS[1] * 3, PROMPTS[0] * 5]
     for params in (GREEDY, SAMPLED):
         assert texts(engine, prompts, params) == texts(new_engine(target, batch=2), prompts, params)
@@ -306,40 +315,43 @@ def test_the_policy_is_told_what_was_missed(tmp_path: Path) -> None:
         ("eagle", "native", None),
         ("eagle3", "native", None),
         ("eagle3", "off", None),
+        ("parallel", "native", None),
         ("eagle", "native", "hqq:4:32,head=8"),
         ("eagle3", "native", "hqq:8:64,fc=4"),
+        ("parallel", "native", "hqq:4:32"),
     ],
 )
 def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: str | None, tmp_path: Path) -> None:
     """Loaded as users do; with naive and hybrid on the same target and cache."""
     checkpoint = make_checkpoint(tmp_path / "target")
     make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16, mlp=64)
+    mode: Any = "parallel" if kind == "parallel" else "eagle"
     config = EngineConfig(
         target=str(checkpoint),
         head=str(tmp_path / "head"),
         head_quant=None if quant is None else QuantConfig.parse(quant),
-        mode="eagle",
-        hybrid_with=("eagle", "suffix"),
+        mode=mode,
+        hybrid_with=(mode, "suffix"),
         compile=compile,
         device="cpu",
         max_context=128,
         max_batch=2,
         num_draft=3,
     )
-    runtime = Runtime(config, ("naive", "eagle", "hybrid"))
+    runtime = Runtime(config, ("naive", mode, "hybrid"))
     prompts = ["the cat sat on the mat and the cat", "a dog ran"]
     for params in (GREEDY, SAMPLED):
         want = texts(runtime.engine("naive"), prompts, params)
-        for mode in ("eagle", "hybrid"):
-            engine = runtime.engine(mode, warm=params)  # type: ignore[arg-type]
+        for one in (mode, "hybrid"):
+            engine = runtime.engine(one, warm=params)
             assert texts(engine, prompts, params) == want
-    engine = runtime.engine("eagle")
+    engine = runtime.engine(mode)
     assert engine.drafter is not None and engine.cache.features is not None
     weights, kv = engine.drafter.extra_bytes()
     assert weights > 384 // 3 * 64 and kv > engine.cache.features.nbytes
     assert engine.stats.drafted_tokens > 0
     assert (runtime._head.native is not None) == (compile == "native")  # type: ignore[union-attr]
-    report = runtime.report("eagle").quant
+    report = runtime.report(mode).quant
     assert (report is None) == (quant is None)
     if report is not None:
         assert report.num_linears == 5 + ("head" in report.spec)

@@ -8,13 +8,16 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard
 from sharesd.config import (
+    HEADS,
     MODEL_DRAFTERS,
     MODES,
+    PARALLEL_HEAD,
     TABLES,
     Acceptance,
     CompileMode,
@@ -32,6 +35,7 @@ __all__ = [
     "engine_config",
     "main_guard",
     "mode_of",
+    "mode_of_head",
     "modes_of",
     "parse",
     "sampling_params",
@@ -106,7 +110,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="HEAD",
-        help="trained head of mode eagle: a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3",
+        help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or "
+        "parallel (a folder that `python -m train parallel` wrote)",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -278,10 +283,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
     """The modes asked for, each once, in the order of first mention; ValueError for an unknown one.
 
-    `all` are those of `default`, eagle only where a head is given.
+    `all` are those of `default`, of trained heads the one that is given.
     """
-    given = getattr(args, "mode", None)
-    offered: list[Mode] = [mode for mode in default if mode != "eagle" or hasattr(args, "head")]  # type: ignore[misc]
+    given, fitting = getattr(args, "mode", None), mode_of_head(args)
+    offered: list[Mode] = [mode for mode in default if mode not in HEADS or mode == fitting]  # type: ignore[misc]
     if given is None:
         return tuple(offered)
     modes: list[Mode] = []
@@ -291,6 +296,14 @@ def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode,
             raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
         modes += offered if plain == "all" else [plain]  # type: ignore[list-item]
     return tuple(dict.fromkeys(modes))
+
+
+def mode_of_head(args: argparse.Namespace) -> Mode | None:
+    """The mode that a given head drafts in, by its folder (hubs have those of eagle); None where there is none."""
+    if not hasattr(args, "head"):
+        return None
+    config = Path(args.head) / "config.json"
+    return "parallel" if config.is_file() and PARALLEL_HEAD in config.read_text("utf-8") else "eagle"
 
 
 def mode_of(args: argparse.Namespace) -> Mode:
@@ -307,8 +320,8 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
     head, mixed = getattr(args, "head", None), [name.strip() for name in args.hybrid_with.split(",")]
-    if head is not None and "eagle" not in (*modes, *(mixed if "hybrid" in modes else ())):
-        raise ValueError(f"--head is {head!r} but no mode is eagle; add --mode eagle or drop --head")
+    if head is not None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
+        raise ValueError(f"--head is {head!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
     head_quant = getattr(args, "head_quant", None)
     if head_quant is not None and head is None:
         raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")

@@ -30,7 +30,9 @@ class Guesser(Protocol):
         ...
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, V] behind them."""
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, V] behind them, or [B, 1, V]
+        where they are the same behind all.
+        """
         ...
 
 

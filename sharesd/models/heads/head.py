@@ -23,6 +23,7 @@ from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.heads.chains import attend_chains
 from sharesd.models.heads.config import HeadConfig
 
 
@@ -94,10 +95,15 @@ class Head(nn.Module):
 
     # ---- what does not
 
+    @property
+    def blocks(self) -> list[Any]:
+        """All blocks; only the first is given inputs of its own."""
+        return [self.block]
+
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache of the block's keys and values."""
-        c = self.config.block
-        return StaticKVCache(shapes=[(c.num_kv_heads, c.head_dim)], batch=batch, slots=slots, **self.place)
+        """An empty cache of the blocks' keys and values."""
+        shapes = [(self.config.block.num_kv_heads, self.config.block.head_dim)] * len(self.blocks)
+        return StaticKVCache(shapes=shapes, batch=batch, slots=slots, **self.place)
 
     def forward(
         self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
@@ -106,9 +112,17 @@ class Head(nn.Module):
 
         Places lie in slots lengths..lengths+T-1, or as `branches` say; `cache.lengths` is left alone.
         """
-        x_BTD, inputs_BTE = self.mix(states_BTD, self._embed(tokens_BT))
+        return self.run(*self.mix(states_BTD, self._embed(tokens_BT)), cache, branches)
+
+    def run(self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
+        """States [B, T, D] of new places, from what `mix` made of them; see `forward`."""
+        first, *upper = self.blocks
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
-        return self.block(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], cache.lengths, *(branches or ()))
+        places = (cache.lengths, *(branches or ()))
+        x_BTD = first(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], *places)
+        for block, k_BKSd, v_BKSd in zip(upper, cache.k[1:], cache.v[1:], strict=True):
+            x_BTD = block(x_BTD, *tables, k_BKSd, v_BKSd, *places)
+        return x_BTD
 
     def read(
         self,
@@ -128,14 +142,20 @@ class Head(nn.Module):
         """
         if self.native is not None:
             return self.native.read(tokens_BS, features_BSF, num, cache, ends_B, states_BPD)
-        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
-        features_BTF = features_BSF.gather(1, _each(places_BT, features_BSF))
-        states_BTD = self(tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF), cache)
+        states_BTD = self(*self.new_places(tokens_BS, features_BSF, num, cache), cache)
         if states_BPD is None or ends_B is None:
             return None
         last_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
-        states_BPD[:, :1] = states_BTD.gather(1, _each(last_B1, states_BTD))
+        states_BPD[:, :1] = states_BTD.gather(1, each(last_B1, states_BTD))
         return self.draft_logits(states_BPD[:, :1])
+
+    def new_places(
+        self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens behind `num` places of texts from `cache.lengths` on, and the states that their features are."""
+        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        features_BTF = features_BSF.gather(1, each(places_BT, features_BSF))
+        return tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF)
 
     def go_on(
         self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, branches: Branches | None = None
@@ -155,8 +175,8 @@ class Head(nn.Module):
         own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
         above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
         above_BF = above_BF.where(depth_BF > 0, 0)
-        states_BFD = self(tokens_BF, states_BPD.gather(1, _each(above_BF, states_BPD)), cache, branches)
-        states_BPD.scatter_(1, _each(own_BF, states_BPD), states_BFD)
+        states_BFD = self(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), cache, branches)
+        states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
         return self.draft_logits(states_BFD)
 
     def draft_logits(self, states_BTD: Tensor) -> Tensor:
@@ -171,40 +191,28 @@ class Head(nn.Module):
         is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
         of it mean nothing.
         """
-        T, device = tokens_BT.shape[1], tokens_BT.device
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
-        place_T = torch.arange(T, device=device)
-        back_TT = place_T[:, None] - place_T  # how far each place looks back
-        keys, values, masks, unrolled = [], [], [], []
-        for step in range(steps):
+        place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        keys, values, unrolled = [], [], []
+        for _ in range(steps):
             x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
-            q_BHTd, k_BKTd, v_BKTd = self._heads(inputs_BTE)
+            q_BHTd, k_BKTd, v_BKTd = self.qkv(self.block.attn, inputs_BTE, place_T)
             keys.append(k_BKTd)
             values.append(v_BKTd)
-            # The text up to where the chain began, and one place of each step since.
-            masks = [back_TT >= step, *(back_TT == step - earlier for earlier in range(1, step + 1))]
-            attended_BHTd = F.scaled_dot_product_attention(
-                q_BHTd,
-                torch.cat(keys, 2),
-                torch.cat(values, 2),
-                attn_mask=torch.cat(masks, 1),
-                scale=self.block.attn.scale,
-                enable_gqa=True,
-            )
+            attended_BHTd = attend_chains(q_BHTd, keys, values, self.block.attn.scale)
             x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
             x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
             unrolled.append(x_BTD)
             states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
         return unrolled
 
-    def _heads(self, inputs_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, d] of whole texts."""
-        attn, T = self.block.attn, inputs_BTE.shape[1]
+    def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, d] of these places, in plain operations."""
         heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
         q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
         if attn.q_norm is not None and attn.k_norm is not None:
             q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
-        tables = (self.get_buffer("cos")[None, :T], self.get_buffer("sin")[None, :T])
+        tables = (self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
         q_BTHd, k_BTKd = rotate(q_BTHd, *tables), rotate(k_BTKd, *tables)
         return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
 
@@ -222,6 +230,6 @@ class Head(nn.Module):
         return self.lm_head or self._target[0].head
 
 
-def _each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
+def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
     """Indices [B, X, Z] of whole entries."""
     return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
