@@ -224,9 +224,9 @@ def test_growing_trees() -> None:
         for num in (1, 2):
             new, logp = torch.ones(1, num, 2, dtype=torch.int64), -torch.rand(1, num, 2)
             grow(level, nodes, front, hand(f"new {num}", new), hand(f"logp {num}", logp))
-        draft = Draft(
-            *(zeros(f"draft {name}", *size) for name, size in zip("tdps", ((6,), (7,), (7, 7), (7,)), strict=True))
-        )
+        places = torch.zeros(1, 7, dtype=torch.int64)  # the root's is left alone
+        places = hand("draft places", places) if os.environ["GUARD_PAGES"] == "behind" else places
+        draft = Draft(zeros("draft tokens", 6), zeros("draft depth", 7), zeros("draft path", 7, 7), places)
         choose(hand("wanted", torch.tensor([6])), 2, nodes, draft)
 
     every_region_is_guarded(call)
