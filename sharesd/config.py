@@ -213,6 +213,9 @@ class EngineConfig:
     head: str | None = None
     """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`: the
     head, as `python -m train parallel` writes it."""
+    head_quant: QuantConfig | None = None
+    """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
+    the target is copied for that."""
     num_draft: int | None = None
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
     max_draft: int = 8
@@ -291,6 +294,10 @@ class EngineConfig:
         for mode in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
             if mode in HEADS and self.head is None:
                 raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
+        if self.head_quant is not None and self.head is None:
+            raise ValueError(
+                f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
+            )
         if self.draft is not None and self.mode != "classic":
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
+from compile.head import NativeHead
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.ops import runs_triton
@@ -29,6 +30,7 @@ from compile.threads import CREW
 from offload.layout import Layout
 from offload.stream import Stream
 from quant.attach import Build, LinearQuantizer, QuantReport, Solving, make_low, quantize_linears
+from quant.config import QuantConfig
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
@@ -174,7 +176,7 @@ class Runtime:
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         if self._head is not None and self.compile == "native" and len(self._head.blocks) == 1:
-            self._head.native = native_head(self._head)
+            self._head.native = self._native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -369,6 +371,12 @@ class Runtime:
         fits = mode_of(head.config.kind)
         for mode in sorted(self._needs & {*HEADS} - {fits}):
             raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
+        quant = self.config.head_quant
+        if quant is not None:
+            if quant.head_bits is not None and head.lm_head is None:
+                head.lm_head = self.target.head  # which stays as it is
+            names: dict[str, Any] = {"head_name": "lm_head", "layer_of": lambda _: 0}
+            self._report(fits, make_low(head, quant, **self._quantizing(quant, folder=self._head_folder, **names)))
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
         self._head_bytes = _num_bytes(head)
         if self.device.type == "cpu":
@@ -377,12 +385,13 @@ class Runtime:
         return head
 
     def _quantizer(self, model: Decoder, switch: Switch | None = None) -> LinearQuantizer:
-        return LinearQuantizer(model, self.config.quant, switch, **self._quantizing(model), device=self.device)
+        options = self._quantizing(self.config.quant, **self._names(model))
+        return LinearQuantizer(model, self.config.quant, switch, **options, device=self.device)
 
     def _quantize_whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
         """Each linear in place: a switched one, or without a switch the quantized one alone."""
         assert isinstance(model, nn.Module)
-        options = self._quantizing(model)
+        options = self._quantizing(self.config.quant, **self._names(model))
         if switch is None:
             return make_low(model, self.config.quant, **options)
         return quantize_linears(model, self.config.quant, switch, **options)
@@ -391,17 +400,31 @@ class Runtime:
         self._reports[mode] = report
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
 
-    def _quantizing(self, model: CausalModel) -> dict[str, Any]:
-        """How linears are quantized here, in terms of `LinearQuantizer`."""
+    def _native_head(self, head: Head) -> NativeHead | None:
+        """The head's steps in the CPU kernel, once it and the target are packed."""
+        try:
+            return native_head(head)
+        except Unsuited as reason:
+            if self.config.compile == "native":
+                raise
+            log.warning("%s; the head runs without it, which is slower", reason)
+            return None
+
+    def _names(self, model: CausalModel) -> dict[str, Any]:
+        """Where the target's weights, or those of its copy, come from, and what they are called."""
         assert isinstance(model, nn.Module)
-        if self.device.type == "cuda" and self.config.quant.method == "hqq":
+        folder = None if self._tensors else self._folder
+        return {"folder": folder, "head_name": _head_name(model), "layer_of": _layer_of}
+
+    def _quantizing(self, config: QuantConfig, *, folder: Path | None, **names: Any) -> dict[str, Any]:
+        """How linears are quantized here, in terms of `LinearQuantizer`."""
+        if self.device.type == "cuda" and config.method == "hqq":
             load_configs(cache_root() / "settings")
         return {
-            "head_name": _head_name(model),
-            "layer_of": _layer_of,
             "progress": lambda done, total, _: self._progress("quantizing", done, total),
-            "solving": _solving(self.device, None if self._tensors else self._folder),
+            "solving": _solving(self.device, folder),
             "build": self._build_low(),
+            **names,
         }
 
     def _build_low(self) -> Build | None:

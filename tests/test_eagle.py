@@ -5,18 +5,20 @@ What heads that guess in one pass have of their own is in test_parallel.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
+from oracle import VOCAB, kv_of, new_engine, placed, shapes_for, tiny_decoder
 from test_compile import compiled
 from tiny import make_checkpoint
 from tiny_heads import logits_of, make_head
 from torch import Tensor
 
 from compile.linear import pack_linears
+from quant.config import QuantConfig
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.engine import Engine
 from sharesd.drafters.eagle import EagleDrafter
@@ -30,6 +32,7 @@ from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_head
 from sharesd.models.heads.parallel import Parallel
 from sharesd.models.weights import decoder_config
+from sharesd.sampling.sampler import Sampler
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
@@ -264,21 +267,69 @@ def test_other_rules_of_acceptance_take_its_probabilities(tmp_path: Path) -> Non
     assert engine.stats.alpha > 0.02
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, top_k=5), replace(SAMPLED, logit_bias={3: 9.0})])
+def test_logits_over_fewer_tokens_choose_what_those_over_all_do(params: SamplingParams) -> None:
+    dice = torch.Generator().manual_seed(2)
+    logits, ids = torch.randn(2, 4, len(IDS), generator=dice), torch.tensor(IDS)
+    wide = torch.full((2, 4, VOCAB), -torch.inf).index_copy(2, ids, logits)
+    none, at = torch.full((2, 3), -1), torch.tensor([7, 40])
+
+    def chosen(logits: Tensor, *ids: Tensor) -> list[Tensor]:
+        sampler = Sampler(*placed([params] * 2, VOCAB))
+        one, _ = sampler.draft(logits[:, 0], none, at, at - 1, *ids)
+        return [one, *sampler.spread(logits, 3, at, none, None, *ids)]
+
+    for ours, theirs in zip(chosen(logits, ids), chosen(wide), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_policy_is_told_what_was_missed(tmp_path: Path) -> None:
+    """And reading it again for the clock changes nothing."""
+    target = tiny_decoder(3)
+    engine = built(head_for(target, tmp_path, "eagle3"), target)
+    policy, drafter = engine.way(GREEDY).policy, engine.drafter
+    assert isinstance(drafter, EagleDrafter)
+    pinned = policy.pinned
+    request = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=60))
+    missed = []
+    for step in range(60):
+        policy.pinned = pinned._replace(depth=0, nodes=0) if step < 9 else pinned  # type: ignore[union-attr]
+        if step == 12:
+            round_ = engine.way(GREEDY).round()
+            assert drafter.rehearse(round_.drafting, 20)
+        if not engine.step():
+            break
+        missed.append(policy.missed)
+    assert max(missed) == missed[9] >= 5 and missed[10] == 0, missed
+    want = texts(new_engine(target), [PROMPTS[1]], SamplingParams(max_new_tokens=60))
+    assert [request.tokens[len(PROMPTS[1]) :]] == want
+
+
 # ---- put together
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("kind", "compile"), [("eagle", "native"), ("eagle3", "native"), ("eagle3", "off"), ("parallel", "native")]
+    ("kind", "compile", "quant"),
+    [
+        ("eagle", "native", None),
+        ("eagle3", "native", None),
+        ("eagle3", "off", None),
+        ("parallel", "native", None),
+        ("eagle", "native", "hqq:4:32,head=8"),
+        ("eagle3", "native", "hqq:8:64,fc=4"),
+        ("parallel", "native", "hqq:4:32"),
+    ],
 )
-def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, tmp_path: Path) -> None:
+def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: str | None, tmp_path: Path) -> None:
     """Loaded as users do; with naive and hybrid on the same target and cache."""
     checkpoint = make_checkpoint(tmp_path / "target")
-    make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16)
+    make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16, mlp=64)
     mode: Any = "parallel" if kind == "parallel" else "eagle"
     config = EngineConfig(
         target=str(checkpoint),
         head=str(tmp_path / "head"),
+        head_quant=None if quant is None else QuantConfig.parse(quant),
         mode=mode,
         hybrid_with=(mode, "suffix"),
         compile=compile,
@@ -297,8 +348,35 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, tmp_path:
     engine = runtime.engine(mode)
     assert engine.drafter is not None and engine.cache.features is not None
     weights, kv = engine.drafter.extra_bytes()
-    assert weights > 384 // 3 * 64 * 2 and kv > engine.cache.features.nbytes
+    assert weights > 384 // 3 * 64 and kv > engine.cache.features.nbytes
     assert engine.stats.drafted_tokens > 0
+    assert (runtime._head.native is not None) == (compile == "native")  # type: ignore[union-attr]
+    report = runtime.report(mode).quant
+    assert (report is None) == (quant is None)
+    if report is not None:
+        assert report.num_linears == 5 + ("head" in report.spec)
+        assert weights < report.full_bytes
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "target")
+    make_head(tmp_path / "head", decoder_config(checkpoint), "eagle", dtype=torch.bfloat16, mlp=64)
+    kinds: dict[str | None, int] = {}
+    for quant in (None, "hqq:4:32", "hqq:4:32,head=4"):
+        config = EngineConfig(
+            target=str(checkpoint),
+            head=str(tmp_path / "head"),
+            head_quant=quant and QuantConfig.parse(quant),  # type: ignore[arg-type]
+            mode="eagle",
+            device="cpu",
+            max_context=128,
+            num_draft=3,
+        )
+        runtime = Runtime(config, ("naive", "eagle"))
+        assert texts(runtime.engine("eagle"), PROMPTS, GREEDY) == texts(runtime.engine("naive"), PROMPTS, GREEDY)
+        kinds[quant] = runtime.engine("eagle").drafter.extra_bytes()[0]  # type: ignore[union-attr]
+    assert kinds["hqq:4:32"] < kinds["hqq:4:32,head=4"] < kinds[None]
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
@@ -306,6 +384,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         EngineConfig(mode="eagle")
     with pytest.raises(ValueError, match="mode eagle needs a trained head"):
         EngineConfig(mode="hybrid", hybrid_with=("eagle", "suffix"))
+    with pytest.raises(ValueError, match="there is no head"):
+        EngineConfig(mode="naive", head_quant=QuantConfig())
     checkpoint = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
         Runtime(EngineConfig(target=str(checkpoint), head=str(checkpoint), mode="eagle", device="cpu"))

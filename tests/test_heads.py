@@ -105,7 +105,7 @@ def test_states_and_logits_are_those_of_the_papers(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("how", ["off", "native"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_steps_agree_with_training(kind: str, how: str, tmp_path: Path) -> None:
-    """Texts in two pieces, the second of which is shorter in one row; then a chain, and the same as the path of a tree."""
+    """Texts in two pieces, the second shorter in one row; then a chain, and the same as the path of a tree."""
     head, dice = loaded(tmp_path, kind, own_embed=True, ids=IDS), torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (2, 64), generator=dice)
     features = torch.randn(2, 64, 64 if kind == "eagle3" else 32, generator=dice, dtype=torch.float64)

@@ -73,6 +73,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "target": config.target,
         "draft": config.draft,
         "head": config.head,
+        "head_quant": config.head_quant and str(config.head_quant),
         "modes": list(modes),
         "questions": {
             "label": found.label,

@@ -23,9 +23,9 @@ EXPORT(float16)
 EXPORT(float32)
 EXPORT(float64)
 
-extern "C" void gumbel_float32(const int64_t* keys, const int64_t* multipliers, float* out, int64_t R, int64_t J, int64_t V,
-                               int64_t threads) {
-  sharesd::gumbel(keys, multipliers, out, R, J, V, static_cast<int>(threads));
+extern "C" void gumbel_float32(const int64_t* seeds, const int64_t* places, const int64_t* multipliers, const int64_t* salts,
+                               int64_t num_salts, int64_t J, float* out, int64_t R, int64_t V, int64_t threads) {
+  sharesd::gumbel(seeds, places, {multipliers, salts, num_salts}, J, out, R, V, static_cast<int>(threads));
 }
 
 extern "C" void walk_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,

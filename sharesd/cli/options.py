@@ -118,6 +118,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
     )
     group.add_argument(
+        "--head-quant",
+        metavar="SPEC",
+        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of the head's linears, e.g. hqq:8:64 or hqq:4:64,head=4 (default: "
+        "full precision)",
+        default=argparse.SUPPRESS,
+    )
+    group.add_argument(
         "--num-draft",
         type=_length,
         default="auto",
@@ -350,6 +357,9 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     head, mixed = getattr(args, "head", None), [name.strip() for name in args.hybrid_with.split(",")]
     if head is not None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
         raise ValueError(f"--head is {head!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
+    head_quant = getattr(args, "head_quant", None)
+    if head_quant is not None and head is None:
+        raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
@@ -370,6 +380,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
         head=head,
+        head_quant=None if head_quant is None else QuantConfig.parse(head_quant),
         num_draft=None if args.num_draft == "auto" else args.num_draft,
         max_draft=_DEFAULTS.max_draft if max_draft is None else max_draft,
         draft_window=args.draft_window,

@@ -176,6 +176,7 @@ def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
         "alpha (accepted)": f"{stats.alpha:.2f}",
         "by position": " ".join(f"{share:.2f}" for share in stats.acceptance_by_position),
         "draft": f"{draft:.1f} ms",
+        **({"draft step": f"{stats.draft_s / stats.draft_steps * 1e3:.2f} ms"} if stats.draft_steps else {}),
         "verify": f"{verify:.1f} ms",
         "overhead": f"{overhead:.1f} ms",
     }

@@ -44,6 +44,8 @@ SHARE_OF_LONGEST = 4
 """Where weights come through a slow link a pass may take a second, and hardly depends on its number of rows. So no more
 is timed than the longest draft and one so many times shorter, at one context, and a start makes do with a dozen passes.
 """
+MISSED = 64
+"""Tokens that a drafter reads together while that is timed."""
 FAR = 2048
 """Live slots, at most, at which rounds are timed besides those right behind the text."""
 
@@ -196,6 +198,8 @@ def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str
         timers["draft", 0] = partial(_seconds_per_step, model, drafting, chain(max(1, engine.num_draft // 2)))
         if model.shapes[-1].is_tree:
             timers["level", 0] = partial(_seconds_per_step, model, drafting, model.shapes[-1])
+        if model.rehearse(drafting, MISSED):
+            timers["read", 0] = lambda: _timed(partial(model.rehearse, drafting, MISSED)) / MISSED
     return timers
 
 
@@ -250,6 +254,8 @@ def _fit(
         costs.draft, costs.draft_slot = line("draft", 0)
     if ("level", 0, False) in ratios:
         costs.level, costs.level_slot = line("level", 0)
+    if ("read", 0, False) in ratios:
+        costs.read = plain[False] * median(ratios["read", 0, False])
     return costs
 
 
@@ -270,6 +276,7 @@ def typical(measured: Sequence[Costs]) -> Costs:
         middles("step_slot"),
         middle(attrgetter("draft_slot")),
         middle(attrgetter("level_slot")),
+        middle(attrgetter("read")),
         measured[0].at_once,
     )
 
@@ -304,12 +311,14 @@ def _read(file: Path) -> list[Costs]:
 
 def _checked(found: dict[str, Any]) -> Costs:
     step, step_slot = ({int(width): float(s) for width, s in found[name].items()} for name in ("step", "step_slot"))
-    draft, level, draft_slot, level_slot = (float(found[n]) for n in ("draft", "level", "draft_slot", "level_slot"))
-    if min(step.values()) <= 0 or min(draft, level, draft_slot, level_slot, *step_slot.values()) < 0:
+    others = [float(found[name]) for name in ("draft", "level", "draft_slot", "level_slot", "read")]
+    if min(step.values()) <= 0 or min(*others, *step_slot.values()) < 0:
         raise ValueError("times must be positive")
     if 1 not in step or step.keys() != step_slot.keys():
         raise ValueError("a width is missing")
-    return Costs(step, draft, level, step_slot, draft_slot, level_slot, found.get("at_once", False))
+    draft, level, draft_slot, level_slot, read = others
+    at_once = found.get("at_once", False)
+    return Costs(step, draft, level, step_slot, draft_slot, level_slot, read, at_once)
 
 
 def _write(file: Path, measured: Sequence[Costs]) -> None:

@@ -47,6 +47,8 @@ class Costs:
     """The same for a draft step."""
     level_slot: float = 0.0
     """The same for a level."""
+    read: float = 0.0
+    """Reading a token that a drafter has missed, so that it can draft again; 0 where that is no work."""
     at_once: bool = False
     """Drafts take one step, or level, whatever their depth."""
 

@@ -409,13 +409,14 @@ class Engine:
         context = sum(len(held) for held in self.cache.held[first:end]) / (end - first) + 1
         policy.live.at(context, CREW.size, end - first)
         plain = [row for row, request in zip(rows, live, strict=True) if not request.params.speculate]
+        texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
+        policy.missed = self.drafter.missed(texts) if self.drafter is not None else 0
         shape = way.shape(self._num_idle) if len(plain) < len(live) else PLAIN
         round_.drafting.sampler.begin_draft()  # of an earlier one that was never verified
         tree = DraftTree(round_.drafting.root_B[:, None][:, :0])
         marks = [self._clock.mark()]
         if shape.nodes:
             assert self.drafter is not None
-            texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
             self.drafter.catch_up(texts, self._num_idle > 0, plain)
             tree = self.drafter.draft(round_.drafting, shape)
         marks.append(self._clock.mark())

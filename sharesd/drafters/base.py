@@ -63,6 +63,18 @@ class Drafter(Protocol):
         """Read the row's text up to here. Long texts come piece by piece: each time from the beginning, further on."""
         ...
 
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        """How many tokens it would have to read before a draft, beyond what its first step reads: what `rehearse` does
+        to one of them.
+        """
+        ...
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        """Read so many tokens behind the text of the first row, to be timed, as if they had been missed; False where it
+        reads none. What becomes of the text is as before.
+        """
+        ...
+
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         """Before a draft: the tokens of each row of the round, up to its root. `idle`: there were rounds without this
         drafter. `plain`: those of the rows that take no drafts, whatever is guessed.

@@ -55,6 +55,12 @@ class ClassicDrafter:
         self.cache.held[row] = list(tokens)
         self._before_B[row : row + 1].fill_(tokens[-1])
 
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        return 0  # it waits for rounds in which nothing is missing (`reads`)
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        return False
+
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         for row, text in texts.items():
             held = self.cache.held[row]

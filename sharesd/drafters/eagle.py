@@ -67,6 +67,19 @@ class EagleDrafter:
             self.head.read(self._tokens_BS[row : row + 1], target.features, end - first, own)
         held += tokens[len(held) :]
 
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        missing = (len(text) - len(self.cache.held[row]) for row, text in texts.items())
+        return sum(num - 1 for num in missing if num > self._most_lead)
+
+    @torch.inference_mode()
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        row, target = drafting.first, self._target.rows(drafting.first, drafting.first + 1)
+        ahead = self.cache.rows(row, row + 1).ahead()
+        ahead.lengths.copy_(target.lengths.clamp(max=target.slots - num - 1))
+        assert target.features is not None
+        self.head.read(self._tokens_BS[row : row + 1], target.features, num, ahead)
+        return True
+
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._lead = 1
         for row, text in texts.items():

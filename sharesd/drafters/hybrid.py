@@ -55,6 +55,12 @@ class HybridDrafter:
         if self.model_drafter is not None:
             self.model_drafter.read(row, tokens)
 
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        return 0 if self.model_drafter is None else self.model_drafter.missed(texts)
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        return self.model_drafter is not None and self.model_drafter.rehearse(drafting, num)
+
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._idle += idle
         self._texts, self._plain = texts, plain

@@ -178,15 +178,15 @@ class Sampler:
         return noise[0] if len(noise) == 1 else torch.cat(noise, 1)
 
     def _draw_ahead(self, positions_B: Tensor, ids_V: Tensor | None) -> Tensor | None:
-        """The target's noise [B, 1, V] for a draft's next position, of the tokens `ids` (None = all); None if all rows are
-        greedy.
+        """The target's noise [B, 1, V] for a draft's next position, of the tokens `ids` (None = all); None if all rows
+        are greedy.
         """
         if not self.kind.sampled:
             return None
         noise_B1V = self._target_noise(positions_B[:, None])
         if self._keep_noise:
             self._noise.append(noise_B1V)
-        return noise_B1V if ids_V is None else noise_B1V.index_select(2, ids_V)
+        return noise_B1V if ids_V is None else noise_B1V.gather(2, ids_V.expand(len(noise_B1V), 1, -1))
 
     def _target_noise(self, positions_BD: Tensor) -> Tensor:
         """The target's noise [B, D, V] of these positions, 0 for greedy rows."""
@@ -201,7 +201,7 @@ class Sampler:
 
 def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
     """Token ids of these places in the logits."""
-    return index if ids_V is None else ids_V[index]
+    return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 
 def _behind(lengths_B: Tensor, first: int, last: int) -> Tensor:

@@ -51,6 +51,7 @@ class Head(nn.Module):
     fc: nn.Linear
     block: HeadBlock
     lm_head: nn.Linear | None
+    ids: Tensor | None
 
     def __init__(
         self, config: HeadConfig, target: Decoder, *, inputs: int, ids_K: Tensor | None, own_embed: bool
@@ -159,8 +160,8 @@ class Head(nn.Module):
     def go_on(
         self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, branches: Branches | None = None
     ) -> Tensor:
-        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, K] behind them, over the draft
-        tokens.
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, K] behind them, over the
+        draft tokens.
 
         `states` are those that others go on from, and are kept there: of the root, or the last guess of a chain, and
         then of the nodes of a tree by the slots in which they lie, counted from the length.
