@@ -167,7 +167,7 @@ class Runtime:
             self.weight_bytes = _num_bytes(self.target)
         else:
             with PlacedBlocks(offloading, quantized, progress) as self._placed:
-                self.target = self._load(folder, each_block=self._placed)
+                self.target = self._load(folder, each_block=self._placed, map_embedding=True)
             self._offload = self._placed.stream
             self.weight_bytes = _num_bytes(self.target) - (quantized.report().low_bytes if quantized else 0)
         self._head = self._load_head() if self._needs & {*HEADS} else None
@@ -339,7 +339,13 @@ class Runtime:
             return sampling.native_gumbel
         return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
-    def _load(self, folder: Path, tensors: Tensors | None = None, each_block: EachBlock | None = None) -> CausalModel:
+    def _load(
+        self,
+        folder: Path,
+        tensors: Tensors | None = None,
+        each_block: EachBlock | None = None,
+        map_embedding: bool = False,
+    ) -> CausalModel:
         return load_model(
             folder,
             dtype=self.dtype,
@@ -348,6 +354,7 @@ class Runtime:
             progress=self._progress,
             tensors=tensors,
             each_block=each_block,
+            map_embedding=map_embedding,
         )
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
@@ -586,7 +593,7 @@ class Runtime:
         else:
             quantized = QuantizedWhileRead(self._quantizer)
             if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
-                model = self._load(self._folder, self._tensors, quantized)
+                model = self._load(self._folder, self._tensors, quantized, map_embedding=self._placed is not None)
                 self._report("classic", quantized.finish())
             else:
                 model = self._load(self._folder)

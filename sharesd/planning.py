@@ -31,11 +31,11 @@ from sharesd.config import TABLES, EngineConfig, Mode
 from sharesd.device import device_of
 from sharesd.low_builders import packed_for_cpu
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import Unsupported
+from sharesd.models.decoder_config import DecoderConfig, Unsupported
 from sharesd.models.folder import identity, weight_files
 from sharesd.models.progress import Progress, silent
 from sharesd.models.resolve import resolve
-from sharesd.models.weights import decoder_config
+from sharesd.models.weights import decoder_config, embedding_dtype
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +78,11 @@ def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress 
     if wanted.when == "off":
         return None
     device = device_of(config.device)
-    folder = resolve(config.target, progress=progress)
+    problem, folder = _unsuited(config, device), resolve(config.target, progress=progress)
     try:
         shape = decoder_config(folder)
-        problem = _unsuited(config, device)
     except Unsupported as reason:
-        problem = str(reason)
+        problem = problem or str(reason)
     if problem is not None:
         if always:
             raise ValueError(f"no plan for offloading: {problem}")
@@ -91,8 +90,10 @@ def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress 
     if wanted.device_memory is not None:
         raise ValueError("--device-memory has no effect on a CPU, which computes in the host's memory: --host-memory")
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-    model = _Measured(Decoder(shape, dtype=dtype, device="meta"), config, modes)
     limit = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
+    if not always and _plainly_fits(folder, shape, config, limit):
+        return None
+    model = _Measured(Decoder(shape, dtype=dtype, device="meta"), config, modes, folder)
     smallest = min(model.resident(quant) for quant in model.quants)
     if not always and model.fixed + smallest + model.num_blocks * model.layout(None).record_bytes <= limit:
         return None
@@ -112,6 +113,13 @@ def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress 
         if free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
+
+
+def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limit: float) -> bool:
+    """Whether there is so much memory that nobody has to count: starts are to be short."""
+    weights = sum(file.stat().st_size for file in weight_files(folder))
+    kv = len(shape.layers) * 2 * shape.num_kv_heads * shape.head_dim * config.max_context * config.max_batch * 8
+    return 6 * weights + 3 * kv + 10**9 < limit
 
 
 def free_memory() -> int:
@@ -144,8 +152,9 @@ def _unsuited(config: EngineConfig, device: torch.device) -> str | None:
 class _Measured:
     """What the parts of a decoder take, in memory and in time. Its tensors are on the meta device."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode]) -> None:
+    def __init__(self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], folder: Path) -> None:
         self.decoder, self.config = decoder, config
+        self._embedding_stays_in_file = embedding_dtype(folder) == decoder.embed.weight.dtype
         self.num_blocks = len(decoder.blocks)
         self._needs = {*modes, *(config.hybrid_with if "hybrid" in modes else ())}
         self._dtype = decoder.embed.weight.dtype
@@ -179,7 +188,9 @@ class _Measured:
         c, decoder = self.decoder.config, self.decoder
         linears = {id(self._linear(i, path).weight) for i in range(self.num_blocks) for path in LINEARS}
         small = sum(p.nbytes for p in decoder.parameters() if id(p) not in {*linears, id(decoder.head.weight)})
-        if c.tied:
+        if self._embedding_stays_in_file:
+            small -= 0 if c.tied else decoder.embed.weight.nbytes
+        elif c.tied:
             small += decoder.embed.weight.nbytes
         rows = self.config.max_batch * (1 + max(self.config.most_draft, DEPTHS[-1]))
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
@@ -199,6 +210,8 @@ class _Measured:
                 num += self.num_blocks * (self.layout(None).record_bytes - self.layout(quant).record_bytes)
         if "classic" in self._needs:
             num += self._kv()
+            if quant is not None and quant.head_bits is None:
+                num += _packed(self.decoder.head).weight.nbytes
         for path in (self.config.draft, self.config.head):
             if path is not None:
                 num += sum(file.stat().st_size for file in weight_files(resolve(path)))

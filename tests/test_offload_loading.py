@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.planning import Offloading, plan_for
 
+ROOT = Path(__file__).parents[1]
 LAYERS = 8
 PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [5, 6, 7] * 20]
 
@@ -157,3 +160,38 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, tmp_path: Path) -> None:
         plan_for(config_of(tiny, 10**9, compile="off"), ("share",))
     with pytest.raises(ValueError, match="offload is off, and a limit"):
         OffloadConfig(when="off", host_memory=10**9)
+
+
+@pytest.mark.slow
+def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path) -> None:
+    """Of a program of its own, looked at every few milliseconds: what no file backs, at most 64 MB above the limit."""
+    folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=20)
+    code = f"""
+import threading, time
+from sharesd import planning
+from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
+from sharesd.load import Runtime
+from sharesd.planning import own_memory, plan_for
+config = dict(target={str(folder)!r}, device="cpu", max_context=256)
+need = plan_for(EngineConfig(**config, offload=OffloadConfig(host_memory=10**11, choose_bits=False)), ("share",)).plan
+limit = need.device_bytes - 12 * need.block
+peak, ends = 0, False
+def look():
+    global peak
+    while not ends:
+        peak = max(peak, own_memory())
+        time.sleep(0.002)
+watch = threading.Thread(target=look)
+watch.start()
+runtime = Runtime(EngineConfig(**config, offload=OffloadConfig(host_memory=limit, choose_bits=False)), ("share",))
+runtime.engine().complete(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
+ends = True
+watch.join()
+print(len(runtime.streamed.stream.blocks), limit, peak, need.block)
+runtime.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    travelling, limit, peak, block = map(int, done.stdout.split())
+    assert travelling >= 12 and peak <= limit + 64 * 10**6
+    assert peak > limit - 12 * block, "the plan asks for much more than is used"

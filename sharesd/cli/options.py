@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -478,10 +479,10 @@ def _tree(text: str) -> tuple[int, ...]:
 
 
 def _bytes(text: str) -> int:
-    number, unit = text.rstrip("kKMGTiB"), text.lstrip("0123456789.")
-    if unit not in _UNITS:
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?B)", text)
+    if not parts:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 8GB or 8GiB")
-    return int(_checked(float, number, "a size; write for example 8GB or 8GiB") * _UNITS[unit])
+    return int(float(parts[1]) * _UNITS[parts[2]])
 
 
 def _number(text: str) -> float:

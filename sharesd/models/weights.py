@@ -28,6 +28,7 @@ Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 EachBlock = Callable[[Decoder, int], None]
 """Called with a decoder and the number of a block that has its weights now: it may quantize them, or move them away,
 before the next block takes memory. The order is that of the checkpoint."""
+EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
 
 
@@ -40,11 +41,12 @@ def load_model(
     progress: Progress = silent,
     tensors: Tensors | None = None,
     each_block: EachBlock | None = None,
+    map_embedding: bool = False,
 ) -> CausalModel:
     """The native decoder where it serves the checkpoint exactly, else transformers' own model.
 
     `tensors` stand in for the folder's weight files, which it need not have then. Only the native decoder takes these
-    and `each_block`.
+    and the options that follow, see `load_decoder`.
     Raises ValueError, naming the architecture, where neither does, and for damaged or incomplete checkpoints.
     """
     try:
@@ -57,7 +59,25 @@ def load_model(
         log.info("%s; using the transformers fallback", reason)
         return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     log.info("%s: native decoder", config.architecture)
-    return load_decoder(folder, dtype=dtype, device=device, progress=progress, tensors=tensors, each_block=each_block)
+    return load_decoder(
+        folder,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        tensors=tensors,
+        each_block=each_block,
+        map_embedding=map_embedding,
+    )
+
+
+def embedding_dtype(folder: Path) -> torch.dtype | None:
+    """In which the embedding is stored; None where that takes more than reading a header."""
+    for file in files.weight_files(folder):
+        if file.suffix == ".safetensors":
+            for name, tensor in files.read_tensors(file):
+                if _plain_name(name) == EMBEDDING:
+                    return tensor.dtype
+    return None
 
 
 def decoder_config(folder: Path) -> DecoderConfig:
@@ -77,11 +97,13 @@ def load_decoder(
     progress: Progress = silent,
     tensors: Tensors | None = None,
     each_block: EachBlock | None = None,
+    map_embedding: bool = False,
 ) -> Decoder:
     """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`.
 
-    A block takes memory when the last of its tensors has been found (until then those stay in their files). Raises
-    ValueError naming missing, unexpected or wrongly shaped tensors.
+    A block takes memory when the last of its tensors has been found (until then those stay in their files). With
+    `map_embedding` the embedding takes none, if it has the right dtype: its rows stay in the file, which the system
+    reads as they are needed. Raises ValueError naming missing, unexpected or wrongly shaped tensors.
     """
     config = decoder_config(folder)
     stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
@@ -91,6 +113,9 @@ def load_decoder(
     found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of blocks which are not complete
 
     def put(name: str, slot: Tensor, tensor: Tensor) -> None:
+        if map_embedding and name == EMBEDDING and tensor.dtype == dtype and tensor.device == slot.device:
+            decoder.embed.weight.data = tensor  # the head's, too, where they are tied
+            return
         if not slot.is_meta:
             slot.copy_(tensor)
             return
@@ -172,7 +197,7 @@ def _plain_name(name: str) -> str | None:
 
 def decoder_slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Where each tensor of a checkpoint goes: its name and a view of the parameter (rows of it, where merged)."""
-    yield "model.embed_tokens.weight", decoder.embed.weight.data
+    yield EMBEDDING, decoder.embed.weight.data
     yield "model.norm.weight", decoder.norm.weight.data
     if not decoder.config.tied:
         yield "lm_head.weight", decoder.head.weight.data
