@@ -282,7 +282,7 @@ class Runtime:
             return check_rows(self._step, self.cache, widths, trees=self._wants_trees)
         first = shallow(target)
         if isinstance(target.run_stack, NativeStack):
-            first.run_stack = self._native_stack(target, 1)
+            first.run_stack = self._native_stack(first)
         cache = first.new_cache(self.config.max_batch, self._slots)
         return check_rows(first, cache, widths, trees=self._wants_trees)
 
@@ -291,13 +291,13 @@ class Runtime:
         if self.streamed is not None:
             self.streamed.stream.close()
 
-    def _native_stack(self, model: Decoder, num_blocks: int | None = None) -> NativeStack:
-        """All blocks, or the first few, and the last norm. Raises Unsuited."""
+    def _native_stack(self, model: Decoder) -> NativeStack:
+        """All blocks and the last norm. Raises Unsuited."""
         config = model.config
         return NativeStack(
-            model.blocks[:num_blocks],
+            model.blocks,
             tables=model.rope_tables,
-            ropes=[kind.rope for kind in config.layers][:num_blocks],
+            ropes=[kind.rope for kind in config.layers],
             activation=config.activation,
             norm=model.norm,
             low=partial(getattr, self._switch, "low"),

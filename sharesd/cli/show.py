@@ -182,7 +182,7 @@ def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
 
 
 def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
-    """Of weights that do not stay: what does, bytes moved per token, and share of the time in which the link was busy."""
+    """Where weights travel: the share that does not, bytes moved per token, share of the time the link was busy."""
     if stats.traffic is None:
         return {}
     return {
