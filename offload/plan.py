@@ -21,7 +21,8 @@ from typing import NamedTuple
 DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """How far drafts may go where weights travel: a coarse ladder, since each depth is warmed up, and passes are slow."""
 IN_FLIGHT = 16 * 2**20
-"""Bytes that are always asked for ahead, so that a link is never idle between two small blocks."""
+"""Bytes that are always asked for ahead, so that a link is never idle between two small blocks (if a quarter of the
+blocks have so many)."""
 NAIVE = "none"
 """Name of the drafter that is none."""
 
@@ -193,7 +194,7 @@ class _Case:
         self.fixed = sizes.fixed + drafter.resident
         room, num = limits.device - self.fixed, sizes.num_blocks
         fits = room >= num * self.block
-        self.slots = 0 if fits else max(2, 1 + math.ceil(IN_FLIGHT / self.block))
+        self.slots = 0 if fits else max(2, min(num // 4, 1 + math.ceil(IN_FLIGHT / self.block)))
         self.num_resident = num if fits else max(0, math.floor(room / self.block) - self.slots)
         self.num_travelling = num - self.num_resident
         self.num_from_host = self.host_slots = 0
@@ -297,7 +298,7 @@ def _reasons(
         yield Reason("slots", str(best.slots), f"{show_bytes(best.block)} each: filled ahead while others are computed")
     others = [f"{c.drafter.name} {c.fastest(most_depth)[0]:.3g} tok/s" for c in fitting if c is not best]
     others += [f"{name} needs {problem}" for name, problem in problems.items()]
-    if best.drafter is not _NO_DRAFTER:
+    if best.drafter.held:
         expected = f"first token holds in {best.drafter.held[0]:.1%}, {best.drafter.step * 1e3:.3g} ms a token"
         yield Reason("drafts", best.drafter.name, "; ".join([expected, *others]))
         rows = f"a pass takes {best.pass_time(1):.3g} s with 1 row, {best.pass_time(1 + depth):.3g} s with {1 + depth}"

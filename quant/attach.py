@@ -64,10 +64,13 @@ class QuantReport:
     """True when the solved weights were read from disk."""
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
+    """A linear to quantize."""
+
     path: str
     bits: int
-    layer: int | None  # None: the head
+    layer: int | None
+    """None: the head."""
 
 
 class LinearQuantizer:
@@ -91,27 +94,30 @@ class LinearQuantizer:
         until their layer's turn comes: `device` is where they will be then. ValueError where a name, a layer or a shape
         cannot be honoured.
         """
-        self._started = time.perf_counter()
+        started = time.perf_counter()
         self._model, self._config, self._switch, self._build = model, config, switch, build
         self._progress, self._solving = progress, solving or Solving()
-        self._jobs = _plan(model, config, head_name, layer_of)
+        self.jobs = _plan(model, config, head_name, layer_of)
+        """What is quantized, in the model's order."""
         check = check_bnb if config.method == "bnb" else partial(check_low, gemlite=build is None)
-        for job in self._jobs:
+        for job in self.jobs:
             weight = _weight_NK(model.get_submodule(job.path))
             shape = (weight.shape[0], weight.shape[1])
             group = config.group_size
             place = device or weight.device
             check(job.path, shape, bits=job.bits, group_size=group, dtype=weight.dtype, device=place)
         self._num_done = self._full_bytes = self._low_bytes = 0
+        self._seconds = time.perf_counter() - started
         self._all_kept: bool | None = None  # None: nothing that is kept has been looked for
 
     def layers(self) -> list[int | None]:
         """The layers with linears to quantize, in the model's order; None is the head."""
-        return list(dict.fromkeys(job.layer for job in self._jobs))
+        return list(dict.fromkeys(job.layer for job in self.jobs))
 
     def quantize(self, layer: int | None) -> None:
         """Quantize the linears of a layer, which have their weights by now; one with none of them is left as it is."""
-        jobs = [job for job in self._jobs if job.layer == layer]
+        started = time.perf_counter()
+        jobs = [job for job in self.jobs if job.layer == layer]
         solved = _Solved(self._model, jobs, self._config, self._solving)
         for path, bits, _ in jobs:
             full = self._model.get_submodule(path)
@@ -127,10 +133,11 @@ class LinearQuantizer:
             self._low_bytes += low.nbytes
             self._num_done += 1
             if self._progress is not None:
-                self._progress(self._num_done, len(self._jobs), path)
+                self._progress(self._num_done, len(self.jobs), path)
         solved.save()
         if solved.path is not None:
             self._all_kept = solved.from_cache and self._all_kept is not False
+        self._seconds += time.perf_counter() - started
 
     def report(self) -> QuantReport:
         """What was quantized so far."""
@@ -139,7 +146,7 @@ class LinearQuantizer:
             num_linears=self._num_done,
             full_bytes=self._full_bytes,
             low_bytes=self._low_bytes,
-            seconds=time.perf_counter() - self._started,
+            seconds=self._seconds,
             from_cache=bool(self._all_kept),
         )
 
@@ -177,7 +184,7 @@ class _Solved:
     Only what HQQ solves is kept: rounding rows to 8 bits is cheaper than reading them.
     """
 
-    def __init__(self, model: nn.Module, jobs: list[_Job], config: QuantConfig, solving: Solving) -> None:
+    def __init__(self, model: nn.Module, jobs: list[Job], config: QuantConfig, solving: Solving) -> None:
         self.group_size, self.solve = config.group_size, solving.solve
         self.path: Path | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -205,7 +212,7 @@ class _Solved:
             write_store(self.path, self.key, self.tensors)
 
 
-def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[_Job]:
+def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[Job]:
     """The linears to quantize, in the model's order. ValueError where the config names what the model has not."""
     layers: dict[str, int] = {}
     has_head = False
@@ -229,12 +236,12 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     if config.head_bits is not None and not has_head:
         raise ValueError(f"the LM head {head_name!r} is no linear of this model; drop head={config.head_bits}")
     jobs = [
-        _Job(path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits), layer)
+        Job(path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits), layer)
         for path, layer in layers.items()
         if layer not in config.skip_layers and not any(_same(name, _proj(path)) for name in config.skip_projs)
     ]
     if config.head_bits is not None:
-        jobs.append(_Job(head_name, config.head_bits, None))
+        jobs.append(Job(head_name, config.head_bits, None))
     if not jobs:
         raise ValueError(f"quantization {str(config)!r} leaves no linear to quantize; skip less")
     return jobs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,6 +13,7 @@ from quant.config import QuantConfig
 Mode = Literal["naive", "classic", "share", "eagle", "ngram", "suffix", "recycle", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
+Offload = Literal["auto", "off", "plan-only"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -25,6 +26,14 @@ MOST_TOP_LOGPROBS = 20
 EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-instruct.npz"
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
+
+
+class PlanOnly(Exception):
+    """What was asked for is a plan alone. Carries its lines: what, choice, why."""
+
+    def __init__(self, lines: Sequence[tuple[str, str, str]]) -> None:
+        super().__init__("the plan is made, and nothing is loaded")
+        self.lines = lines
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:
@@ -138,6 +147,40 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """Whether weights may live elsewhere than where they are used, and how much memory there is."""
+
+    when: Offload = "auto"
+    """`auto`: if the model does not fit. `off`: never. `plan-only`: the plan is made, and nothing loaded."""
+    device_memory: int | None = None
+    """Bytes that may be taken of a GPU's memory; None = what is free."""
+    host_memory: int | None = None
+    """Bytes that this process may take of the host's memory; None = what is free."""
+    folder: str | None = None
+    """Where blocks are kept that come from a disk; None = in the cache folder."""
+    rate: float | None = None
+    """Bytes a second to which the link is slowed down, to see what slower machines do; None = as fast as it is."""
+    choose_bits: bool = True
+    """Whether the plan chooses the bits of a quantized drafter, 4 or 8; else those of `quant` are taken."""
+    choose_depth: bool = True
+    """Whether the plan chooses how long drafts may be; else `max_draft` holds, as it does with `num_draft`."""
+
+    def __post_init__(self) -> None:
+        _one_of("offload", self.when, get_args(Offload))
+        for name in ("device_memory", "host_memory", "rate"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        if self.when == "off" and (self.limited or self.folder is not None):
+            raise ValueError("offload is off, and a limit or a folder for it is given; leave it at auto")
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit is given."""
+        return self.device_memory is not None or self.host_memory is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """What `sharesd.load.build` needs to make an engine."""
 
@@ -206,6 +249,8 @@ class EngineConfig:
     """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """What happens when the model is larger than memory."""
     progress: bool = False
     """Show progress bars of loading and quantizing on stderr."""
 

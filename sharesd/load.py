@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,12 @@ from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
 from offload.layout import Layout
 from offload.stream import Stream
-from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
+from quant.attach import Build, LinearQuantizer, QuantReport, Solving, make_low, quantize_linears
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
-from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, PlanOnly, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
@@ -58,7 +59,9 @@ from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_block
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.models.weights import Tensors, load_model, resolve
+from sharesd.models.weights import EachBlock, Tensors, load_model, resolve
+from sharesd.placing import PlacedBlocks, QuantizedWhileRead
+from sharesd.planning import Offloading, plan_for
 from sharesd.settings import cpu_name
 from sharesd.streamed import StreamedBlocks
 
@@ -107,13 +110,23 @@ class Runtime:
         progress: Progress = silent,
         tensors: Tensors | None = None,
         offload: Offload | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
         `offload` puts packed weights of some of the target's blocks elsewhere, from where they come back for each pass.
+        `offloading` is what `plan_for` returned, if it was asked before.
         """
         started = time.perf_counter()
+        if offload is None and offloading is None and tensors is None:
+            offloading = plan_for(config, tuple(modes or (config.mode,)), progress=progress)
+        if config.offload.when == "plan-only":
+            raise PlanOnly(() if offloading is None else offloading.plan.reasons)
+        if offloading is not None and offloading.plan.offloads:
+            config = offloading.config
+        else:
+            offloading = None
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
@@ -140,11 +153,21 @@ class Runtime:
         self.streamed: StreamedBlocks | None = None
         """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
-        self.target = self._load(folder, tensors)
-        self.weight_bytes = _num_bytes(self.target)
+        quantized = (
+            QuantizedWhileRead(partial(self._quantizer, switch=self._switch)) if "share" in self._needs else None
+        )
+        self._placed: PlacedBlocks | None = None
+        if offloading is None:
+            self.target = self._load(folder, tensors)
+            self.weight_bytes = _num_bytes(self.target)
+        else:
+            with PlacedBlocks(offloading, quantized, progress) as self._placed:
+                self.target = self._load(folder, each_block=self._placed)
+            self._offload = self._placed.stream
+            self.weight_bytes = _num_bytes(self.target) - (quantized.report().low_bytes if quantized else 0)
         self._head = self._load_head() if "eagle" in self._needs else None
-        if "share" in self._needs:
-            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
+        if quantized is not None:
+            self._report("share", quantized.finish() if offloading else self._quantize_whole(self.target, self._switch))
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         self._gumbel = self._noise()
@@ -309,7 +332,7 @@ class Runtime:
             return sampling.native_gumbel
         return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
-    def _load(self, folder: Path, tensors: Tensors | None = None) -> CausalModel:
+    def _load(self, folder: Path, tensors: Tensors | None = None, each_block: EachBlock | None = None) -> CausalModel:
         return load_model(
             folder,
             dtype=self.dtype,
@@ -317,6 +340,7 @@ class Runtime:
             trust_remote_code=self.config.trust_remote_code,
             progress=self._progress,
             tensors=tensors,
+            each_block=each_block,
         )
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
@@ -346,22 +370,33 @@ class Runtime:
             head.run_block = native_block(head)
         return head
 
-    def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
+    def _quantizer(self, model: Decoder, switch: Switch | None = None) -> LinearQuantizer:
+        return LinearQuantizer(model, self.config.quant, switch, **self._quantizing(model), device=self.device)
+
+    def _quantize_whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
+        """Each linear in place: a switched one, or without a switch the quantized one alone."""
+        assert isinstance(model, nn.Module)
+        options = self._quantizing(model)
+        if switch is None:
+            return make_low(model, self.config.quant, **options)
+        return quantize_linears(model, self.config.quant, switch, **options)
+
+    def _report(self, mode: str, report: QuantReport) -> None:
+        self._reports[mode] = report
+        log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
+
+    def _quantizing(self, model: CausalModel) -> dict[str, Any]:
+        """How linears are quantized here, in terms of `LinearQuantizer`."""
         assert isinstance(model, nn.Module)
         if self.device.type == "cuda" and self.config.quant.method == "hqq":
             load_configs(cache_root() / "settings")
-        report = how(
-            model,
-            self.config.quant,
-            *extra,
-            head_name=_head_name(model),
-            layer_of=_layer_of,
-            progress=lambda done, total, _: self._progress("quantizing", done, total),
-            solving=_solving(self.device, None if self._tensors else self._folder),
-            build=self._build_low(),
-        )
-        log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
-        return report
+        return {
+            "head_name": _head_name(model),
+            "layer_of": _layer_of,
+            "progress": lambda done, total, _: self._progress("quantizing", done, total),
+            "solving": _solving(self.device, None if self._tensors else self._folder),
+            "build": self._build_low(),
+        }
 
     def _build_low(self) -> Build | None:
         """What makes quantized linears, where it is not the choice of `quant`."""
@@ -380,7 +415,10 @@ class Runtime:
                 low = partial(getattr, self._switch, "low") if "share" in self._needs else None
                 self.streamed = StreamedBlocks(model, *self._offload(model), low)
                 model.ranges = self.streamed.ranges
-            weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
+            if model is self.target and self._placed is not None:
+                weights_on_huge_pages(self.target.get_submodule("head"))  # blocks are there already
+            else:
+                weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
         elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
 
@@ -510,8 +548,13 @@ class Runtime:
                     "give a draft model of the target's family"
                 )
         else:
-            model = self._load(self._folder, self._tensors)
-            self._reports["classic"] = self._quantize(make_low, model)
+            quantized = QuantizedWhileRead(self._quantizer)
+            if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
+                model = self._load(self._folder, self._tensors, quantized)
+                self._report("classic", quantized.finish())
+            else:
+                model = self._load(self._folder)
+                self._report("classic", self._quantize_whole(model))
         self._pack(model)
         if model.max_context < self.max_context:
             raise ValueError(
@@ -554,7 +597,7 @@ def build(config: EngineConfig | None = None, *, progress: Progress = silent) ->
 def _num_bytes(model: CausalModel | Head) -> int:
     """Bytes of a model's or a head's weights and tables, shared ones once."""
     assert isinstance(model, nn.Module)
-    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    tensors = {t.data_ptr() or id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
 
 

@@ -140,6 +140,8 @@ def test_small_blocks_have_more_slots() -> None:
     tiny = Sizes(num_blocks=100, block=2**20, fixed=0)
     plan = make_plan(tiny, Limits(device=50 * 2**20), rates, [])
     assert (plan.slots, len(plan.resident)) == (17, 33)
+    few = make_plan(replace(tiny, num_blocks=12), Limits(device=8 * 2**20), rates, [])
+    assert (few.slots, len(few.resident)) == (3, 5)
 
 
 def test_depth_is_limited() -> None:

@@ -21,6 +21,8 @@ from sharesd.config import (
     DType,
     EngineConfig,
     Mode,
+    Offload,
+    OffloadConfig,
     SamplingParams,
 )
 
@@ -41,6 +43,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 """Short names of dtypes."""
 MODE_ALIASES = {"sd-classic": "classic", "sd-share": "share"}
 """Names that users of the original project type."""
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DEFAULTS = EngineConfig()
 
 
@@ -119,9 +122,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-draft",
         type=_whole,
-        default=_DEFAULTS.max_draft,
+        default=argparse.SUPPRESS,
         metavar="K",
-        help="draft tokens per round at most, with --num-draft auto",
+        help="draft tokens per round at most, with --num-draft auto "
+        f"(default: {_DEFAULTS.max_draft}; as the plan says where weights travel)",
     )
     group.add_argument(
         "--tree",
@@ -167,9 +171,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--quant",
-        default=_DEFAULTS.quant.spec,
+        default=argparse.SUPPRESS,
         metavar="SPEC",
-        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best",
+        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best "
+        f"(default: {_DEFAULTS.quant.spec}; as the plan says where weights travel)",
     )
     group.add_argument(
         "--quant-skip",
@@ -212,6 +217,36 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run modelling code that a checkpoint brings along"
+    )
+    _add_offload_options(parser.add_argument_group("models larger than memory"))
+
+
+def _add_offload_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--offload",
+        choices=get_args(Offload),
+        default=_DEFAULTS.offload.when,
+        help="auto: weights come from elsewhere if the model does not fit; plan-only: print the plan, and load nothing",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="what may be taken of a GPU's memory, for example 8GB or 8GiB (default: what is free)",
+    )
+    group.add_argument(
+        "--host-memory",
+        type=_bytes,
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="what may be taken of the host's memory (default: what is free)",
+    )
+    group.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="where blocks are kept that come from a disk (default: in the cache folder)",
     )
 
 
@@ -310,7 +345,9 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         raise ValueError(
             f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
         )
-    auto = args.quant == "auto"
+    quant = getattr(args, "quant", None)
+    auto = quant == "auto"
+    max_draft = getattr(args, "max_draft", None)
     if auto and args.quant_skip:
         raise ValueError(
             f"--quant auto chooses what to skip, and --quant-skip is {args.quant_skip[0]!r}; drop one of the two"
@@ -321,7 +358,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         draft=draft,
         head=head,
         num_draft=None if args.num_draft == "auto" else args.num_draft,
-        max_draft=args.max_draft,
+        max_draft=_DEFAULTS.max_draft if max_draft is None else max_draft,
         draft_window=args.draft_window,
         tree=tree,
         hybrid_with=tuple(dict.fromkeys(mixed)),
@@ -332,13 +369,21 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         recycle_table=getattr(args, "recycle_table", None),
         dtype=args.dtype,
         device=args.device,
-        quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
+        quant=_DEFAULTS.quant if auto else QuantConfig.parse(quant or _DEFAULTS.quant.spec, args.quant_skip),
         compile=args.compile,
         exact=args.exact,
         steady_cublas=args.steady_cublas,
         threads=None if args.threads == "auto" else args.threads,
         max_context=args.max_context,
         trust_remote_code=args.trust_remote_code,
+        offload=OffloadConfig(
+            when=args.offload,
+            device_memory=getattr(args, "device_memory", None),
+            host_memory=getattr(args, "host_memory", None),
+            folder=getattr(args, "offload_dir", None),
+            choose_bits=quant is None,
+            choose_depth=max_draft is None,
+        ),
         progress=progress,
     )
     if auto:
@@ -406,6 +451,13 @@ def _tree(text: str) -> tuple[int, ...]:
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET; for example 2:4:8")
     return tuple(map(_whole, parts))
+
+
+def _bytes(text: str) -> int:
+    number, unit = text.rstrip("kKMGTiB"), text.lstrip("0123456789.")
+    if unit not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 8GB or 8GiB")
+    return int(_checked(float, number, "a size; write for example 8GB or 8GiB") * _UNITS[unit])
 
 
 def _number(text: str) -> float:

@@ -160,8 +160,14 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        block_device: torch.device | str | None = None,
     ) -> None:
+        """`block_device`: of the blocks, if it is another: on `meta` they take no memory before they are replaced."""
         super().__init__()
         self.config = config
         self.name = f"{config.architecture} (native)"
@@ -170,7 +176,8 @@ class Decoder(nn.Module):
         self.step_widths: frozenset[int] = frozenset()
         table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embed = nn.Embedding.from_pretrained(table_VD)
-        self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=device) for kind in config.layers)
+        place = device if block_device is None else block_device
+        self.blocks = nn.ModuleList(Block(config, kind, dtype=dtype, device=place) for kind in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device="meta")
         self.head.weight = self.embed.weight if config.tied else nn.Parameter(torch.empty_like(self.embed.weight))
