@@ -89,6 +89,8 @@ class LoadReport:
     """The target's quantized linears (share), or those of the classic copy."""
     resident_share: float = 1.0
     """Share of the target's blocks whose weights at full precision stay in memory."""
+    predicted: float | None = None
+    """Tokens per second that the plan promised, where one was made because the model does not fit."""
 
 
 def fixed_width(device: str, most_draft: int) -> int:
@@ -150,6 +152,7 @@ class Runtime:
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
         self._offload = offload
+        self._predicted = offloading.plan.tokens_per_second if offloading else None
         self.streamed: StreamedBlocks | None = None
         """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
@@ -254,6 +257,7 @@ class Runtime:
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
             resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
+            predicted=self._predicted,
         )
 
     def _choose_widths(self) -> tuple[int, ...] | None:
