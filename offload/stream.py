@@ -84,11 +84,14 @@ class Stream:
         self._fill(self.blocks[0], dict.fromkeys(range(len(self.slots))))
 
     def need(self, block: int) -> int:
-        """The number of the slot in which the block lies, from now until `done`. Waits for it.
+        """The number of the slot in which the block lies, from now until `done`. Waits for it, if it is not in use yet.
 
         A block that is not next in order begins another pass: what was in use is not any more. Raises LinkError where
         it does not arrive; the next pass tries again.
         """
+        for held in self._held:
+            if held.block == block:
+                return held.slot
         if not self._coming or self._coming[0].block != block:
             self._turn_to(block)
         coming = self._coming[0]

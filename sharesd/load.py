@@ -94,6 +94,8 @@ class LoadReport:
     """The target's quantized linears (share), or those of the classic copy."""
     resident_share: float = 1.0
     """Share of the target's blocks whose weights at full precision stay in memory."""
+    predicted: float | None = None
+    """Tokens per second that the plan promised, where one was made because the model does not fit."""
 
 
 def fixed_width(device: str, most_draft: int) -> int:
@@ -155,6 +157,7 @@ class Runtime:
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
         self._offload = offload
+        self._predicted = offloading.plan.tokens_per_second if offloading else None
         self.streamed: StreamedBlocks | None = None
         """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
@@ -261,6 +264,7 @@ class Runtime:
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
             resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
+            predicted=self._predicted,
         )
 
     def _choose_widths(self) -> tuple[int, ...] | None:
@@ -312,7 +316,7 @@ class Runtime:
             return check_rows(self._step, self.cache, widths, trees=self._wants_trees)
         first = shallow(target)
         if isinstance(target.run_stack, NativeStack):
-            first.run_stack = self._native_stack(target, 1)
+            first.run_stack = self._native_stack(first)
         cache = first.new_cache(self.config.max_batch, self._slots)
         return check_rows(first, cache, widths, trees=self._wants_trees)
 
@@ -321,13 +325,13 @@ class Runtime:
         if self.streamed is not None:
             self.streamed.stream.close()
 
-    def _native_stack(self, model: Decoder, num_blocks: int | None = None) -> NativeStack:
-        """All blocks, or the first few, and the last norm. Raises Unsuited."""
+    def _native_stack(self, model: Decoder) -> NativeStack:
+        """All blocks and the last norm. Raises Unsuited."""
         config = model.config
         return NativeStack(
-            model.blocks[:num_blocks],
+            model.blocks,
             tables=model.rope_tables,
-            ropes=[kind.rope for kind in config.layers][:num_blocks],
+            ropes=[kind.rope for kind in config.layers],
             activation=config.activation,
             norm=model.norm,
             low=partial(getattr, self._switch, "low"),

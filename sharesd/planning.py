@@ -28,6 +28,7 @@ from quant.attach import LinearQuantizer
 from quant.config import QuantConfig
 from quant.solver import QuantizedWeight
 from sharesd.config import TABLES, EngineConfig, Mode
+from sharesd.decoding.prefill import LONG_CHUNK
 from sharesd.device import device_of
 from sharesd.low_builders import packed_for_cpu
 from sharesd.models.decoder import Decoder
@@ -194,7 +195,8 @@ class _Measured:
             small += decoder.embed.weight.nbytes
         rows = self.config.max_batch * (1 + max(self.config.most_draft, DEPTHS[-1]))
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
-        prompt = 512 * self.config.max_batch * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
+        read = min(LONG_CHUNK, self.config.max_context)  # tokens of a prompt at a time, one row after the other
+        prompt = read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
         tables = sum(buffer.nbytes for buffer in decoder.buffers())
         later = self._kv() + logits + prompt  # comes when everything has been loaded
         loading = 3 * self.layout(None).record_bytes // 2  # is needed until then

@@ -168,6 +168,8 @@ def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
     if moved:
         rows["resident"] = f"{moved['resident_share']:.0%} of blocks"
         rows["moved"] = f"{moved['bytes_per_token'] / 1e6:.1f} MB/token"
+        if report.predicted is not None:
+            rows["predicted"] = f"{report.predicted:.1f} tok/s"
         rows["link in use"] = f"{moved['link_utilisation']:.0%}"
     if not stats.num_draft:
         return rows | {"verify": f"{verify:.1f} ms", "overhead": f"{overhead:.1f} ms"}
@@ -183,10 +185,11 @@ def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
 
 
 def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
-    """Of weights that do not stay: what does, bytes moved per token, share of the time in which the link was busy."""
+    """Where weights travel: the share that does not, bytes moved per token, share of the time the link was busy."""
     if stats.traffic is None:
         return {}
-    return {
+    predicted = {} if report.predicted is None else {"predicted_tokens_per_second": report.predicted}
+    return predicted | {
         "resident_share": report.resident_share,
         "bytes_per_token": stats.traffic.num_bytes / max(1, stats.new_tokens),
         "link_utilisation": stats.traffic.utilisation,

@@ -1,4 +1,4 @@
-"""Weights of a decoder that was loaded as a whole, moved to a file from which they come back as they are needed."""
+"""Any blocks of a decoder that was loaded as a whole, moved to a file from which they come back: without a planner."""
 
 from __future__ import annotations
 
