@@ -10,13 +10,15 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "eagle", "ngram", "suffix", "recycle", "hybrid"]
+Mode = Literal["naive", "classic", "share", "eagle", "glide", "ngram", "suffix", "recycle", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
-MODEL_DRAFTERS = ("share", "classic", "eagle")
+HEADS = ("eagle", "glide")
+"""Modes in which a trained head drafts."""
+MODEL_DRAFTERS = ("share", "classic", *HEADS)
 """Modes in which a model drafts, or a part of one."""
 TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
@@ -145,10 +147,10 @@ class EngineConfig:
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "share"
     """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
-    drafts. `eagle`: a trained head drafts. `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the
-    best of `hybrid_with` in each round."""
+    drafts. `eagle`, `glide`: a trained head drafts. `ngram`, `suffix`, `recycle`: tables of the text so far draft.
+    `hybrid`: the best of `hybrid_with` in each round."""
     hybrid_with: tuple[str, ...] = ("share", "suffix")
-    """What `hybrid` chooses from: at most one of share, classic and eagle, and tables."""
+    """What `hybrid` chooses from: at most one of share, classic, eagle and glide, and tables."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -164,7 +166,8 @@ class EngineConfig:
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     head: str | None = None
-    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3."""
+    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `glide`: a folder
+    that `python -m train glide` wrote."""
     num_draft: int | None = None
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
     max_draft: int = 8
@@ -173,10 +176,9 @@ class EngineConfig:
     """`share`: how many of the last tokens a draft step looks at, besides the first few; the target looks at all.
     `auto`: as the context asks for; `off`: at all."""
     tree: tuple[int, int, int] | None = None
-    """`share`, `classic`, `eagle`: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
-    children each, and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means
-    nothing, and `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole
-    tree)."""
+    """Where a model drafts: (K, depth, budget) of its trees: the K likeliest nodes of each level have K children each,
+    and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means nothing, and
+    `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole tree)."""
     dtype: DType = "auto"
     """`auto`: bfloat16."""
     device: str = "auto"
@@ -238,8 +240,9 @@ class EngineConfig:
         if self.prefill_chunk is not None:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
-        if self.head is None and "eagle" in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
-            raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+        headed = {*HEADS} & {self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())}
+        if self.head is None and headed:
+            raise ValueError(f"mode {headed.pop()} needs a trained head; give one (--head FOLDER)")
         if self.draft is not None and self.mode != "classic":
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"

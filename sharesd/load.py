@@ -30,7 +30,7 @@ from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
-from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
@@ -40,19 +40,20 @@ from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
-from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.base import Table
 from sharesd.drafters.tables.ngram import NgramTable
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import Datastore, SuffixTable, open_datastore
+from sharesd.drafters.trained import HeadDrafter
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.models.folder import identity
+from sharesd.models.folder import identity, read_config
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead, Head
 from sharesd.models.heads.native import native_block
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
@@ -128,7 +129,7 @@ class Runtime:
         self._progress, self._tensors = progress, tensors
         self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head() if "eagle" in self._needs else None
+        self._head = self._load_head() if self._head_mode else None
         if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
         self.max_context = min(config.max_context, self.target.max_context)
@@ -303,12 +304,21 @@ class Runtime:
             self._draft_folder = resolve(self.config.draft, progress=progress)
             require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
 
+    @property
+    def _head_mode(self) -> str | None:
+        """The mode in which a trained head drafts, if there is one."""
+        return next((mode for mode in HEADS if mode in self._needs), None)
+
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
-        if "eagle" in self._needs:
-            if self.config.head is None:
-                raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
-            self._head_folder = resolve(self.config.head, progress=progress)
+        if self._head_mode is None:
+            return
+        if self.config.head is None:
+            raise ValueError(f"mode {self._head_mode} needs a trained head; give one (--head FOLDER)")
+        self._head_folder = resolve(self.config.head, progress=progress)
+        mode = mode_of(read_config(self._head_folder))
+        for other in self._needs.intersection(HEADS) - {mode}:
+            raise ValueError(f"{self._head_folder} has a head for mode {mode}, not {other}; give another, or that mode")
 
     def _load_head(self) -> Head:
         """The trained head, with its linears as they run. Call it while the target has its plain ones."""
@@ -320,7 +330,7 @@ class Runtime:
         if self.device.type == "cpu":
             pack_linears(head)
             weights_on_huge_pages(head)
-        if self.compile == "native":
+        if self.compile == "native" and isinstance(head, FeatureHead):
             head.run_block = native_block(head)
         return head
 
@@ -437,9 +447,9 @@ class Runtime:
                 low_bytes=low_bytes,
                 top=top,
             )
-        if mode == "eagle":
+        if mode in HEADS:
             assert self._head is not None
-            return EagleDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+            return HeadDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:

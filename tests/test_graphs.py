@@ -26,11 +26,11 @@ from sharesd.decoding.costs import Costs
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
-from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import SuffixTable
+from sharesd.drafters.trained import HeadDrafter
 
 GREEDY = SamplingParams(max_new_tokens=8)
 SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=5)
@@ -181,6 +181,8 @@ CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
     ("eagle", SAMPLED, 2),
     ("eagle3", replace(SAMPLED, acceptance="rejection"), 1),
     ("eagle3 tree", GREEDY, 2),
+    ("glide", SAMPLED, 2),
+    ("glide tree", GREEDY, 1),
     ("suffix", SAMPLED, 2),
     ("suffix", replace(SAMPLED, acceptance="rejection"), 2),
     ("suffix", replace(SAMPLED, acceptance="block"), 1),
@@ -222,10 +224,10 @@ def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
     if name == "classic":
         return classic_engine(model, noisy(3).to(*place), num_draft=6, tree=tree, **options)
     shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
-    if "eagle" in name:
+    if name in ("eagle", "eagle3", "glide"):
         head = random_head(model, name, ids=range(3, 40, 2))
         cache = model.new_cache(batch, 160, head.config.taps)
-        drafter = EagleDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+        drafter = HeadDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
         return new_engine(model, drafter, cache=cache, **options)
     cache = model.new_cache(batch, 160)
     inner: Any = None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.heads.config import ARCHITECTURES
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
 
@@ -25,16 +26,19 @@ def make_head(
     *,
     ids: Sequence[int] | None = None,
     taps: tuple[int, ...] = (1, 2),
+    layers: tuple[int, ...] = (),
     own_embed: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     bias: bool = True,
     **changes: Any,
 ) -> Path:
-    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens."""
+    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens, `layers` what
+    GLIDE looks into (none: the last one).
+    """
     D, H, K, d, V = target.hidden_size, 4, 2, 8, target.vocab_size
     config = {
-        "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"],
+        "architectures": [ARCHITECTURES[kind]],
         "model_type": "llama",
         "vocab_size": V,
         "hidden_size": D,
@@ -55,8 +59,10 @@ def make_head(
         return (torch.randn(shape, generator=dice, dtype=torch.float64) * gain + (len(shape) == 1)).to(dtype)
 
     layer, wide = ("midlayer", 2 * D) if kind == "eagle3" else ("layers.0", D)
-    tensors = {
-        "fc.weight": random(D, len(taps) * D if kind == "eagle3" else 2 * D),
+    tensors = {}
+    if kind != "glide":
+        tensors["fc.weight"] = random(D, len(taps) * D if kind == "eagle3" else 2 * D)
+    tensors |= {
         f"{layer}.self_attn.q_proj.weight": random(H * d, wide),
         f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
         f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
@@ -66,12 +72,28 @@ def make_head(
         f"{layer}.mlp.down_proj.weight": random(D, 48),
         f"{layer}.post_attention_layernorm.weight": random(D),
     }
+    if kind == "glide":
+        width = target.num_heads * target.head_dim
+        config["glide_config"] = {
+            "target_layer_ids": list(layers or [len(target.layers) - 1]),
+            "target_num_hidden_layers": len(target.layers),
+            "target_num_attention_heads": target.num_heads,
+            "target_num_key_value_heads": target.num_kv_heads,
+            "target_head_dim": target.head_dim,
+        }
+        for i in config["glide_config"]["target_layer_ids"]:
+            cross = f"{layer}.cross_attn.{i}"
+            tensors |= {f"{cross}.q_proj.weight": random(width, D), f"{cross}.o_proj.weight": random(D, width)}
+            if target.qk_norm:
+                tensors[f"{cross}.q_norm.weight"] = random(target.head_dim)
+        for name in (f"{layer}.input_layernorm", f"{layer}.cross_attention_layernorm", "norm"):
+            tensors[f"{name}.weight"] = random(D)
     if kind == "eagle3":
         config |= {"draft_vocab_size": len(ids or range(V)), "target_hidden_size": D}
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
         for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
             tensors[f"{name}.weight"] = random(D)
-    elif bias:
+    elif bias and kind == "eagle":
         tensors["fc.bias"] = random(D) - 1
     if kind == "eagle3" or ids is not None:
         config["draft_vocab_size"] = len(ids or range(V))

@@ -27,6 +27,7 @@ from sharesd.cli.options import (
     mode_of,
     parse,
     sampling_params,
+    without_other_heads,
 )
 from sharesd.config import MODES, Mode
 
@@ -158,8 +159,12 @@ def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
     # A model of its own is loaded where asked for, and so is a head.
-    asked = {"classic": mode == "classic" or hasattr(args, "draft"), "eagle": mode == "eagle" or hasattr(args, "head")}
-    modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
+    asked = without_other_heads(MODES, args)
+    modes: tuple[Mode, ...] = tuple(
+        m
+        for m in MODES
+        if m == mode or (m in asked and (m != "classic" or hasattr(args, "draft")))  # type: ignore[misc]
+    )
     config = engine_config(args, modes=modes)
 
     from sharesd.cli.start import load_runtime

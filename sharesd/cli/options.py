@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_args
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard
 from sharesd.config import (
+    HEADS,
     MODEL_DRAFTERS,
     MODES,
     TABLES,
@@ -35,6 +36,7 @@ __all__ = [
     "modes_of",
     "parse",
     "sampling_params",
+    "without_other_heads",
 ]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -106,7 +108,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="HEAD",
-        help="trained head of mode eagle: a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3",
+        help="trained head of mode eagle, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3; or of "
+        "mode glide, a folder that `python -m train glide` wrote",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -271,19 +274,30 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
     """The modes asked for, each once, in the order of first mention; ValueError for an unknown one.
 
-    `all` are those of `default`, eagle only where a head is given.
+    `all` are those of `default`; of modes with a trained head that of the head which is given.
     """
     given = getattr(args, "mode", None)
-    offered: list[Mode] = [mode for mode in default if mode != "eagle" or hasattr(args, "head")]  # type: ignore[misc]
     if given is None:
-        return tuple(offered)
+        return tuple(without_other_heads(default, args))
     modes: list[Mode] = []
     for name in [part.strip() for text in ([given] if isinstance(given, str) else given) for part in text.split(",")]:
         plain = MODE_ALIASES.get(name, name)
         if plain != "all" and plain not in MODES:
             raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
-        modes += offered if plain == "all" else [plain]  # type: ignore[list-item]
+        modes += without_other_heads(default, args) if plain == "all" else [plain]  # type: ignore[list-item]
     return tuple(dict.fromkeys(modes))
+
+
+def without_other_heads(modes: Sequence[str], args: argparse.Namespace) -> list[Mode]:
+    """These modes, but of those with a trained head only that of the head which is given, if any."""
+    fits = None
+    if hasattr(args, "head") and {*HEADS} & {*modes}:
+        from sharesd.models.folder import read_config  # torch takes seconds
+        from sharesd.models.heads.config import mode_of
+        from sharesd.models.resolve import resolve
+
+        fits = mode_of(read_config(resolve(args.head)))
+    return [mode for mode in modes if mode not in HEADS or mode == fits]  # type: ignore[misc]
 
 
 def mode_of(args: argparse.Namespace) -> Mode:
@@ -300,8 +314,8 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
     head, mixed = getattr(args, "head", None), [name.strip() for name in args.hybrid_with.split(",")]
-    if head is not None and "eagle" not in (*modes, *(mixed if "hybrid" in modes else ())):
-        raise ValueError(f"--head is {head!r} but no mode is eagle; add --mode eagle or drop --head")
+    if head is not None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
+        raise ValueError(f"--head is {head!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")

@@ -6,12 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sharesd.config import Mode
 from sharesd.models.decoder_config import DecoderConfig
 
-Kind = Literal["eagle", "eagle3"]
-ARCHITECTURES: dict[str, str] = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
-"""Names that serving engines know heads by."""
+Kind = Literal["eagle", "eagle3", "glide"]
+ARCHITECTURES: dict[str, str] = {
+    "eagle": "LlamaForCausalLMEagle",
+    "eagle3": "LlamaForCausalLMEagle3",
+    "glide": "LlamaForCausalLMGlide",
+}
+"""Names that serving engines know heads by; there is no public layout of GLIDE, so its name is ours."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+GLIDE, GLIDE_LAYERS = "glide_config", "target_layer_ids"
+"""What config.json says of the target that a GLIDE head looks into, and where in there it says into which layers."""
+
+
+def mode_of(raw: Mapping[str, Any]) -> Mode:
+    """The mode in which a head with this config.json drafts."""
+    return "glide" if GLIDE in raw else "eagle"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,12 +31,14 @@ class HeadConfig:
     """Sizes and switches of one head."""
 
     kind: Kind
-    """`eagle`: EAGLE-1 and 2. `eagle3`: EAGLE-3."""
+    """`eagle`: EAGLE-1 and 2. `eagle3`: EAGLE-3. `glide`: GLIDE."""
     block: DecoderConfig
     """Its only block."""
     taps: tuple[int, ...]
     """Depths of the target whose hidden states it reads: numbers of blocks; one more than there are: behind the last
     norm."""
+    layers: tuple[int, ...]
+    """GLIDE: layers of the target whose keys and values it looks into, from 0."""
     target_hidden_size: int
     """Size of one of them."""
     draft_vocab_size: int
@@ -33,6 +47,11 @@ class HeadConfig:
     """EAGLE-3: the residual stream begins with the normalised state."""
     raw: Mapping[str, Any]
     """config.json, which is written as it was read."""
+
+    @property
+    def mode(self) -> Mode:
+        """In which it drafts."""
+        return mode_of(self.raw)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], kind: Kind, target: DecoderConfig) -> HeadConfig:
@@ -49,7 +68,7 @@ class HeadConfig:
                 "trained for this target"
             )
         hidden = flat.get("target_hidden_size") or target.hidden_size
-        if hidden != target.hidden_size or (kind == "eagle" and block.hidden_size != hidden):
+        if hidden != target.hidden_size or (kind != "eagle3" and block.hidden_size != hidden):
             raise ValueError(
                 f"the head is for a hidden size of {hidden if kind == 'eagle3' else block.hidden_size} and the target "
                 f"has {target.hidden_size}; give a head that was trained for this target"
@@ -57,7 +76,8 @@ class HeadConfig:
         return cls(
             kind=kind,
             block=block,
-            taps=_taps(flat, len(target.layers)) if kind == "eagle3" else (len(target.layers) + 1,),
+            taps=_taps(kind, flat, len(target.layers)),
+            layers=_layers(flat, target) if kind == "glide" else (),
             target_hidden_size=hidden,
             draft_vocab_size=flat.get("draft_vocab_size") or block.vocab_size,
             norm_before_residual=bool(flat.get("norm_before_residual", False)),
@@ -84,17 +104,22 @@ class HeadConfig:
             **changes,
         }
         if kind == "eagle3":
-            taps = _taps(raw, len(target.layers))
+            taps = _taps(kind, raw, len(target.layers))
             raw[LAYER_IDS] = list(taps)
             raw["eagle_config"] = {"use_aux_hidden_state": True, LAYER_IDS: [tap - 1 for tap in taps]}
+        if kind == "glide":
+            raw[GLIDE] = {GLIDE_LAYERS: [len(target.layers) - 1]} | raw.get(GLIDE, {}) | _sizes(target)
         return cls.of(raw, kind, target)
 
 
-def _taps(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Depths that EAGLE-3 reads. At the top of a config they count the blocks before, as vLLM reads them; in
-    `eagle_config` they name the block whose output is meant, as SGLang reads it. Ascending, as engines collect them.
-    ValueError where both disagree.
+def _taps(kind: Kind, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Depths that a head reads: EAGLE behind the last norm, GLIDE none.
+
+    Of EAGLE-3, at the top of a config they count the blocks before, as vLLM reads them; in `eagle_config` they name the
+    block whose output is meant, as SGLang reads it. Ascending, as engines collect them. ValueError where both disagree.
     """
+    if kind != "eagle3":
+        return (num_layers + 1,) if kind == "eagle" else ()
     outer = raw.get(LAYER_IDS)
     inner = (raw.get("eagle_config") or {}).get(LAYER_IDS)
     found = {tuple(ids) for ids in (outer, inner and [i + 1 for i in inner]) if ids}
@@ -107,3 +132,36 @@ def _taps(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
             f"give a head that was trained for this target, or other {LAYER_IDS} in its config.json"
         )
     return taps
+
+
+def _layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, ...]:
+    """Layers of the target that a GLIDE head looks into. ValueError where they are those of another target."""
+    given = raw.get(GLIDE) or {}
+    for name, size in _sizes(target).items():
+        if given.get(name) != size:
+            raise ValueError(
+                f"{GLIDE} says {name} {given.get(name)} and the target's is {size}; give a head that was trained for "
+                "this target"
+            )
+    layers = tuple(given.get(GLIDE_LAYERS) or ())
+    if not layers or not all(0 <= layer < len(target.layers) for layer in layers) or len(set(layers)) < len(layers):
+        raise ValueError(
+            f"{GLIDE_LAYERS} is {list(layers)} and the target has {len(target.layers)} layers; name at least one, each "
+            "once, from 0"
+        )
+    if target.attn_softcap:
+        raise ValueError(
+            f"GLIDE heads do not look into targets that squash attention scores (here to {target.attn_softcap:g}); "
+            "give an EAGLE head"
+        )
+    return layers
+
+
+def _sizes(target: DecoderConfig) -> dict[str, int]:
+    """What a GLIDE head's cross-attention depends on."""
+    return {
+        "target_num_hidden_layers": len(target.layers),
+        "target_num_attention_heads": target.num_heads,
+        "target_num_key_value_heads": target.num_kv_heads,
+        "target_head_dim": target.head_dim,
+    }

@@ -1,4 +1,10 @@
-"""Trained heads from and to checkpoint folders, in the layouts that serving engines read."""
+"""Trained heads from and to checkpoint folders, in the layouts that serving engines read.
+
+GLIDE has no public layout. Ours is EAGLE's with another block: `layers.0.cross_attn.L.q_proj`, `.o_proj` (and
+`.q_norm`, where the target normalises its queries) for each layer L of the target that is looked into, the norms
+`input_layernorm`, `cross_attention_layernorm` and `post_attention_layernorm`, `norm`, and no `fc`. The config's
+`glide_config` has `target_layer_ids` and the target's sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,13 +20,14 @@ from torch import Tensor
 
 from sharesd.models import folder as files
 from sharesd.models.decoder import Decoder
-from sharesd.models.heads.config import HeadConfig, Kind
+from sharesd.models.heads.config import HeadConfig, Kind, mode_of
 from sharesd.models.heads.eagle import Eagle
 from sharesd.models.heads.eagle3 import Eagle3
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.glide import Glide
+from sharesd.models.heads.head import FeatureHead, Head
 from sharesd.models.weights import block_slots, fill
 
-LAYER = {"eagle": "layers.0", "eagle3": "midlayer"}
+LAYER = {"eagle": "layers.0", "eagle3": "midlayer", "glide": "layers.0"}
 """What the block is called in files that we write."""
 
 
@@ -39,7 +47,7 @@ def load_head(folder: Path, target: Decoder) -> Head:
         if not name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
             tensors[name] = stored_name, tensor
     try:
-        config = HeadConfig.of(raw, _kind(tensors), target.config)
+        config = HeadConfig.of(raw, _kind(raw, tensors), target.config)
         ids_K = _draft_ids(tensors, config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -65,13 +73,16 @@ def new_head(
     own_lm_head: bool = False,
     fc_bias: bool | None = None,
 ) -> Head:
-    """A head without values; see `Eagle` and `Eagle3`, which always has an LM head of its own."""
+    """A head without values; see `Eagle`, `Eagle3`, which always has an LM head of its own, and `Glide`."""
     if ids_K is not None:
         ids_K = ids_K.to(target.get_buffer("cos_0").device)
     bias = {} if fc_bias is None else {"fc_bias": fc_bias}
+    own_lm_head = own_lm_head or ids_K is not None
+    if config.kind == "glide":
+        return Glide(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head)
     if config.kind == "eagle3":
         return Eagle3(config, target, ids_K=ids_K, own_embed=own_embed, **bias)
-    return Eagle(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head or ids_K is not None, **bias)
+    return Eagle(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head, **bias)
 
 
 def save_head(head: Head, folder: Path) -> None:
@@ -90,10 +101,12 @@ def save_head(head: Head, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _kind(tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:
-    """Which head has tensors of these names; ValueError for none that is known."""
+def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:
+    """Which head has such a config and tensors of these names; ValueError for none that is known."""
+    if mode_of(raw) == "glide":
+        return "glide"
     if "fc.weight" not in tensors:
-        raise ValueError("there is no tensor fc.weight; give the folder of an EAGLE or EAGLE-3 head")
+        raise ValueError("there is no tensor fc.weight; give the folder of an EAGLE, EAGLE-3 or GLIDE head")
     return "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
 
 
@@ -122,10 +135,18 @@ def _slots(head: Head) -> Iterator[tuple[str, Tensor]]:
     """Where each tensor goes: its name and a view of the parameter."""
     if head.embed is not None:
         yield "embed_tokens.weight", head.embed.weight.data
-    for part, parameter in head.fc.named_parameters():
-        yield f"fc.{part}", parameter.data
+    if isinstance(head, FeatureHead):
+        for part, parameter in head.fc.named_parameters():
+            yield f"fc.{part}", parameter.data
     for name, tensor in block_slots(head.block, head.config.block):
         yield f"layers.0.{name}", tensor
+    if isinstance(head, Glide):
+        for cross in head.block.cross:
+            for name, module in (("q_proj", cross.q), ("o_proj", cross.o), ("q_norm", cross.q_norm)):
+                if module is not None:
+                    yield f"layers.0.cross_attn.{cross.layer}.{name}.weight", module.weight.data
+        yield "layers.0.cross_attention_layernorm.weight", head.block.cross_norm.weight.data
+        yield "norm.weight", head.norm.weight.data
     if isinstance(head, Eagle3):
         yield "layers.0.input_layernorm.weight", head.embed_norm.weight.data
         yield "layers.0.hidden_norm.weight", head.state_norm.weight.data

@@ -1,11 +1,8 @@
-"""What all trained heads are: one decoder block that reads, at each place, the target's hidden states of a token and
-the embedding of the next one, and guesses the token after that.
+"""What all trained heads are: one decoder block that reads, at each place, features that the target has made of a token
+and the embedding of the next one, and guesses the token after that from its own **state**.
 
-What a head makes of a place, its **state**, stands in for the target's hidden states at the next one, of which there
-are none yet: so a chain of guesses goes on.
-
-Legend: B rows, T places, R kept places, F features (the target's hidden states of all depths that are read), D hidden
-size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
+Legend: B rows, T places, F features (hidden states of all depths that are read, or keys and values), D hidden size, E
+inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
 """
 
 from __future__ import annotations
@@ -47,16 +44,12 @@ class HeadBlock(nn.Module):
 class Head(nn.Module):
     """A head for one target, whose embedding and LM head it uses where it has none of its own."""
 
-    fc: nn.Linear
-    block: HeadBlock
+    block: Any
+    """Its only block, whose `attn` is over its own cache."""
     lm_head: nn.Linear | None
 
-    def __init__(
-        self, config: HeadConfig, target: Decoder, *, inputs: int, ids_K: Tensor | None, own_embed: bool
-    ) -> None:
-        """`inputs` of the queries (E). `ids_K`: the target's ids of the draft tokens; None = all of the vocabulary.
-        Parameters have no values yet.
-        """
+    def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
+        """`ids_K`: the target's ids of the draft tokens; None = all. Parameters have no values yet."""
         super().__init__()
         self.config = config
         self._target = (target,)  # in a tuple, since it is no part of this module
@@ -64,16 +57,106 @@ class Head(nn.Module):
         self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
         table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
         self.embed = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
-        self.block = HeadBlock(config, inputs, **self.place)
         inv_freq_r, factor = rope.frequencies(c.ropes[0], c.head_dim, c.max_positions)
         cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
         self.register_buffer("cos", cos_Pr, persistent=False)
         self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
+
+    def before_logits(self, states_BTD: Tensor) -> Tensor:
+        """What the LM head is given."""
+        raise NotImplementedError
+
+    def read(
+        self,
+        tokens_BS: Tensor,
+        target: StaticKVCache,
+        num: int,
+        cache: StaticKVCache,
+        states_BPD: Tensor | None = None,
+    ) -> None:
+        """Read `num` places of texts, from `cache.lengths` on, into the head's own cache. Tokens lie by slot, as the
+        target's features do.
+
+        With `states`, the first one of each row becomes that of the last place below the target's length. What lies
+        behind that one means nothing. Without, only keys and values are wanted.
+        """
+        raise NotImplementedError
+
+    def go_on(
+        self,
+        tokens_BF: Tensor,
+        target: StaticKVCache,
+        cache: StaticKVCache,
+        states_BPD: Tensor,
+        branches: Branches | None = None,
+    ) -> Tensor:
+        """States [B, F, D] of guesses: the next one of a chain (F = 1), or nodes of a tree. They lie in slots
+        lengths..lengths+F-1 of the head's own cache, or as `branches` say, and behind the target's length.
+
+        Those that others may go on from are kept in `states`: of the root, or the last guess of a chain, and then of
+        the nodes of a tree by the slots in which they lie, counted from the length.
+        """
+        raise NotImplementedError
+
+    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
+        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
+        `steps`: plain operations, without a cache, through which gradients flow.
+
+        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
+        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
+        of it mean nothing.
+        """
+        raise NotImplementedError
+
+    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
+        """An empty cache of the block's keys and values."""
+        c = self.config.block
+        return StaticKVCache(shapes=[(c.num_kv_heads, c.head_dim)], batch=batch, slots=slots, **self.place)
+
+    def logits(self, states_BTD: Tensor) -> Tensor:
+        """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
+        narrow_BTK = self.draft_logits(states_BTD)
+        if self.ids is None:
+            return narrow_BTK
+        wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], self.config.block.vocab_size), -torch.inf)
+        return wide_BTV.index_copy_(2, self.get_buffer("ids"), narrow_BTK)
+
+    def draft_logits(self, states_BTD: Tensor) -> Tensor:
+        """[B, T, K] over the draft tokens."""
+        return project(self.lm_head or self._target[0].head, self.before_logits(states_BTD))
+
+    def _heads(self, inputs_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, d] of whole texts."""
+        attn, T = self.block.attn, inputs_BTE.shape[1]
+        heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
+        q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
+        if attn.q_norm is not None and attn.k_norm is not None:
+            q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
+        tables = (self.get_buffer("cos")[None, :T], self.get_buffer("sin")[None, :T])
+        q_BTHd, k_BTKd = rotate(q_BTHd, *tables), rotate(k_BTKd, *tables)
+        return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        return (self.embed or self._target[0].embed)(tokens_BT)
+
+
+class FeatureHead(Head):
+    """A head whose features are hidden states of the target. Its own state of a place stands in for those of the next
+    one, of which there are none yet: so a chain of guesses goes on.
+    """
+
+    fc: nn.Linear
+    block: HeadBlock
+
+    def __init__(self, config: HeadConfig, target: Decoder, *, inputs: int, **options: Any) -> None:
+        """`inputs` of the queries (E); `options` are those of `Head`."""
+        super().__init__(config, target, **options)
+        self.block = HeadBlock(config, inputs, **self.place)
         self.run_block: Callable[..., Tensor] | None = None
         """(x, cache, branches, inputs) -> x: the block, where compilation puts something of its own here."""
 
-    # ---- what differs between heads
+    # ---- what differs between such heads
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         """The state [B, T, D] that the target's hidden states amount to."""
@@ -83,16 +166,7 @@ class Head(nn.Module):
         """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
         raise NotImplementedError
 
-    def before_logits(self, states_BTD: Tensor) -> Tensor:
-        """What the LM head is given."""
-        raise NotImplementedError
-
     # ---- what does not
-
-    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache of the block's keys and values."""
-        c = self.config.block
-        return StaticKVCache(shapes=[(c.num_kv_heads, c.head_dim)], batch=batch, slots=slots, **self.place)
 
     def forward(
         self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
@@ -107,26 +181,42 @@ class Head(nn.Module):
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
         return self.block(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], cache.lengths, *(branches or ()))
 
-    def logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
-        narrow_BTK = self.draft_logits(states_BTD)
-        if self.ids is None:
-            return narrow_BTK
-        wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], self.config.block.vocab_size), -torch.inf)
-        return wide_BTV.index_copy_(2, self.get_buffer("ids"), narrow_BTK)
+    def read(
+        self,
+        tokens_BS: Tensor,
+        target: StaticKVCache,
+        num: int,
+        cache: StaticKVCache,
+        states_BPD: Tensor | None = None,
+    ) -> None:
+        assert target.features is not None
+        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        features_BTF = target.features.gather(1, each(places_BT, target.features))
+        states_BTD = self(tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF), cache)
+        if states_BPD is not None:
+            states_BPD[:, :1] = last_of(states_BTD, target, cache)
 
-    def draft_logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, K] over the draft tokens."""
-        return project(self.lm_head or self._target[0].head, self.before_logits(states_BTD))
+    def go_on(
+        self,
+        tokens_BF: Tensor,
+        target: StaticKVCache,
+        cache: StaticKVCache,
+        states_BPD: Tensor,
+        branches: Branches | None = None,
+    ) -> Tensor:
+        if branches is None:
+            states_BPD[:, :1] = self(tokens_BF, states_BPD[:, :1], cache)
+            return states_BPD[:, :1]
+        depth_BF, path_BFP = branches
+        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
+        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
+        above_BF = above_BF.where(depth_BF > 0, 0)
+        states_BFD = self(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), cache, branches)
+        states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
+        return states_BFD
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
-        `steps`: plain operations, without a cache, through which gradients flow (training-time test, EAGLE-3).
-
-        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
-        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
-        of it mean nothing.
-        """
+        """As `Head.unroll`: training-time test (EAGLE-3)."""
         T, device = tokens_BT.shape[1], tokens_BT.device
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.arange(T, device=device)
@@ -153,16 +243,13 @@ class Head(nn.Module):
             states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
         return unrolled
 
-    def _heads(self, inputs_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, d] of whole texts."""
-        attn, T = self.block.attn, inputs_BTE.shape[1]
-        heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
-        q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
-        if attn.q_norm is not None and attn.k_norm is not None:
-            q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
-        tables = (self.get_buffer("cos")[None, :T], self.get_buffer("sin")[None, :T])
-        q_BTHd, k_BTKd = rotate(q_BTHd, *tables), rotate(k_BTKd, *tables)
-        return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
 
-    def _embed(self, tokens_BT: Tensor) -> Tensor:
-        return (self.embed or self._target[0].embed)(tokens_BT)
+def last_of(x_BTD: Tensor, target: StaticKVCache, cache: StaticKVCache) -> Tensor:
+    """Of new places in the head's own cache the last one [B, 1, D] below the target's length."""
+    last_B1 = (target.lengths - 1 - cache.lengths).clamp(min=0)[:, None]
+    return x_BTD.gather(1, each(last_B1, x_BTD))
+
+
+def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
+    """Indices [B, X, Z] of whole entries."""
+    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])

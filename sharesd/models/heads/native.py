@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from compile.stack import NativeStack
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead
 
 
-def native_block(head: Head) -> NativeStack:
+def native_block(head: FeatureHead) -> NativeStack:
     """The head's block in one call of the CPU kernel, once its linears are packed. Raises Unsuited."""
     return NativeStack(
         [head.block],

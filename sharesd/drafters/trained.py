@@ -1,12 +1,11 @@
-"""A trained head drafts, from the hidden states that the target keeps beside its KV (EAGLE, EAGLE-2 and EAGLE-3).
+"""A trained head drafts, from what the target keeps: its KV (GLIDE), or hidden states beside it (EAGLE, EAGLE-3).
 
 Place t of the head's own cache holds what it makes of the target's features of token t and of the token behind it. All
 that is known of a text the head has read from the target's own features, whoever drafted meanwhile; what it wrote above
-while it guessed, from states of its own, is overwritten by the first step of the next draft. So its cache needs no
-rollback, and nothing moves with an accepted path.
+while it guessed is overwritten by the first step of the next draft. So its cache needs no rollback, and nothing moves
+with an accepted path.
 
-Legend: B rows, R places of a draft's first step, S slots, F features, P states that guesses may go on from, D hidden
-size, V vocabulary.
+Legend: B rows, S slots, P states that guesses may go on from, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from sharesd.drafters.grown import ModelDraft
 from sharesd.models.heads.head import Head
 
 
-class EagleDrafter:
+class HeadDrafter:
     """A head, with a KV cache of its own. Of the tokens that its cache `held` it has read all places but the last."""
 
-    name = "eagle"
     on_host = False
     reads = False  # a pass of one block over the missed tokens
     ahead = False  # the host tells it the tokens of other drafters' rounds
@@ -36,9 +34,10 @@ class EagleDrafter:
     def __init__(
         self, head: Head, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
     ) -> None:
-        """`target` is the target's cache, with the features that the head reads. `top` is the number of nodes that a
-        tree expands on each level, and of their children.
+        """`target` is the target's cache, with the hidden states that the head reads, if any. `top` is the number of
+        nodes that a tree expands on each level, and of their children.
         """
+        self.name: str = head.config.mode
         self.head, self.shapes, self._top, self._weight_bytes = head, shapes, top, weight_bytes
         self.trees = shapes[-1].is_tree
         self.cache, self._target = head.new_cache(target.batch, target.slots), target
@@ -56,12 +55,10 @@ class EagleDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         held = self.cache.held[row]
         own, target = self.cache.rows(row, row + 1), self._target.rows(row, row + 1)
-        assert target.features is not None
         for first in range(max(0, len(held) - 1), len(tokens) - 1, CHUNK):
             end = min(first + CHUNK, len(tokens) - 1)
             own.lengths.fill_(first)
-            tokens_1T = self._tokens_BS[row : row + 1, first + 1 : end + 1]
-            self.head(tokens_1T, self.head.fuse(target.features[:, first:end]), own)
+            self.head.read(self._tokens_BS[row : row + 1], target, end - first, own)
         held += tokens[len(held) :]
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
@@ -108,7 +105,7 @@ class EagleDrafter:
 
 
 class _HeadGuesser:
-    """The head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
+    """The head as `sharesd.drafters.guesser.Guesser`."""
 
     def __init__(
         self,
@@ -128,36 +125,17 @@ class _HeadGuesser:
         """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
 
     def start(self) -> Tensor:
-        at_B, places_B, R = self.root_at_B, self._ahead.lengths, self._lead()
-        assert self._target.features is not None
-        torch.sub(at_B, R, out=places_B)
+        at_B, places_B, num = self.root_at_B, self._ahead.lengths, self._lead()
+        torch.sub(at_B, num, out=places_B)
         places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
-        places_BR = places_B[:, None] + torch.arange(R, device=at_B.device)
-        tokens_BR = self._tokens_BS.gather(1, places_BR + 1)
-        features_BRF = self._target.features.gather(1, _each(places_BR, self._target.features))
-        states_BRD = self._head(tokens_BR, self._head.fuse(features_BRF), self._ahead)
-        last_B1 = (at_B - 1 - places_B).clamp(min=0)[:, None]
-        self._states_BPD[:, :1] = states_BRD.gather(1, _each(last_B1, states_BRD))
+        self._head.read(self._tokens_BS, self._target, num, self._ahead, self._states_BPD)
         places_B.copy_(at_B)
         torch.add(at_B, 1, out=self.next_at_B)
         return self._head.logits(self._states_BPD[:, :1])
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        states_BPD = self._states_BPD
+        states_BFD = self._head.go_on(tokens_BF, self._target, self._ahead, self._states_BPD, branches)
         if branches is None:
-            states_BPD[:, :1] = self._head(tokens_BF, states_BPD[:, :1], self._ahead)
             self._ahead.lengths += 1
             self.next_at_B += 1
-            return self._head.logits(states_BPD[:, :1])
-        depth_BF, path_BFP = branches
-        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
-        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
-        above_BF = above_BF.where(depth_BF > 0, 0)
-        states_BFD = self._head(tokens_BF, states_BPD.gather(1, _each(above_BF, states_BPD)), self._ahead, branches)
-        states_BPD.scatter_(1, _each(own_BF, states_BPD), states_BFD)
         return self._head.logits(states_BFD)
-
-
-def _each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
-    """Indices [B, X, Z] of whole entries."""
-    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
