@@ -1,1 +1,1 @@
-"""`python -m train eagle` and `eagle3`: heads that learn from the frozen target's hidden states and logits."""
+"""`python -m train eagle`, `eagle3` and `glide`: heads that learn from the frozen target's hidden states and logits."""

@@ -1,4 +1,4 @@
-"""`eagle`, `eagle3`: train a head for a target, on the target's own answers."""
+"""`eagle`, `eagle3`, `glide`: train a head for a target, on the target's own answers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("train an EAGLE head", {"draft_vocab": None, "feature_weight": 0.1}),
     "eagle3": ("train an EAGLE-3 head", {"draft_vocab": 8192, "feature_weight": 0.0}),
+    "glide": ("train a GLIDE head", {"draft_vocab": 8192, "feature_weight": 0.0}),
 }
 SAMPLE = 3
 """Steps that a dry run takes, the first of which is not timed."""
@@ -62,6 +63,12 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
             "--taps",
             metavar="N,N,N",
             help="hidden states that it reads, behind so many blocks (default: 2, half, all but 3)",
+        )
+    if kind == "glide":
+        group.add_argument(
+            "--layers",
+            metavar="N,N",
+            help="layers of the target whose keys and values it looks into, from 0 (default: the last)",
         )
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
@@ -244,8 +251,9 @@ def _costs(args: argparse.Namespace) -> Costs | None:
 
 
 def _taps(args: argparse.Namespace) -> tuple[int, ...]:
-    given = getattr(args, "taps", None)
+    name = "layers" if args.kind == "glide" else "taps"
+    given = getattr(args, name, None)
     try:
         return tuple(map(int, given.split(","))) if given else ()
     except ValueError:
-        raise ValueError(f"--taps is {given!r}; give numbers of blocks, for example 2,15,27") from None
+        raise ValueError(f"--{name} is {given!r}; give numbers of blocks, for example 2,15,27") from None

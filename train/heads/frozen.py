@@ -1,6 +1,6 @@
 """The target that a head learns from: frozen, in its own dtype, through the kernels that decode.
 
-Legend: N tokens of a text, T places of it, F features, D hidden size, V vocabulary.
+Legend: N tokens of a text, T places of it, F features, D hidden size, K key/value heads, d head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Lesson(NamedTuple):
 class FrozenTarget:
     """Reads one text at a time, so that no text sees another and nothing is padded."""
 
-    def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int) -> None:
-        """`taps` are those of the head. What needs the decoder's plain linears comes before."""
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int, layers: tuple[int, ...] = ()) -> None:
+        """`taps` and `layers` are those of the head. What needs the decoder's plain linears comes before."""
+        self.decoder, self._layers = decoder, layers
         self.dtype = torch.promote_types(decoder.embed.weight.dtype, torch.float32)
         """Of lessons."""
         self._num_features = len(taps) * decoder.config.hidden_size
@@ -82,13 +82,19 @@ class FrozenTarget:
             self.decoder(tokens_N[None, first : first + CHUNK], cache, keep_11)
         assert cache.features is not None
         hidden_NF = cache.features[0, : len(tokens_N)].to(self.dtype, copy=True)  # the next text goes there
+        seen = [hidden_NF[:, : self._num_features], *self._keys_and_values(len(tokens_N))]
         return Lesson(
             tokens_1T=tokens_N[None, 1:-1],
-            features_1TF=hidden_NF[None, :-2, : self._num_features],
+            features_1TF=torch.cat(seen, 1)[None, :-2],
             teacher_TD=hidden_NF[1:-1, -self.decoder.config.hidden_size :],
             foretold_T=tokens_N[2:],
             said_N=said_N,
         )
+
+    def _keys_and_values(self, num: int) -> list[Tensor]:
+        """Of a text that was read: keys, then values [num, K * d], of each layer that the head looks into."""
+        both = (part_1KNd[0] for layer in self._layers for part_1KNd in self._cache.kv(layer, num))
+        return [part_KNd.transpose(0, 1).flatten(1).to(self.dtype, copy=True) for part_KNd in both]
 
 
 def _decode_natively(decoder: Decoder) -> None:

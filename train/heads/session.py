@@ -52,7 +52,7 @@ class Task:
     draft_vocab: int | None = None
     """Tokens that the head can guess; None = all."""
     taps: tuple[int, ...] = ()
-    """EAGLE-3: depths that it reads; none = the usual ones."""
+    """EAGLE-3: depths that it reads. GLIDE: layers of the target that it looks into. None = the usual ones."""
     held_out: float = 0.05
     """Share of prompts to measure with."""
     chain: int = 5
@@ -94,8 +94,9 @@ class Session:
         weight_VD = target.head.weight
         wide = next(self.head.parameters()).dtype
         teacher = Teacher((weight_VD if ids_K is None else weight_VD[ids_K]).to(wide), target.config.final_softcap)
+        head_config = self._written.config
         target_bytes = sum(parameter.nbytes for parameter in target.parameters())
-        self.frozen = FrozenTarget(target, self._written.config.taps, task.max_length)
+        self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.layers)
         self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
         head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
@@ -160,10 +161,10 @@ class Session:
 
     def _measured_costs(self) -> Costs:
         """Of rounds with this head on this machine, as the engine measures them."""
-        task = self.task
+        task, mode = self.task, self.head.config.mode
         config = EngineConfig(
             target=task.target,
-            mode="eagle",
+            mode=mode,
             head=str(self._out / LAST),
             dtype=task.dtype,
             device=task.device,
@@ -171,12 +172,12 @@ class Session:
             max_draft=task.chain,
         )
         params = SamplingParams()
-        return Runtime(config).engine("eagle", warm=params).way(params).policy.costs
+        return Runtime(config).engine(mode, warm=params).way(params).policy.costs
 
 
 def _twin(head: Head, target: Any) -> Head:
     """The head in the dtype of lessons, whose parameters learn."""
-    wide = torch.promote_types(head.fc.weight.dtype, torch.float32)
+    wide = torch.promote_types(head.place["dtype"], torch.float32)
     ids_K = None if head.ids is None else head.get_buffer("ids")
     twin = new_head(head.config, target, ids_K=ids_K).to(wide)
     twin.load_state_dict(head.state_dict())

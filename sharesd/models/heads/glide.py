@@ -27,8 +27,8 @@ from sharesd.models.heads.head import Head, last_of
 class CrossAttention(nn.Module):
     """Queries at positions of their own, into one layer of the target as its own queries look into it.
 
-    Each sees an entry of zeros besides, so that it may look at nothing; on a device that is where the kernel wants new
-    keys and values, in the slot behind the target's, which belongs to nobody.
+    Each sees an entry of zeros besides, so that it may look at nothing: what a step writes behind the target's length,
+    where drafts may write.
     """
 
     def __init__(self, config: HeadConfig, target: Decoder, layer: int, **place) -> None:
@@ -49,7 +49,7 @@ class CrossAttention(nn.Module):
         q_BTHd = self._queries(x_BTD, first_B, branches)
         (B, T, _, d), at = q_BTHd.shape, self.layer
         nothing_BTKd = q_BTHd.new_zeros(B, T, self.num_kv_heads, d)
-        same_BT1 = target.lengths.new_zeros(B, T, 1)
+        same_BT1 = target.lengths.new_zeros(B, T, 1)  # all of them in one slot
         return attend(
             q_BTHd,
             nothing_BTKd,
