@@ -4,7 +4,7 @@
 #   PROMPTS="a.json b.jsonl" bash train.sh    bash train.sh --smoke: a tiny model, all of it checked, in well under a minute
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
-HEAD=${HEAD:-eagle3}                       # or eagle, glide
+HEAD=${HEAD:-eagle3}                       # or eagle, parallel, glide
 TARGET=${TARGET:-}                         # checkpoint folder, .gguf file or hub id; empty: the embedded model
 OUT=${OUT:-results/train-$HEAD}            # answers, head and report
 NUM_PROMPTS=${NUM_PROMPTS:-500}            # of each file

@@ -22,7 +22,7 @@ from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 31
+_Step = ctypes.c_int64 * 30
 
 
 class Unsuited(ValueError):
@@ -53,34 +53,45 @@ class NativeStack:
         self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
         assert self._table.shape[1] == _BLOCK_WORDS
         attn = blocks[0].attn
-        self._normed = getattr(blocks[0].attn_norm, "weight", None) is not None
         self._sizes = (attn.num_heads, attn.num_kv_heads, attn.head_dim)
-        self._mlp_size = _full(blocks[0].mlp.down).in_features
+        self.hidden_size = full_of(attn.o).out_features
+        self._mlp_size = full_of(blocks[0].mlp.down).in_features
         self._activation = ACTIVATIONS.index(activation)
-        self._constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
+        self.constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
 
-    def __call__(
-        self, x_BTD: Tensor, cache: Any, branches: Branches | None = None, inputs_BTE: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
         """The residual stream after all blocks and the norm.
 
         `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
         every block in the layout of `compile.attention.new_kv`, which keep their places; if it has those of the first
         few only, no others run. With `features` [B, slots, taps * D] the rows behind as many blocks as `taps` say are
-        copied there (one more than there are: behind the norm, too). `inputs` are those of attentions whose block has
-        no norm before them; `x` is then the residual stream only.
+        copied there (one more than there are: behind the norm, too).
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
-        B, T, D = x_BTD.shape
-        assert (inputs_BTE is None) == self._normed, "inputs are for blocks without a norm before their attention"
-        inputs_BTE = None if inputs_BTE is None else inputs_BTE.contiguous()
+        taps = (ctypes.c_int64 * len(cache.taps))(*cache.taps)
+        kept = None if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))
+        step = _Step(*self.words(x_BTD.shape, cache, branches, x_BTD.data_ptr(), kept or (0, 0, 0)))
+        kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
+            ctypes.addressof(step), *self.constants
+        )
+        return x_BTD
+
+    def words(
+        self,
+        shape: Sequence[int],
+        cache: Any,
+        branches: Branches | None,
+        x: int = 0,
+        features: tuple[int, int, int] = (0, 0, 0),
+    ) -> list[int]:
+        """The words of `struct Step` for rows of this shape, [B, T, D]; `x` and `features` are its addresses."""
+        B, T, D = shape
         H, K, d = self._sizes
         kv = self._kv.get(cache)
         if kv is None:
             kv = self._kv[cache] = torch.tensor([t.data_ptr() for t in (*cache.k, *cache.v)])
         positions, r = self._tables[0][0].shape
-        taps = (ctypes.c_int64 * len(cache.taps))(*cache.taps)
-        step = _Step(
+        return [
             self._table.data_ptr(),
             len(cache.k),
             kv.data_ptr(),
@@ -88,21 +99,16 @@ class NativeStack:
             len(self._tables),
             positions,
             cache.lengths.data_ptr(),
-            x_BTD.data_ptr(),
-            *_norm_words(self._norm),
+            x,
+            *norm_words(self._norm),
             *(B, T, H, K, cache.slots, d, r, D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
             cache.recent,
             *((0, 0, 0) if branches is None else branches.words()),
-            *((0, 0, 0) if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))),
-            0 if inputs_BTE is None else inputs_BTE.data_ptr(),
+            *features,
             CREW.lost_address,
-        )
-        kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
-            ctypes.addressof(step), *self._constants
-        )
-        return x_BTD
+        ]
 
 
 def _describe(block: Any, rope: int) -> list[int]:
@@ -110,21 +116,22 @@ def _describe(block: Any, rope: int) -> list[int]:
     attn, mlp = block.attn, block.mlp
     words: list[int] = []
     for norm in (block.attn_norm, attn.q_norm, attn.k_norm, block.attn_out_norm, block.mlp_norm, block.mlp_out_norm):
-        words += _norm_words(norm)
+        words += norm_words(norm)
     linears = (attn.qkv, attn.o, mlp.gate_up, mlp.down)
-    for part in (_full, _lowered):
+    for part in (full_of, _lowered):
         for linear in linears:
-            words += _words(part(linear))
+            words += linear_words(part(linear))
     return [*words, attn.window, rope]
 
 
-def _norm_words(norm: Any) -> list[int]:
+def norm_words(norm: Any) -> list[int]:
     """The words of `struct Norm`."""
     weight = getattr(norm, "weight", None)
     return [0, 0] if weight is None else [weight.data_ptr(), int(norm.gemma)]
 
 
-def _full(linear: Any) -> Any:
+def full_of(linear: Any) -> Any:
+    """What a linear is at full precision."""
     return getattr(linear, "full", linear)
 
 
@@ -132,7 +139,7 @@ def _lowered(linear: Any) -> Any:
     return getattr(linear, "low", linear)
 
 
-def _words(linear: Any) -> list[int]:
+def linear_words(linear: Any) -> list[int]:
     """The words of `struct Linear`."""
     if isinstance(linear, PackedLinear):
         bits, group = 0, 0

@@ -10,14 +10,16 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "eagle", "glide", "ngram", "suffix", "recycle", "hybrid"]
+Mode = Literal["naive", "classic", "share", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
-HEADS = ("eagle", "glide")
+HEADS = ("eagle", "parallel", "glide")
 """Modes in which a trained head drafts."""
+PARALLEL_HEAD, GLIDE_HEAD = "LlamaForCausalLMParallel", "LlamaForCausalLMGlide"
+"""The architectures that config.json names where a head is one of mode `parallel` or `glide`."""
 MODEL_DRAFTERS = ("share", "classic", *HEADS)
 """Modes in which a model drafts, or a part of one."""
 TABLES = ("ngram", "suffix", "recycle")
@@ -147,10 +149,11 @@ class EngineConfig:
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "share"
     """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
-    drafts. `eagle`, `glide`: a trained head drafts. `ngram`, `suffix`, `recycle`: tables of the text so far draft.
-    `hybrid`: the best of `hybrid_with` in each round."""
+    drafts. `eagle`: a trained head drafts, token by token. `parallel`: a head that drafts all tokens in one pass.
+    `glide`: a head that looks into the target's KV.
+    `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each round."""
     hybrid_with: tuple[str, ...] = ("share", "suffix")
-    """What `hybrid` chooses from: at most one of share, classic, eagle and glide, and tables."""
+    """What `hybrid` chooses from: at most one of share, classic, eagle, parallel and glide, and tables."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -166,8 +169,8 @@ class EngineConfig:
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     head: str | None = None
-    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `glide`: a folder
-    that `python -m train glide` wrote."""
+    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`,
+    `glide`: the head, as `python -m train parallel` and `glide` write it."""
     num_draft: int | None = None
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
     max_draft: int = 8
@@ -176,9 +179,10 @@ class EngineConfig:
     """`share`: how many of the last tokens a draft step looks at, besides the first few; the target looks at all.
     `auto`: as the context asks for; `off`: at all."""
     tree: tuple[int, int, int] | None = None
-    """Where a model drafts: (K, depth, budget) of its trees: the K likeliest nodes of each level have K children each,
-    and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means nothing, and
-    `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole tree)."""
+    """`share`, `classic` and heads: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
+    children each, and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means
+    nothing, and `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole
+    tree)."""
     dtype: DType = "auto"
     """`auto`: bfloat16."""
     device: str = "auto"
@@ -240,9 +244,9 @@ class EngineConfig:
         if self.prefill_chunk is not None:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
-        headed = {*HEADS} & {self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())}
-        if self.head is None and headed:
-            raise ValueError(f"mode {headed.pop()} needs a trained head; give one (--head FOLDER)")
+        for mode in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
+            if mode in HEADS and self.head is None:
+                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
         if self.draft is not None and self.mode != "classic":
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"

@@ -40,21 +40,24 @@ from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.base import Table
 from sharesd.drafters.tables.ngram import NgramTable
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import Datastore, SuffixTable, open_datastore
-from sharesd.drafters.trained import HeadDrafter
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.models.folder import identity, read_config
+from sharesd.models.folder import identity
 from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import FeatureHead, Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
+from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.models.weights import Tensors, load_model, resolve
@@ -129,11 +132,13 @@ class Runtime:
         self._progress, self._tensors = progress, tensors
         self.target = self._load(folder, tensors)
         self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head() if self._head_mode else None
+        self._head = self._load_head() if self._needs & {*HEADS} else None
         if "share" in self._needs:
             self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
+        if isinstance(self._head, FeatureHead) and self.compile == "native" and len(self._head.blocks) == 1:
+            self._head.native = native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -304,34 +309,26 @@ class Runtime:
             self._draft_folder = resolve(self.config.draft, progress=progress)
             require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
 
-    @property
-    def _head_mode(self) -> str | None:
-        """The mode in which a trained head drafts, if there is one."""
-        return next((mode for mode in HEADS if mode in self._needs), None)
-
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
-        if self._head_mode is None:
-            return
-        if self.config.head is None:
-            raise ValueError(f"mode {self._head_mode} needs a trained head; give one (--head FOLDER)")
-        self._head_folder = resolve(self.config.head, progress=progress)
-        mode = mode_of(read_config(self._head_folder))
-        for other in self._needs.intersection(HEADS) - {mode}:
-            raise ValueError(f"{self._head_folder} has a head for mode {mode}, not {other}; give another, or that mode")
+        for mode in sorted(self._needs & {*HEADS}):
+            if self.config.head is None:
+                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
+            self._head_folder = resolve(self.config.head, progress=progress)
 
     def _load_head(self) -> Head:
         """The trained head, with its linears as they run. Call it while the target has its plain ones."""
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
+        fits = mode_of(head.config.kind)
+        for mode in sorted(self._needs & {*HEADS} - {fits}):
+            raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
         self._head_bytes = _num_bytes(head)
         if self.device.type == "cpu":
             pack_linears(head)
             weights_on_huge_pages(head)
-        if self.compile == "native" and isinstance(head, FeatureHead):
-            head.run_block = native_block(head)
         return head
 
     def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
@@ -447,9 +444,16 @@ class Runtime:
                 low_bytes=low_bytes,
                 top=top,
             )
-        if mode in HEADS:
-            assert self._head is not None
-            return HeadDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+        if mode in ("eagle", "glide"):
+            kind = GlideDrafter if mode == "glide" else EagleDrafter
+            return kind(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+        if mode == "parallel":
+            assert isinstance(self._head, Parallel)
+            most = self._head.config.draft_length
+            depth = self.config.tree[1] if self.config.tree else self.config.num_draft or 1
+            if depth > most:
+                raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
+            return ParallelDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:

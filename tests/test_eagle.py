@@ -1,4 +1,7 @@
-"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's."""
+"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's.
+
+What heads that guess in one pass have of their own is in test_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,37 @@ import torch
 from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
 from test_compile import compiled
 from tiny import make_checkpoint
-from tiny_heads import make_head
+from tiny_heads import logits_of, make_head
 from torch import Tensor
 
 from compile.linear import pack_linears
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.engine import Engine
+from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.tables.ngram import NgramTable
-from sharesd.drafters.trained import HeadDrafter
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.glide import Glide
 from sharesd.models.heads.head import FeatureHead, Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
 from sharesd.models.weights import decoder_config
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
 IDS = sorted({7, 3, 31, 12, 0, 39, 22, 9, 14, 15, 16, 17, 28})
 TREE = (2, 3, 6)
-KINDS = ("eagle", "eagle3", "glide")
+DRAFTERS: dict[str, Any] = {
+    "eagle": EagleDrafter,
+    "eagle3": EagleDrafter,
+    "parallel": ParallelDrafter,
+    "glide": GlideDrafter,
+}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -48,7 +59,7 @@ def built(
 ) -> Engine:
     cache = target.new_cache(batch, 160, head.config.taps)
     top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
-    drafter: Any = HeadDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+    drafter: Any = DRAFTERS[head.config.kind](head, cache, shapes=shapes, weight_bytes=0, top=top)
     if mixed:
         table = NgramTable(num_draft, 1, 4)
         drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)
@@ -67,7 +78,7 @@ def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_texts_are_those_of_plain_decoding(
     kind: str, tree: Any, batch: int, params: SamplingParams, tmp_path: Path
 ) -> None:
@@ -78,7 +89,7 @@ def test_texts_are_those_of_plain_decoding(
     assert engine.stats.drafted_tokens > 60
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> None:
     """All in kernels, in bfloat16; several rows, some of which end early."""
     target = tiny_decoder(3, dtype=torch.bfloat16, hidden_size=64)
@@ -86,7 +97,7 @@ def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> Non
     compiled(target, "native")
     pack_linears(head)
     if isinstance(head, FeatureHead):
-        head.run_block = native_block(head)
+        head.native = native_head(head)
     for params in (GREEDY, SAMPLED):
         want = texts(new_engine(target, batch=2), PROMPTS, params)
         assert texts(built(head, target, batch=2), PROMPTS, params) == want
@@ -96,7 +107,7 @@ def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> Non
 def features_of(head: Head, cache: StaticKVCache, row: int, num: int) -> Tensor:
     """What a head reads of the target's first tokens in a row [1, num, F]."""
     if isinstance(head, Glide):
-        pairs = [part[row, :, :num] for layer in head.config.layers for part in cache.kv(layer, num)]
+        pairs = [part[row] for layer in head.config.target_layers for part in cache.kv(layer, num)]
         return torch.cat([part.transpose(0, 1).flatten(1) for part in pairs], 1)[None]
     assert cache.features is not None
     return cache.features[row : row + 1, :num]
@@ -157,7 +168,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
     def children(path: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
         known = torch.nn.functional.pad(features, (0, 0, 0, len(path)))  # a chain needs none of its guesses
         states = head.unroll(torch.tensor([[*text[1:], *path]]), known, steps=1 + len(path))
-        best = head.logits(states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
+        best = logits_of(head, states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
         return [(p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
 
     front, found = [(0.0, ())], []
@@ -169,7 +180,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize(("top", "depth", "budget"), [(1, 4, 4), (2, 3, 6), (3, 4, 16)])
 def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     kind: str, top: int, depth: int, budget: int, tmp_path: Path
@@ -178,7 +189,7 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind, ids=IDS), target, tree=(top, depth, budget) if top > 1 else None)
     drafter, request = engine.drafter, engine.add(PROMPTS[1], GREEDY)
-    assert isinstance(drafter, HeadDrafter)
+    assert isinstance(drafter, EagleDrafter)
     for _ in range(3):
         engine.step()
         drafter.catch_up({0: request.tokens}, False)
@@ -197,7 +208,7 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
 # ---- what it reads
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
     """Plain rounds in between, few and many: what the head holds is what it would have read at once."""
     target = tiny_decoder(3)
@@ -217,17 +228,17 @@ def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
 
 def check(engine: Engine, row: int) -> None:
     drafter = engine.drafter
-    assert isinstance(drafter, HeadDrafter)
+    assert isinstance(drafter, EagleDrafter)
     held = drafter.cache.held[row]
     assert len(held) > 15
     fresh = drafter.head.new_cache(1, 160)
     with torch.inference_mode():
-        drafter.head.read(torch.tensor([held]), engine.cache.rows(row, row + 1), len(held) - 1, fresh)
+        drafter._read(torch.tensor([held]), engine.cache.rows(row, row + 1), len(held) - 1, fresh)
     for ours, read in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
         torch.testing.assert_close(ours[row, :, : len(held) - 1], read[0, :, : len(held) - 1])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "glide"])
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "glide"])
 def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
     engine, plain = built(head_for(target, tmp_path, kind), target, batch=2), new_engine(target, batch=2)
@@ -239,7 +250,7 @@ def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
         chat += [*answer, 4, turn]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "glide"])
+@pytest.mark.parametrize("kind", ["eagle", "parallel", "glide"])
 def test_requests_join_and_leave(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind), target, batch=2, prefill_chunk=3)
@@ -254,7 +265,7 @@ def test_requests_join_and_leave(kind: str, tmp_path: Path) -> None:
     assert [request.tokens[len(request.prompt_ids) :] for request in requests] == alone
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "glide"])
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "glide"])
 def test_hybrid_mixes_a_head_with_tables(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind), target, batch=2, mixed=True)
@@ -275,12 +286,12 @@ def test_other_rules_of_acceptance_take_its_probabilities(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(("kind", "compile"), [*((kind, "native") for kind in KINDS), ("eagle3", "off")])
+@pytest.mark.parametrize(("kind", "compile"), [*((kind, "native") for kind in DRAFTERS), ("eagle3", "off")])
 def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, tmp_path: Path) -> None:
     """Loaded as users do; with naive and hybrid on the same target and cache."""
     checkpoint = make_checkpoint(tmp_path / "target")
     make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16)
-    mode: Any = "glide" if kind == "glide" else "eagle"
+    mode: Any = mode_of(kind)  # type: ignore[arg-type]
     config = EngineConfig(
         target=str(checkpoint),
         head=str(tmp_path / "head"),
@@ -296,8 +307,8 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, tmp_path:
     prompts = ["the cat sat on the mat and the cat", "a dog ran"]
     for params in (GREEDY, SAMPLED):
         want = texts(runtime.engine("naive"), prompts, params)
-        for drafting in (mode, "hybrid"):
-            engine = runtime.engine(drafting, warm=params)
+        for one in (mode, "hybrid"):
+            engine = runtime.engine(one, warm=params)
             assert texts(engine, prompts, params) == want
     engine = runtime.engine(mode)
     assert engine.drafter is not None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_eagle import GREEDY, IDS, PROMPTS, TREE, built, features_of, head_for, texts
 from test_heads import edit, mlp, rms, rotated, self_attention
 from tiny import make_checkpoint
-from tiny_heads import make_head, random_head
+from tiny_heads import logits_of, make_head, random_head
 from torch import Tensor
 
 from compile.attention import Branches
@@ -26,7 +26,6 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.heads.config import HeadConfig
 from sharesd.models.heads.files import load_head, new_head, save_head
 from sharesd.models.heads.glide import Glide
-from sharesd.models.heads.head import Head
 from sharesd.models.weights import decoder_config
 
 TARGETS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -82,36 +81,33 @@ def by_hand(folder: Path, target: Decoder, text: list[int], root: int) -> Tensor
 @pytest.mark.parametrize("name", TARGETS)
 def test_logits_are_those_of_the_paper(name: str, tmp_path: Path) -> None:
     target, layers = target_of(name)
-    head = load_head(make_head(tmp_path, target.config, "glide", ids=IDS, layers=layers), target)
+    head = load_head(make_head(tmp_path, target.config, "glide", ids=IDS, target_layers=layers), target)
     features = features_of(head, read(target, TEXT), 0, len(TEXT) - 1)
     unrolled = head.unroll(torch.tensor([TEXT[1:]]), features, steps=3)
     for step, states in enumerate(unrolled):
-        logits = head.logits(states)[0]
+        logits = logits_of(head, states)[0]
         for place in range(step, len(TEXT) - 1):
             want = by_hand(tmp_path, target, TEXT[: place + 2], place + 1 - step)
             torch.testing.assert_close(logits[place], want)
 
 
-def drafted(head: Head, target: Decoder, text: list[int], root: int, num: int) -> Iterator[tuple[int, Tensor]]:
-    """States [1, 1, D] of a chain that goes on as the text does, by place, and of the same as the path of a tree."""
+def drafted(head: Glide, target: Decoder, text: list[int], root: int, num: int) -> Iterator[tuple[int, Tensor]]:
+    """Logits [1, 1, K] of a chain that goes on as the text does, by place, and of the same as the path of a tree."""
     known, own = read(target, text), head.new_cache(1, 64)
     known.lengths.fill_(root)
-    first, second = root // 2, root - root // 2
-    states = torch.zeros(1, 9, head.config.block.hidden_size, dtype=torch.float64)
-    tokens = torch.tensor([text])
-    for length, size, kept in ((0, first, None), (first, second, states)):
-        own.lengths.fill_(length)
-        head.read(tokens, known, size, own, kept)
-    yield root - 1, states[:, :1]
+    first, tokens = root // 2, torch.tensor([text])
+    assert head.read(tokens, first, own) is None
+    own.lengths.fill_(first)
+    yield root - 1, head.read(tokens, root - first, own, known)
     own.lengths.fill_(root)
     other = torch.tensor([[5, text[root + 1]]])
     depths, paths = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[[0, 0], [1, 0]]])
-    yield root, head.go_on(other, known, own, states, Branches(depths, paths))[:, 1:]
+    yield root, head.go_on(other, own, known, Branches(depths, paths))[:, 1:]
     deeper = Branches(torch.ones(1, 1, dtype=torch.int64), torch.tensor([[[1, 2]]]))
-    yield root + 1, head.go_on(tokens[:, root + 2, None], known, own, states, deeper)
+    yield root + 1, head.go_on(tokens[:, root + 2, None], own, known, deeper)
     for step in range(num):
         own.lengths.fill_(root + step)
-        yield root + step, head.go_on(tokens[:, root + step + 1, None], known, own, states)
+        yield root + step, head.go_on(tokens[:, root + step + 1, None], own, known)
 
 
 @torch.inference_mode()
@@ -120,28 +116,29 @@ def drafted(head: Head, target: Decoder, text: list[int], root: int, num: int) -
 def test_drafting_sees_what_training_saw(name: str, packed: bool) -> None:
     """From each root on; in the head's own cache in two pieces, and below it in the target's as steps have left it."""
     target, layers = target_of(name)
-    head = random_head(target, "glide", layers=layers)
+    head = random_head(target, "glide", target_layers=layers)
     features = features_of(head, read(target, TEXT), 0, len(TEXT) - 1)
-    unrolled = head.unroll(torch.tensor([TEXT[1:]]), features, steps=4)
+    assert isinstance(head, Glide)
+    unrolled = [head.draft_logits(states) for states in head.unroll(torch.tensor([TEXT[1:]]), features, steps=4)]
     if packed:
         pack_linears(head)
     for root in range(1, len(TEXT) - 4):
-        for place, states in drafted(head, target, TEXT, root, 3):
-            torch.testing.assert_close(states[:, 0], unrolled[place - root + 1][:, place])
+        for place, logits in drafted(head, target, TEXT, root, 3):
+            torch.testing.assert_close(logits[:, 0], unrolled[place - root + 1][:, place])
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", list(TARGETS)[1:])
 def test_texts_are_those_of_plain_decoding_for_all_targets(name: str, tree: Any, tmp_path: Path) -> None:
     target, layers = target_of(name)
-    engine = built(head_for(target, tmp_path, "glide", layers=layers), target, batch=2, tree=tree)
+    engine = built(head_for(target, tmp_path, "glide", target_layers=layers), target, batch=2, tree=tree)
     assert texts(engine, PROMPTS, GREEDY) == texts(new_engine(target, batch=2), PROMPTS, GREEDY)
     assert engine.stats.drafted_tokens > 60
 
 
 def test_gradients_reach_every_parameter() -> None:
     target, layers = target_of("two layers")
-    head = random_head(target, "glide", ids=IDS, layers=layers).requires_grad_(True)
+    head = random_head(target, "glide", ids=IDS, target_layers=layers).requires_grad_(True)
     features = features_of(head, read(target, TEXT), 0, len(TEXT) - 1)
     states = head.unroll(torch.tensor([TEXT[1:]]), features, steps=2)
     head.draft_logits(states[1]).logsumexp(-1).sum().backward()
@@ -151,12 +148,12 @@ def test_gradients_reach_every_parameter() -> None:
 # ---- folders
 
 
-@pytest.mark.parametrize("options", [{}, {"ids": IDS}, {"own_embed": True, "layers": (1, 0)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"ids": IDS}, {"own_embed": True, "target_layers": (1, 0)}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "normed heads"])
 def test_what_was_read_is_written_again(name: str, options: dict, tmp_path: Path) -> None:
     target, _ = target_of(name)
     head = load_head(make_head(tmp_path / "a", target.config, "glide", **options), target)
-    assert isinstance(head, Glide) and head.config.layers == options.get("layers", (1,))
+    assert isinstance(head, Glide) and head.config.target_layers == options.get("target_layers", (1,))
     save_head(head, tmp_path / "b")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -174,7 +171,7 @@ def test_new_heads_look_into_the_last_layer(tmp_path: Path) -> None:
             parameter.normal_()
     save_head(head, tmp_path)
     again = load_head(tmp_path, target)
-    assert again.config.layers == (1,) and again.config.mode == "glide" and again.config.taps == ()
+    assert again.config.target_layers == (1,) and again.config.taps == ()
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
@@ -228,7 +225,7 @@ def test_a_head_drafts_in_its_own_mode(tmp_path: Path) -> None:
         EngineConfig(mode="glide")
     for mode, other in (("glide", "eagle"), ("eagle", "glide")):
         config = EngineConfig(target=str(checkpoint), head=str(tmp_path / mode), mode=other, device="cpu")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"a head for mode {mode}, not {other}"):
+        with pytest.raises(ValueError, match=f"take mode {mode}, not {other}"):
             Runtime(config)
         parser = Parser()
         add_model_options(parser)

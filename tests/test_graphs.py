@@ -26,11 +26,13 @@ from sharesd.decoding.costs import Costs
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import SuffixTable
-from sharesd.drafters.trained import HeadDrafter
 
 GREEDY = SamplingParams(max_new_tokens=8)
 SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=5)
@@ -183,6 +185,8 @@ CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
     ("eagle3 tree", GREEDY, 2),
     ("glide", SAMPLED, 2),
     ("glide tree", GREEDY, 1),
+    ("parallel", SAMPLED, 2),
+    ("parallel tree", PENALISED, 2),
     ("suffix", SAMPLED, 2),
     ("suffix", replace(SAMPLED, acceptance="rejection"), 2),
     ("suffix", replace(SAMPLED, acceptance="block"), 1),
@@ -224,10 +228,11 @@ def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
     if name == "classic":
         return classic_engine(model, noisy(3).to(*place), num_draft=6, tree=tree, **options)
     shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
-    if name in ("eagle", "eagle3", "glide"):
-        head = random_head(model, name, ids=range(3, 40, 2))
+    if "eagle" in name or name in ("parallel", "glide"):
+        head = random_head(model, name, ids=range(3, 40, 2), draft_length=6)
         cache = model.new_cache(batch, 160, head.config.taps)
-        drafter = HeadDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+        drafts: Any = {"parallel": ParallelDrafter, "glide": GlideDrafter}.get(name, EagleDrafter)
+        drafter = drafts(head, cache, shapes=shapes, weight_bytes=0, top=top)
         return new_engine(model, drafter, cache=cache, **options)
     cache = model.new_cache(batch, 160)
     inner: Any = None

@@ -1,9 +1,10 @@
-"""`train eagle`, `eagle3` and `glide`: losses, beginnings, measures, and that an interruption changes nothing."""
+"""`python -m train eagle` and `eagle3`: losses, beginnings, measures, and that an interruption changes nothing."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from test_eagle import features_of
 from tiny import make_checkpoint
 from tiny_heads import random_head
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sharesd.config import SamplingParams
 from sharesd.decoding.costs import Costs
+from sharesd.models.heads.chains import attend_chains
 from sharesd.models.heads.eagle3 import Eagle3
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.glide import Glide
@@ -25,6 +28,7 @@ from sharesd.models.weights import load_decoder
 from train.__main__ import main
 from train.dataset import row_of
 from train.heads import losses as losses_file
+from train.heads import states
 from train.heads.checkpoint import read_state
 from train.heads.frozen import FrozenTarget
 from train.heads.held_out import Acceptance, acceptance, best_chain
@@ -53,7 +57,7 @@ def teacher_of(target: Any, ids_K: Tensor | None) -> Teacher:
 
 
 def frozen_for(head: Head, target: Any) -> FrozenTarget:
-    return FrozenTarget(target, head.config.taps, 64, head.config.layers)
+    return FrozenTarget(target, head.config.taps, 64, head.config.target_layers)
 
 
 def row(*texts: tuple[list[int], list[tuple[int, int]]]) -> dict[str, Tensor]:
@@ -97,14 +101,41 @@ def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
 
 def test_lessons_for_glide_are_keys_and_values_of_each_text_alone() -> None:
     target = tiny_decoder(3)
-    head = random_head(target, "glide", layers=(1, 0))
+    head = random_head(target, "glide", target_layers=(1, 0))
     alone = []
     for tokens in ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9]):
         cache = target.new_cache(1, 64)
         target(torch.tensor([tokens]), cache)
         alone.append(features_of(head, cache, 0, len(tokens) - 2))
-    for lesson, features in zip(frozen_for(head, target).lessons(TEXTS), alone, strict=True):
+    frozen = frozen_for(head, target)
+    for lesson, features in zip(frozen.lessons(TEXTS), alone, strict=True):
         torch.testing.assert_close(lesson.features_1TF, features)
+    assert frozen.bytes_per_token == (2 * 2 * 16 + 32) * 8
+
+
+@pytest.mark.parametrize(("step", "T"), [(0, 9), (1, 9), (3, 9), (3, 3)])
+def test_chains_attend_as_masks_say(step: int, T: int) -> None:
+    """Values and gradients in float64, beside one product over all steps with a mask."""
+    dice = torch.Generator().manual_seed(step)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(2, heads, T, 8, generator=dice, dtype=torch.float64).requires_grad_(True)
+
+    q, keys, values = random(6), [random(2) for _ in range(step + 1)], [random(2) for _ in range(step + 1)]
+    place = torch.arange(T)
+    back = place[:, None] - place
+    mask = torch.cat([back >= step, *(back == step - e for e in range(1, step + 1))], 1)
+    options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
+    want = scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), **options)[:, :, step:]
+    got = attend_chains(q, keys, values, 0.3)[:, :, step:]
+    assert attend_chains(q, keys, values, 0.3).isfinite().all()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    if T > step:
+        weights = torch.randn(want.shape, generator=dice, dtype=torch.float64)
+        for a, b in zip(
+            *(torch.autograd.grad((x * weights).sum(), [q, *keys, *values]) for x in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("logits", [2**24, 40], ids=["whole", "blocks"])
@@ -157,7 +188,7 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     class Rows(list):
         def set_epoch(self, epoch: int) -> None: ...
 
-    recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=2, decay=0.5)
+    recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=(2,), decay=0.5)
     trainer = Trainer(head, frozen, teacher, Rows([TEXTS, TEXTS]), recipe)  # type: ignore[arg-type]
     want = sum(
         sum(losses(head, lesson, teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
@@ -167,6 +198,8 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["loss"] == pytest.approx(want) and found["places"] == 16
     rates = [Recipe(steps=100, batch=1, lr=1.0, warmup=0.1).lr_at(step) for step in range(101)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    growing = Recipe(steps=8, batch=1, lr=1.0, unroll=(1, 2, 4))
+    assert [growing.unroll_at(step) for step in range(9)] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
     assert rates[10] == 1.0 and rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.1)
 
 
@@ -234,20 +267,25 @@ def chains_by_hand(head: Head, target: Any, text: list[int], said: list[bool], l
     found = Acceptance([0] * length, [0] * length)
     memory = target.new_cache(1, 64, head.config.taps)
     choices = target(torch.tensor([text]), memory)[0].argmax(1).tolist()
+    tokens, states = torch.tensor([text]), torch.zeros(1, 1, 32, dtype=torch.float64)
     for root in reversed(range(1, len(text))):  # drafts may write behind it
-        cache, states = head.new_cache(1, 64), torch.zeros(1, 1, 32, dtype=torch.float64)
+        cache = head.new_cache(1, 64)
         memory.lengths.fill_(root)
-        head.read(torch.tensor([text]), memory, root, cache, states)
+        if isinstance(head, Glide):
+            logits = head.read(tokens, root, cache, memory)
+        else:
+            logits = head.read(tokens, memory.features, root, cache, memory.lengths, states)
         for k in range(length):
             if root + k + 1 >= len(text) or not all(said[root : root + k + 2]):
                 break
-            guess = int(head.logits(states)[0, 0].argmax())
+            guess = int(logits[0, 0].argmax())  # draft tokens are the first of all
             found.reached[k] += 1
             found.accepted[k] += guess == choices[root + k]
             if not guess == choices[root + k] == text[root + k + 1]:
                 break
             cache.lengths.fill_(root + k)
-            states = head.go_on(torch.tensor([[guess]]), memory, cache, states)
+            read = torch.tensor([[guess]])
+            logits = head.go_on(read, *((cache, memory) if isinstance(head, Glide) else (states, cache)))
     return found
 
 
@@ -304,8 +342,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, data: Path, out: Path, *more: str) -> int:
     sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
-    sizes += [] if kind == "eagle" else ["--draft-vocab", "100"]
-    sizes += {"eagle": [], "eagle3": ["--taps", "1,2,3"], "glide": ["--layers", "3,1"]}[kind]
+    sizes += ["--draft-vocab", "100"] if kind != "eagle" else []
+    sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
+    sizes += ["--target-layers", "3,1"] if kind == "glide" else []
+    sizes += ["--unroll", "2,3", "--chain", "3", "--layers", "2"] if kind == "parallel" else []
     given = [
         "--data",
         str(data / "answers"),
@@ -326,7 +366,7 @@ def curve(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-@pytest.mark.parametrize(("kind", "after"), [("eagle", 5), ("eagle", 0), ("eagle3", 4), ("glide", 4)])
+@pytest.mark.parametrize(("kind", "after"), [("eagle", 5), ("eagle", 0), ("eagle3", 4), ("parallel", 5), ("glide", 4)])
 def test_an_interruption_at_any_step_changes_no_bit(
     kind: str,
     after: int,
@@ -361,9 +401,35 @@ def test_an_interruption_at_any_step_changes_no_bit(
     assert (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
     head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
     assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
-    assert head.config.layers == ((3, 1) if kind == "glide" else ())
+    assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
     first, *_, last = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
     assert last < first
+
+
+def test_stored_states_are_those_that_are_read(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(states, "SHARD", 20_000)
+    store, more = tmp_path / "states", ("--states", str(tmp_path / "states"))
+    assert train("eagle3", data, tmp_path / "dry", "--dry-run", *more) == 0
+    num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it there" in capsys.readouterr().out
+    assert not store.exists()
+    assert train("eagle3", data, tmp_path / "read") == 0
+    assert train("eagle3", data, tmp_path / "storing", *more) == 0
+    assert len(list(store.iterdir())) > 3 and num_bytes <= sum(path.stat().st_size for path in store.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenTarget, "_read", lambda *_: pytest.fail("the target reads again"))
+        assert train("eagle3", data, tmp_path / "stored", *more) == 0
+    assert curve(tmp_path / "read") == curve(tmp_path / "storing") == curve(tmp_path / "stored")
+    assert train("eagle", data, tmp_path / "other", *more) == 2
+    assert "says depths [1, 2, 3, 5] and now it is [5]" in capsys.readouterr().err
+    (store / "states-00000.safetensors").write_bytes(b"")
+    assert train("eagle3", data, tmp_path / "broken", *more) == 2
+    assert "states-00000.safetensors cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(states.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert train("eagle3", data, tmp_path / "full", "--states", str(tmp_path / "new")) == 2
+    assert "0.0 GB are free" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
@@ -379,6 +445,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     ("more", "message"),
     [
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--unroll", "1,0"], "--unroll is 1,0; it must be at least 1"),
         (["--lr", "0"], "--lr is 0.0; it must be above 0"),
         (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
         (["--kl-weight", "0", "--feature-weight", "0"], "give at least one above 0"),

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.heads.config import ARCHITECTURES
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
 
@@ -26,24 +25,27 @@ def make_head(
     *,
     ids: Sequence[int] | None = None,
     taps: tuple[int, ...] = (1, 2),
-    layers: tuple[int, ...] = (),
     own_embed: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     bias: bool = True,
+    layers: int = 1,
+    draft_length: int = 4,
+    target_layers: tuple[int, ...] = (),
     **changes: Any,
 ) -> Path:
-    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens, `layers` what
-    GLIDE looks into (none: the last one).
+    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens. `layers` and
+    `draft_length` are for kind `parallel`, `target_layers` (none: the last one) for `glide`.
     """
     D, H, K, d, V = target.hidden_size, 4, 2, 8, target.vocab_size
+    name = {"eagle": "Eagle", "eagle3": "Eagle3", "parallel": "Parallel", "glide": "Glide"}[kind]
     config = {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [f"LlamaForCausalLM{name}"],
         "model_type": "llama",
         "vocab_size": V,
         "hidden_size": D,
         "intermediate_size": 48,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "num_attention_heads": H,
         "num_key_value_heads": K,
         "head_dim": d,
@@ -58,24 +60,34 @@ def make_head(
         gain = 2.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3
         return (torch.randn(shape, generator=dice, dtype=torch.float64) * gain + (len(shape) == 1)).to(dtype)
 
-    layer, wide = ("midlayer", 2 * D) if kind == "eagle3" else ("layers.0", D)
-    tensors = {}
-    if kind != "glide":
-        tensors["fc.weight"] = random(D, len(taps) * D if kind == "eagle3" else 2 * D)
-    tensors |= {
-        f"{layer}.self_attn.q_proj.weight": random(H * d, wide),
-        f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
-        f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
-        f"{layer}.self_attn.o_proj.weight": random(D, H * d),
-        f"{layer}.mlp.gate_proj.weight": random(48, D),
-        f"{layer}.mlp.up_proj.weight": random(48, D),
-        f"{layer}.mlp.down_proj.weight": random(D, 48),
-        f"{layer}.post_attention_layernorm.weight": random(D),
-    }
+    fused = kind in ("eagle3", "parallel")
+    tensors = {} if kind == "glide" else {"fc.weight": random(D, len(taps) * D if fused else 2 * D)}
+    for number in range(layers):
+        layer = "midlayer" if kind == "eagle3" else f"layers.{number}"
+        wide = 2 * D if fused and number == 0 else D
+        tensors |= {
+            f"{layer}.self_attn.q_proj.weight": random(H * d, wide),
+            f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
+            f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
+            f"{layer}.self_attn.o_proj.weight": random(D, H * d),
+            f"{layer}.mlp.gate_proj.weight": random(48, D),
+            f"{layer}.mlp.up_proj.weight": random(48, D),
+            f"{layer}.mlp.down_proj.weight": random(D, 48),
+            f"{layer}.post_attention_layernorm.weight": random(D),
+        }
+        if fused:
+            tensors[f"{layer}.input_layernorm.weight"] = random(D)
+            tensors |= {} if number else {f"{layer}.hidden_norm.weight": random(D)}
+    if fused:
+        config |= {"draft_vocab_size": len(ids or range(V)), "target_hidden_size": D}
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
+        tensors["norm.weight"] = random(D)
+    elif bias and kind == "eagle":
+        tensors["fc.bias"] = random(D) - 1
     if kind == "glide":
         width = target.num_heads * target.head_dim
         config["glide_config"] = {
-            "target_layer_ids": list(layers or [len(target.layers) - 1]),
+            "target_layer_ids": list(target_layers or [len(target.layers) - 1]),
             "target_num_hidden_layers": len(target.layers),
             "target_num_attention_heads": target.num_heads,
             "target_num_key_value_heads": target.num_kv_heads,
@@ -86,16 +98,12 @@ def make_head(
             tensors |= {f"{cross}.q_proj.weight": random(width, D), f"{cross}.o_proj.weight": random(D, width)}
             if target.qk_norm:
                 tensors[f"{cross}.q_norm.weight"] = random(target.head_dim)
-        for name in (f"{layer}.input_layernorm", f"{layer}.cross_attention_layernorm", "norm"):
-            tensors[f"{name}.weight"] = random(D)
-    if kind == "eagle3":
-        config |= {"draft_vocab_size": len(ids or range(V)), "target_hidden_size": D}
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
-        for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
-            tensors[f"{name}.weight"] = random(D)
-    elif bias and kind == "eagle":
-        tensors["fc.bias"] = random(D) - 1
-    if kind == "eagle3" or ids is not None:
+        for norm in (f"{layer}.input_layernorm", f"{layer}.cross_attention_layernorm", "norm"):
+            tensors[f"{norm}.weight"] = random(D)
+    if kind == "parallel":
+        config["draft_length"] = draft_length
+        tensors |= {"mask_embeds": random(draft_length - 1, D), "mask_states": random(draft_length - 1, D)}
+    if fused or ids is not None:
         config["draft_vocab_size"] = len(ids or range(V))
         tensors["lm_head.weight"] = random(len(ids or range(V)), D)
     if ids is not None:
@@ -107,6 +115,15 @@ def make_head(
     (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def logits_of(head: Head, states_BTD: Tensor) -> Tensor:
+    """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
+    narrow_BTK = head.draft_logits(states_BTD)
+    if head.ids is None:
+        return narrow_BTK
+    wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], head.config.block.vocab_size), -torch.inf)
+    return wide_BTV.index_copy_(2, head.get_buffer("ids"), narrow_BTK)
 
 
 def random_head(target: Decoder, kind: str, **options: Any) -> Head:

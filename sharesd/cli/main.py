@@ -25,11 +25,11 @@ from sharesd.cli.options import (
     engine_config,
     main_guard,
     mode_of,
+    mode_of_head,
     parse,
     sampling_params,
-    without_other_heads,
 )
-from sharesd.config import MODES, Mode
+from sharesd.config import HEADS, MODES, Mode
 
 if TYPE_CHECKING:
     from sharesd.models.tokenizer import Tokenizer
@@ -159,12 +159,9 @@ def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
     # A model of its own is loaded where asked for, and so is a head.
-    asked = without_other_heads(MODES, args)
-    modes: tuple[Mode, ...] = tuple(
-        m
-        for m in MODES
-        if m == mode or (m in asked and (m != "classic" or hasattr(args, "draft")))  # type: ignore[misc]
-    )
+    asked = {"classic": mode == "classic" or hasattr(args, "draft")}
+    asked |= {name: name in (mode, mode_of_head(args)) for name in HEADS}
+    modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 
     from sharesd.cli.start import load_runtime

@@ -8,14 +8,17 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard
 from sharesd.config import (
+    GLIDE_HEAD,
     HEADS,
     MODEL_DRAFTERS,
     MODES,
+    PARALLEL_HEAD,
     TABLES,
     Acceptance,
     CompileMode,
@@ -33,10 +36,10 @@ __all__ = [
     "engine_config",
     "main_guard",
     "mode_of",
+    "mode_of_head",
     "modes_of",
     "parse",
     "sampling_params",
-    "without_other_heads",
 ]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -108,8 +111,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="HEAD",
-        help="trained head of mode eagle, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3; or of "
-        "mode glide, a folder that `python -m train glide` wrote",
+        help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or "
+        "of parallel or glide (a folder that `python -m train parallel` or `glide` wrote)",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -274,30 +277,28 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
     """The modes asked for, each once, in the order of first mention; ValueError for an unknown one.
 
-    `all` are those of `default`; of modes with a trained head that of the head which is given.
+    `all` are those of `default`, of trained heads the one that is given.
     """
-    given = getattr(args, "mode", None)
+    given, fitting = getattr(args, "mode", None), mode_of_head(args)
+    offered: list[Mode] = [mode for mode in default if mode not in HEADS or mode == fitting]  # type: ignore[misc]
     if given is None:
-        return tuple(without_other_heads(default, args))
+        return tuple(offered)
     modes: list[Mode] = []
     for name in [part.strip() for text in ([given] if isinstance(given, str) else given) for part in text.split(",")]:
         plain = MODE_ALIASES.get(name, name)
         if plain != "all" and plain not in MODES:
             raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
-        modes += without_other_heads(default, args) if plain == "all" else [plain]  # type: ignore[list-item]
+        modes += offered if plain == "all" else [plain]  # type: ignore[list-item]
     return tuple(dict.fromkeys(modes))
 
 
-def without_other_heads(modes: Sequence[str], args: argparse.Namespace) -> list[Mode]:
-    """These modes, but of those with a trained head only that of the head which is given, if any."""
-    fits = None
-    if hasattr(args, "head") and {*HEADS} & {*modes}:
-        from sharesd.models.folder import read_config  # torch takes seconds
-        from sharesd.models.heads.config import mode_of
-        from sharesd.models.resolve import resolve
-
-        fits = mode_of(read_config(resolve(args.head)))
-    return [mode for mode in modes if mode not in HEADS or mode == fits]  # type: ignore[misc]
+def mode_of_head(args: argparse.Namespace) -> Mode | None:
+    """The mode that a given head drafts in, by its folder (hubs have those of eagle); None where there is none."""
+    if not hasattr(args, "head"):
+        return None
+    config = Path(args.head) / "config.json"
+    text = config.read_text("utf-8") if config.is_file() else ""
+    return "parallel" if PARALLEL_HEAD in text else "glide" if GLIDE_HEAD in text else "eagle"
 
 
 def mode_of(args: argparse.Namespace) -> Mode:

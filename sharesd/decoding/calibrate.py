@@ -175,7 +175,7 @@ def measure_costs(
                 base = after
             for name, lengths_B in lengths.items():
                 lengths_B.copy_(before[name])
-    return _fit(ratios, bases, near, far), agree
+    return _fit(ratios, bases, near, far, model is not None and model.at_once), agree
 
 
 def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str, int], Callable[[], float]]:
@@ -220,6 +220,7 @@ def _fit(
     bases: Mapping[bool, list[float]],
     near: float,
     far: float | None,
+    at_once: bool,
 ) -> Costs:
     """Lines through what was measured at both contexts; a wider step takes no less time than a narrower one."""
     plain = {is_far: min(times) for is_far, times in bases.items() if times}
@@ -232,7 +233,7 @@ def _fit(
         slot = max(0.0, at_far - at_near) / (far - near) if far is not None else 0.0
         return at_near - slot * near, slot
 
-    costs = Costs()
+    costs = Costs(at_once=at_once)
     for width in sorted({1, *(width for kind, width, _ in ratios if kind == "step")}):
         at, slot = line("step", width)
         costs.step[width] = max([at, *costs.step.values()])
@@ -261,11 +262,13 @@ def typical(measured: Sequence[Costs]) -> Costs:
         middles("step_slot"),
         middle(attrgetter("draft_slot")),
         middle(attrgetter("level_slot")),
+        measured[0].at_once,
     )
 
 
 def _seconds_per_step(drafter: Drafter, drafting: Drafting, shape: Shape) -> float:
-    return _timed(lambda: drafter.draft(drafting, shape).tokens.tolist()) / shape.depth
+    seconds = _timed(lambda: drafter.draft(drafting, shape).tokens.tolist())
+    return seconds if drafter.at_once else seconds / shape.depth
 
 
 def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
@@ -298,7 +301,7 @@ def _checked(found: dict[str, Any]) -> Costs:
         raise ValueError("times must be positive")
     if 1 not in step or step.keys() != step_slot.keys():
         raise ValueError("a width is missing")
-    return Costs(step, draft, level, step_slot, draft_slot, level_slot)
+    return Costs(step, draft, level, step_slot, draft_slot, level_slot, found.get("at_once", False))
 
 
 def _write(file: Path, measured: Sequence[Costs]) -> None:

@@ -15,7 +15,7 @@ from sharesd.decoding.costs import Costs
 from sharesd.device import device_of
 from sharesd.load import Runtime
 from sharesd.models.folder import read_config
-from sharesd.models.heads.config import Kind
+from sharesd.models.heads.config import Kind, mode_of
 from sharesd.models.heads.files import new_head
 from sharesd.models.heads.head import Head
 from sharesd.models.progress import Progress
@@ -28,6 +28,7 @@ from train.heads.held_out import acceptance, best_chain
 from train.heads.initial import initial_head, most_frequent
 from train.heads.journal import Journal
 from train.heads.losses import Teacher
+from train.heads.states import StateStore
 from train.heads.trainer import Recipe, Trainer
 from train.shards import keep_settings
 
@@ -57,6 +58,10 @@ class Task:
     """Share of prompts to measure with."""
     chain: int = 5
     """Guesses per chain that are measured."""
+    draft_length: int = 1
+    """`parallel`: tokens that one pass guesses."""
+    layers: int = 1
+    """`parallel`: blocks of the head."""
 
 
 class Session:
@@ -88,24 +93,40 @@ class Session:
                 map(self.rows.__getitem__, range(len(self.rows))), target.vocab_size, task.draft_vocab
             )
         text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
-        self._written = initial_head(task.kind, read_config(folder), target, text_N, ids_K=ids_K, taps=task.taps)
+        sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
+        changes = sizes if task.kind == "parallel" else {}
+        raw = read_config(folder)
+        self._written = initial_head(task.kind, raw, target, text_N, ids_K=ids_K, taps=task.taps, **changes)
         """In the dtype that it is used in."""
         self.head = _twin(self._written, target)
         weight_VD = target.head.weight
-        wide = next(self.head.parameters()).dtype
-        teacher = Teacher((weight_VD if ids_K is None else weight_VD[ids_K]).to(wide), target.config.final_softcap)
+        products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
+        weight_KD = (weight_VD if ids_K is None else weight_VD[ids_K]).to(products)
+        teacher = Teacher(weight_KD, target.config.final_softcap)
         head_config = self._written.config
         target_bytes = sum(parameter.nbytes for parameter in target.parameters())
-        self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.layers)
+        self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.target_layers)
         self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
         head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
         """Target, teacher, and the head with its gradient and two averages."""
 
-    def begin(self, out: Path, costs: Costs | None) -> None:
+    @property
+    def states_bytes(self) -> int:
+        """Of the target's hidden states of all texts."""
+        tokens = sum(place.length for places in (self.split.train, self.split.held_out) for place in places)
+        return tokens * self.frozen.bytes_per_token
+
+    def begin(self, out: Path, costs: Costs | None, states: Path | None = None) -> None:
         """Go on with the training in a folder, or begin it there: then the head is measured as it is. `costs` of rounds
-        are measured where they are not given.
+        are measured where they are not given. Hidden states are kept in `states`, if given.
         """
+        if states is not None:
+            depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
+            depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
+            if self.head.config.target_layers:
+                depends["layers"] = self.head.config.target_layers
+            self.frozen.store = StateStore(states, depends)
         out.mkdir(parents=True, exist_ok=True)
         keep_settings(out, self._settings())
         state = read_state(out / LAST)
@@ -147,6 +168,12 @@ class Session:
         write_state({"trainer": self.trainer.state(), "best": self._best}, self._out / LAST)
         return values
 
+    def close(self) -> None:
+        """All that was found is on the disk."""
+        self.journal.close()
+        if self.frozen.store is not None:
+            self.frozen.store.flush()
+
     @torch.no_grad()
     def _write(self, folder: Path) -> None:
         for slot, parameter in zip(self._written.parameters(), self.head.parameters(), strict=True):
@@ -161,7 +188,7 @@ class Session:
 
     def _measured_costs(self) -> Costs:
         """Of rounds with this head on this machine, as the engine measures them."""
-        task, mode = self.task, self.head.config.mode
+        task, mode = self.task, mode_of(self.task.kind)
         config = EngineConfig(
             target=task.target,
             mode=mode,

@@ -1,7 +1,7 @@
 """The steps of a training, each a function of the one before: what a checkpoint holds is all that the next one needs.
 
-Nothing draws at random: heads begin as the target's last block, and the order of the data is a function of the seed and
-the epoch. The learning rate is a function of the step.
+Heads begin as the target's last block, and the order of the data is a function of the seed and the epoch. The learning
+rate is a function of the step, and so is whatever is drawn at random.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from sharesd.models.heads.head import Head
+from sharesd.models.heads.parallel import Parallel
 from train.dataset import PackedRows
+from train.heads.anchors import with_anchors
 from train.heads.frozen import FrozenTarget
 from train.heads.losses import Teacher, losses
 
@@ -33,12 +35,14 @@ class Recipe:
     clip: float = 0.5
     """Largest norm of a step's gradient."""
     weight_decay: float = 0.0
-    unroll: int = 3
-    """Steps of a chain that are trained."""
+    unroll: tuple[int, ...] = (3,)
+    """Steps of a chain that are trained: numbers that follow each other, each for an equal share of the steps."""
     decay: float = 0.8
     """Weight of each of them, relative to the one before."""
     kl_weight: float = 1.0
     feature_weight: float = 0.0
+    anchors: float = 1.0
+    """Share of places behind which a head that guesses in one pass has masks, drawn anew in each step."""
     bf16: bool = False
     """Matrix products in bfloat16; weights and their averages stay in the dtype of lessons."""
 
@@ -50,6 +54,10 @@ class Recipe:
         way = (step - rising) / max(1, self.steps - rising)
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * way)))
 
+    def unroll_at(self, step: int) -> int:
+        """Steps of a chain that are trained in a step, from 0."""
+        return self.unroll[min(step * len(self.unroll) // self.steps, len(self.unroll) - 1)]
+
 
 class Trainer:
     """A head on its way."""
@@ -59,23 +67,30 @@ class Trainer:
         self._frozen, self._teacher, self._rows = frozen, teacher, rows
         self._epoch, self._row = 0, 0  # of the next step
         parameters = list(head.parameters())
-        self._optimizer = torch.optim.AdamW(parameters, recipe.lr, (0.9, 0.95), weight_decay=recipe.weight_decay)
+        decay = recipe.weight_decay
+        self._optimizer = torch.optim.AdamW(parameters, recipe.lr, (0.9, 0.95), weight_decay=decay, fused=True)
 
     def advance(self) -> dict[str, float]:
         """One step; what it found."""
         recipe, head = self.recipe, self.head
         lessons = [lesson for row in self._next_rows() for lesson in self._frozen.lessons(row)]
-        counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(recipe.unroll)]
-        decays = [recipe.decay**step for step in range(recipe.unroll)]
+        if isinstance(head, Parallel):
+            dice = torch.Generator().manual_seed(self.step)
+            lessons = [with_anchors(lesson, recipe.anchors, dice) for lesson in lessons]
+        unroll = recipe.unroll_at(self.step)
+        counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(unroll)]
+        decays = [recipe.decay**step for step in range(unroll)]
         weights = [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
         found = dict.fromkeys(("loss", "divergence", "feature"), 0.0)
-        for lesson in lessons:
-            with torch.autocast(lesson.said_N.device.type, torch.bfloat16, enabled=recipe.bf16):
+        device = head.get_buffer("cos").device.type
+        with torch.autocast(device, torch.bfloat16, enabled=recipe.bf16):  # weights are cast once for all lessons
+            for lesson in lessons:
                 parts = losses(head, lesson, self._teacher, weights)
-            loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
-            loss.backward()
-            for name, part in zip(found, (loss, *parts), strict=True):
-                found[name] += part.item()
+                loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
+                with torch.autocast(device, enabled=False):
+                    loss.backward()
+                for name, part in zip(found, (loss, *parts), strict=True):
+                    found[name] += part.item()
         found["gradient"] = clip_grad_norm_(head.parameters(), recipe.clip).item()
         if not math.isfinite(found["gradient"]):
             raise ValueError(f"the gradient of step {self.step} is {found['gradient']}; lower --lr, or train in fp32")

@@ -21,7 +21,7 @@ from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
 from sharesd.models.heads.config import HeadConfig
-from sharesd.models.heads.head import Head, last_of
+from sharesd.models.heads.head import Head, each
 
 
 class CrossAttention(nn.Module):
@@ -97,7 +97,7 @@ class GlideBlock(nn.Module):
             RMSNorm(c.hidden_size, c.norm_eps, False, **place) for _ in range(3)
         )
         self.attn, self.mlp = Attention(c, c.layers[0], **place), MLP(c, **place)
-        self.cross = nn.ModuleList(CrossAttention(config, target, layer, **place) for layer in config.layers)
+        self.cross = nn.ModuleList(CrossAttention(config, target, layer, **place) for layer in config.target_layers)
 
 
 class Glide(Head):
@@ -121,28 +121,29 @@ class Glide(Head):
         self.lm_head = own
 
     def read(
-        self,
-        tokens_BS: Tensor,
-        target: StaticKVCache,
-        num: int,
-        cache: StaticKVCache,
-        states_BPD: Tensor | None = None,
-    ) -> None:
+        self, tokens_BS: Tensor, num: int, cache: StaticKVCache, target: StaticKVCache | None = None
+    ) -> Tensor | None:
+        """Read `num` places of texts, from `cache.lengths` on; `tokens` lie by slot.
+
+        With `target`, the logits [B, 1, K] behind the last place below its lengths are returned, over the draft tokens.
+        Places behind that mean nothing. Without, only keys and values are wanted.
+        """
         places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
         x_BTD = self._remember(tokens_BS.gather(1, places_BT + 1), cache)
-        if states_BPD is not None:
-            states_BPD[:, :1] = self._look(last_of(x_BTD, target, cache), target, target.lengths)
+        if target is None:
+            return None
+        last_B1 = (target.lengths - 1 - cache.lengths).clamp(min=0)[:, None]
+        states_B1D = self._look(x_BTD.gather(1, each(last_B1, x_BTD)), target, target.lengths)
+        return self.draft_logits(states_B1D)
 
     def go_on(
-        self,
-        tokens_BF: Tensor,
-        target: StaticKVCache,
-        cache: StaticKVCache,
-        states_BPD: Tensor,
-        branches: Branches | None = None,
+        self, tokens_BF: Tensor, cache: StaticKVCache, target: StaticKVCache, branches: Branches | None = None
     ) -> Tensor:
-        """As `Head.go_on`, from no states."""
-        return self._look(self._remember(tokens_BF, cache, branches), target, cache.lengths + 1, branches)
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree, which lie in slots lengths..lengths+F-1 of
+        the head's own cache, or as `branches` say. Logits [B, F, K] behind them, over the draft tokens.
+        """
+        x_BFD = self._remember(tokens_BF, cache, branches)
+        return self.draft_logits(self._look(x_BFD, target, cache.lengths + 1, branches))
 
     def _remember(self, tokens_BT: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
         """Read tokens into the head's own cache. Returns what `_look` goes on with [B, T, D]."""
@@ -167,7 +168,8 @@ class Glide(Head):
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
         """As `Head.unroll`."""
         x_BTD, block = self._embed(tokens_BT), self.block
-        q_BHTd, k_BKTd, v_BKTd = self._heads(block.attn_norm(x_BTD))
+        place_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+        q_BHTd, k_BKTd, v_BKTd = self.qkv(block.attn, block.attn_norm(x_BTD), place_T)
         attended_BHTd = F.scaled_dot_product_attention(
             q_BHTd, k_BKTd, v_BKTd, is_causal=True, scale=block.attn.scale, enable_gqa=True
         )

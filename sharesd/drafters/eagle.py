@@ -1,16 +1,19 @@
-"""A trained head drafts, from what the target keeps: its KV (GLIDE), or hidden states beside it (EAGLE, EAGLE-3).
+"""A trained head drafts step by step, from the hidden states that the target keeps beside its KV (EAGLE, EAGLE-2 and
+EAGLE-3).
 
 Place t of the head's own cache holds what it makes of the target's features of token t and of the token behind it. All
 that is known of a text the head has read from the target's own features, whoever drafted meanwhile; what it wrote above
-while it guessed is overwritten by the first step of the next draft. So its cache needs no rollback, and nothing moves
-with an accepted path.
+while it guessed, from states of its own, is overwritten by the first step of the next draft. So its cache needs no
+rollback, and nothing moves with an accepted path.
 
-Legend: B rows, S slots, P states that guesses may go on from, D hidden size, V vocabulary.
+Legend: B rows, R places of a draft's first step, S slots, F features, P states that guesses may go on from, D hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +24,25 @@ from sharesd.decoding.prefill import CHUNK
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
-from sharesd.models.heads.head import Head
+from sharesd.drafters.guesser import Guesser
+from sharesd.models.heads.head import FeatureHead, Head
 
 
-class HeadDrafter:
+class EagleDrafter:
     """A head, with a KV cache of its own. Of the tokens that its cache `held` it has read all places but the last."""
 
+    name = "eagle"
     on_host = False
     reads = False  # a pass of one block over the missed tokens
     ahead = False  # the host tells it the tokens of other drafters' rounds
+    at_once = False
 
     def __init__(
-        self, head: Head, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
+        self, head: Any, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
     ) -> None:
-        """`target` is the target's cache, with the hidden states that the head reads, if any. `top` is the number of
-        nodes that a tree expands on each level, and of their children.
+        """`target` is the target's cache, with the features that the head reads. `top` is the number of nodes that a
+        tree expands on each level, and of their children.
         """
-        self.name: str = head.config.mode
         self.head, self.shapes, self._top, self._weight_bytes = head, shapes, top, weight_bytes
         self.trees = shapes[-1].is_tree
         self.cache, self._target = head.new_cache(target.batch, target.slots), target
@@ -58,8 +63,13 @@ class HeadDrafter:
         for first in range(max(0, len(held) - 1), len(tokens) - 1, CHUNK):
             end = min(first + CHUNK, len(tokens) - 1)
             own.lengths.fill_(first)
-            self.head.read(self._tokens_BS[row : row + 1], target, end - first, own)
+            self._read(self._tokens_BS[row : row + 1], target, end - first, own)
         held += tokens[len(held) :]
+
+    def _read(self, tokens_BS: Tensor, target: StaticKVCache, num: int, own: StaticKVCache) -> None:
+        """Have the head read so many places."""
+        assert target.features is not None
+        self.head.read(tokens_BS, target.features, num, own)
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._lead = 1
@@ -79,16 +89,20 @@ class HeadDrafter:
         if self not in drafting.kept:
             rows = drafting.first, drafting.end
             replayed = drafting.graphs is not None  # and of one size, then
-            guesser = _HeadGuesser(
+            guesser = self._guesser(
+                replayed,
                 self.head,
                 self.cache.rows(*rows),
                 self._target.rows(*rows),
                 self._tokens_BS[slice(*rows)],
                 lambda: self._most_lead if replayed else self._lead,
-                num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0),
             )
             drafting.kept[self] = ModelDraft(guesser, drafting, shapes=self.shapes, top=self._top)
         return drafting.kept[self].draft(shape)._replace(drafter=self.name)
+
+    def _guesser(self, replayed: bool, *reading: Any) -> Guesser:
+        """How the head guesses; `reading` is for `HeadGuesser`."""
+        return _StepGuesser(*reading, num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0))
 
     def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass  # the target has kept the features, and the host knows the tokens
@@ -104,38 +118,53 @@ class HeadDrafter:
         return self._weight_bytes, self.cache.nbytes + (0 if features is None else features.nbytes)
 
 
-class _HeadGuesser:
-    """The head as `sharesd.drafters.guesser.Guesser`."""
+class HeadGuesser:
+    """What reads the last places of some rows, from the target's features, before it guesses."""
 
     def __init__(
-        self,
-        head: Head,
-        own: StaticKVCache,
-        target: StaticKVCache,
-        tokens_BS: Tensor,
-        lead: Callable[[], int],
-        num_states: int,
+        self, head: Head, own: StaticKVCache, target: StaticKVCache, tokens_BS: Tensor, lead: Callable[[], int]
     ) -> None:
         """`lead`: how many of the last places the first step reads."""
-        self._head, self._target, self._tokens_BS, self._lead = head, target, tokens_BS, lead
+        self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
+        self.ids: Tensor | None = None if head.ids is None else head.get_buffer("ids")
         self._ahead = own.ahead()
         self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
-        D = head.config.block.hidden_size
-        self._states_BPD = torch.zeros(own.batch, num_states, D, **head.place)
+
+    def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
+        """Tokens and features by slot, how many places are read, the cache from whose lengths on, and where they end:
+        what `FeatureHead.read` is given.
+        """
+        num = self._begin()
+        assert self._target.features is not None
+        return self._tokens_BS, self._target.features, num, self._ahead, self.root_at_B
+
+    def _begin(self) -> int:
+        """How many places are read, from the lengths of `_ahead` on."""
+        places_B, num = self._ahead.lengths, self._lead()
+        torch.sub(self.root_at_B, num, out=places_B)
+        places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
+        torch.add(self.root_at_B, 1, out=self.next_at_B)
+        return num
+
+
+class _StepGuesser(HeadGuesser):
+    """A head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
+
+    def __init__(self, head: FeatureHead, *reading: Any, num_states: int) -> None:
+        super().__init__(head, *reading)
+        self._head, D = head, head.config.block.hidden_size
+        self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **head.place)
         """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
 
     def start(self) -> Tensor:
-        at_B, places_B, num = self.root_at_B, self._ahead.lengths, self._lead()
-        torch.sub(at_B, num, out=places_B)
-        places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
-        self._head.read(self._tokens_BS, self._target, num, self._ahead, self._states_BPD)
-        places_B.copy_(at_B)
-        torch.add(at_B, 1, out=self.next_at_B)
-        return self._head.logits(self._states_BPD[:, :1])
+        logits_B1K = self._head.read(*self._news(), self._states_BPD)
+        assert logits_B1K is not None
+        self._ahead.lengths.copy_(self.root_at_B)
+        return logits_B1K
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        states_BFD = self._head.go_on(tokens_BF, self._target, self._ahead, self._states_BPD, branches)
+        logits_BFK = self._head.go_on(tokens_BF, self._states_BPD, self._ahead, branches)
         if branches is None:
             self._ahead.lengths += 1
             self.next_at_B += 1
-        return self._head.logits(states_BFD)
+        return logits_BFK
