@@ -130,7 +130,7 @@ def test_chains_attend_as_masks_say(step: int, T: int) -> None:
     got = attend_chains(q, keys, values, 0.3)[:, :, step:]
     assert attend_chains(q, keys, values, 0.3).isfinite().all()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    if T > step:
+    if step < T:
         weights = torch.randn(want.shape, generator=dice, dtype=torch.float64)
         for a, b in zip(
             *(torch.autograd.grad((x * weights).sum(), [q, *keys, *values]) for x in (got, want)), strict=True
@@ -152,12 +152,13 @@ def test_losses_are_those_of_their_definitions(
     weight_VD = target.head.weight.clone()
     lesson = frozen_for(head, target).lessons(TEXTS)[0]
     weights = [0.5, 0.25, 0.1]
-    found = losses(head, lesson, teacher, weights)
-    (found.divergence + 0.3 * found.feature).backward()
+    assert losses(head, lesson, teacher, weights).rejection == 0
+    found = losses(head, lesson, teacher, weights, rejection=True)
+    (found.divergence + 0.3 * found.feature + 0.7 * found.rejection).backward()
     got = [parameter.grad.clone() for parameter in head.parameters()]
     head.zero_grad()
 
-    divergence, feature = torch.zeros(2, dtype=torch.float64)
+    divergence, feature, rejection = torch.zeros(3, dtype=torch.float64)
     unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, 3)
     for step, places in enumerate([[2, 3, 4, 8, 9], [3, 4, 9], [4]]):
         for t in places:
@@ -169,11 +170,13 @@ def test_losses_are_those_of_their_definitions(
             guess = (head.norm(state) if isinstance(head, Eagle3 | Glide) else state) @ own.T
             p, q = wanted.log_softmax(0), guess.log_softmax(0)
             divergence = divergence + weights[step] * (p.exp() * (p - q)).sum()
+            rejection = rejection + weights[step] * (p.exp() - q.exp()).abs().sum() / 2
             apart = (state - lesson.teacher_TD[t]).abs()
             feature = feature + weights[step] * torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
     torch.testing.assert_close(found.divergence, divergence)
     torch.testing.assert_close(found.feature, feature)
-    (divergence + 0.3 * feature).backward()
+    torch.testing.assert_close(found.rejection, rejection)
+    (divergence + 0.3 * feature + 0.7 * rejection).backward()
     for parameter, gradient in zip(head.parameters(), got, strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
 
@@ -366,16 +369,26 @@ def curve(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-@pytest.mark.parametrize(("kind", "after"), [("eagle", 5), ("eagle", 0), ("eagle3", 4), ("parallel", 5), ("glide", 4)])
+@pytest.mark.parametrize(
+    ("kind", "after", "more"),
+    [
+        ("eagle", 5, ()),
+        ("eagle", 0, ("--optimizer", "muon")),
+        ("eagle3", 4, ("--unroll", "1,3", "--precision", "bf16")),
+        ("parallel", 5, ()),
+        ("glide", 4, ("--optimizer", "muon")),
+    ],
+)
 def test_an_interruption_at_any_step_changes_no_bit(
     kind: str,
     after: int,
+    more: tuple[str, ...],
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert train(kind, data, tmp_path / "whole") == 0
+    assert train(kind, data, tmp_path / "whole", *more) == 0
     assert "step 7 of 7: held out, accepted by position" in capsys.readouterr().out
     advance = Trainer.advance
 
@@ -385,10 +398,10 @@ def test_an_interruption_at_any_step_changes_no_bit(
         return advance(self)
 
     monkeypatch.setattr(Trainer, "advance", killed)
-    assert train(kind, data, tmp_path / "broken") == 130
+    assert train(kind, data, tmp_path / "broken", *more) == 130
     monkeypatch.setattr(Trainer, "advance", advance)
     assert len([line for line in curve(tmp_path / "broken") if "loss" in line]) == after
-    assert train(kind, data, tmp_path / "broken", "--resume") == 0
+    assert train(kind, data, tmp_path / "broken", "--resume", *more) == 0
     assert curve(tmp_path / "whole") == curve(tmp_path / "broken")
     for name in ("last", "best"):
         whole, broken = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "broken"))
@@ -402,8 +415,19 @@ def test_an_interruption_at_any_step_changes_no_bit(
     head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
     assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
     assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
-    first, *_, last = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
-    assert last < first
+    losses = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
+    assert losses[3] < losses[0], "while chains are as long"
+
+
+def test_training_goes_on_from_a_trained_head(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("eagle3", data, tmp_path / "first", "--steps", "20") == 0
+    assert train("eagle3", data, tmp_path / "more", "--steps", "1", "--init", str(tmp_path / "first" / "last")) == 0
+    begun, gone_on = ([line["loss"] for line in curve(tmp_path / run) if "loss" in line] for run in ("first", "more"))
+    assert gone_on[0] < (begun[0] + begun[-1]) / 2
+    a, b = (load_file(tmp_path / run / "last" / "model.safetensors")["d2t"] for run in ("first", "more"))
+    assert torch.equal(a, b)
+    assert train("eagle", data, tmp_path / "other", "--init", str(tmp_path / "first" / "last")) == 2
+    assert "is a head of kind eagle3, not eagle" in capsys.readouterr().err
 
 
 def test_stored_states_are_those_that_are_read(
@@ -448,7 +472,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
         (["--unroll", "1,0"], "--unroll is 1,0; it must be at least 1"),
         (["--lr", "0"], "--lr is 0.0; it must be above 0"),
         (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
-        (["--kl-weight", "0", "--feature-weight", "0"], "give at least one above 0"),
+        (["--kl-weight", "0", "--feature-weight", "0"], "give none below 0 and at least one above"),
         (["--costs", "0.1"], "--costs is '0.1'; give two numbers, for example 0.1,1.5"),
         (["--draft-vocab", "9999"], "--draft-vocab is 9999 and the target knows 384 tokens"),
         (["--max-length", "600"], "--max-length is 600 and the target takes 512 tokens"),

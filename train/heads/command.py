@@ -63,6 +63,12 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     group = parser.add_argument_group("head")
     group.add_argument(
+        "--init",
+        metavar="DIR",
+        help="begin as this trained head, with its draft tokens and depths, for example on more answers (default: as "
+        "the target's last block)",
+    )
+    group.add_argument(
         "--draft-vocab",
         type=int,
         metavar="N",
@@ -92,6 +98,12 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
     group.add_argument("--weight-decay", type=float, default=0.0)
     group.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: for the matrices between embedding and LM head (Jordan et al. 2024); AdamW for the others",
+    )
+    group.add_argument(
         "--unroll",
         default="3",
         metavar="N,N",
@@ -105,6 +117,9 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
         )
     group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
     group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
+    group.add_argument(
+        "--rejection-weight", type=float, default=0.0, help="of the probability that a drawn guess is rejected"
+    )
     group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
     group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products in training")
     group = parser.add_argument_group("measuring")
@@ -147,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
         CREW.fix(threads)
         task = Task(
             kind=args.kind,
+            init=None if args.init is None else Path(args.init),
             data=Path(args.data),
             target=args.target or made.get("target"),
             dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
@@ -170,11 +186,13 @@ def run(args: argparse.Namespace) -> int:
                 warmup=args.warmup,
                 clip=args.clip,
                 weight_decay=args.weight_decay,
+                optimizer=args.optimizer,
                 unroll=unroll,
                 decay=args.decay,
                 kl_weight=args.kl_weight,
                 feature_weight=args.feature_weight,
                 anchors=getattr(args, "anchors", 1.0),
+                rejection_weight=args.rejection_weight,
                 bf16=args.precision == "bf16",
             )
 
@@ -271,10 +289,10 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("held_out", "warmup"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give a share from 0 up to 1")
-    if not (args.kl_weight >= 0 and args.feature_weight >= 0 and args.kl_weight + args.feature_weight > 0):
-        raise ValueError(
-            f"--kl-weight is {args.kl_weight} and --feature-weight {args.feature_weight}; give at least one above 0"
-        )
+    weights = {name: getattr(args, name) for name in ("kl_weight", "feature_weight", "rejection_weight")}
+    if min(weights.values()) < 0 or not any(weights.values()):
+        said = ", ".join(f"--{name.replace('_', '-')} {weight}" for name, weight in weights.items())
+        raise ValueError(f"the weights of losses are {said}; give none below 0 and at least one above")
     if DTYPES.get(args.dtype, args.dtype) not in ("auto", *DTYPES.values()):
         raise ValueError(f"--dtype is {args.dtype!r}; give auto or one of {', '.join(DTYPES)}")
 

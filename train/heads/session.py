@@ -14,9 +14,10 @@ from sharesd.config import DType, EngineConfig, SamplingParams
 from sharesd.decoding.costs import Costs
 from sharesd.device import device_of
 from sharesd.load import Runtime
+from sharesd.models.decoder import Decoder
 from sharesd.models.folder import read_config
 from sharesd.models.heads.config import Kind, mode_of
-from sharesd.models.heads.files import new_head
+from sharesd.models.heads.files import load_head, new_head
 from sharesd.models.heads.head import Head
 from sharesd.models.progress import Progress
 from sharesd.models.resolve import resolve
@@ -41,6 +42,8 @@ class Task:
     """What is trained, on what, and how it is measured."""
 
     kind: Kind
+    init: Path | None = None
+    """A trained head that it begins as, with its draft tokens and taps; None = the target's last block."""
     data: Path
     target: str | None
     dtype: DType = "auto"
@@ -87,19 +90,10 @@ class Session:
             raise ValueError(
                 f"--max-length is {task.max_length} and the target takes {target.max_context} tokens; lower it"
             )
-        ids_K = None
-        if task.draft_vocab is not None:
-            ids_K = most_frequent(
-                map(self.rows.__getitem__, range(len(self.rows))), target.vocab_size, task.draft_vocab
-            )
-        text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
-        sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
-        changes = sizes if task.kind == "parallel" else {}
-        raw = read_config(folder)
-        self._written = initial_head(task.kind, raw, target, text_N, ids_K=ids_K, taps=task.taps, **changes)
+        self._written = self._first_head(folder, target)
         """In the dtype that it is used in."""
         self.head = _twin(self._written, target)
-        weight_VD = target.head.weight
+        weight_VD, ids_K = target.head.weight, None if self._written.ids is None else self._written.get_buffer("ids")
         products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
         weight_KD = (weight_VD if ids_K is None else weight_VD[ids_K]).to(products)
         teacher = Teacher(weight_KD, target.config.final_softcap)
@@ -110,6 +104,27 @@ class Session:
         head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
         """Target, teacher, and the head with its gradient and two averages."""
+
+    def _first_head(self, folder: Path, target: Decoder) -> Head:
+        task = self.task
+        if task.init is not None:
+            head = load_head(task.init, target)
+            if head.config.kind != task.kind:
+                raise ValueError(f"--init {task.init} is a head of kind {head.config.kind}, not {task.kind}")
+            if head.config.draft_length < task.draft_length:
+                raise ValueError(
+                    f"--init {task.init} guesses {head.config.draft_length} tokens and --unroll asks for "
+                    f"{task.draft_length}; lower that"
+                )
+            return head
+        ids_K = None
+        if task.draft_vocab is not None:
+            every = map(self.rows.__getitem__, range(len(self.rows)))
+            ids_K = most_frequent(every, target.vocab_size, task.draft_vocab)
+        text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
+        sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
+        changes = sizes if task.kind == "parallel" else {}
+        return initial_head(task.kind, read_config(folder), target, text_N, ids_K=ids_K, taps=task.taps, **changes)
 
     @property
     def states_bytes(self) -> int:
@@ -183,6 +198,7 @@ class Session:
     def _settings(self) -> dict[str, Any]:
         """What the trained head depends on."""
         task = {name: value for name, value in asdict(self.task).items() if name not in ("device", "chain")}
+        task["init"] = None if self.task.init is None else str(self.task.init)
         sizes = {"answers": len(self.split.train), "held_out_answers": len(self.split.held_out)}
         return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe)}
 
@@ -207,5 +223,8 @@ def _twin(head: Head, target: Any) -> Head:
     wide = torch.promote_types(head.place["dtype"], torch.float32)
     ids_K = None if head.ids is None else head.get_buffer("ids")
     twin = new_head(head.config, target, ids_K=ids_K).to(wide)
-    twin.load_state_dict(head.state_dict())
+    found = head.state_dict()
+    if found.keys() != twin.state_dict().keys():
+        raise ValueError(f"a head with {', '.join(found)} cannot be gone on with; give one that was trained here")
+    twin.load_state_dict(found)
     return twin

@@ -83,8 +83,8 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise ValueError(
-            f"--states {folder} would take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; give another folder, "
-            "fewer answers or a smaller --max-length, or leave --states out"
+            f"--states {folder} would take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; give another "
+            "folder, fewer answers or a smaller --max-length, or leave --states out"
         )
 
 

@@ -39,7 +39,7 @@ def attend_chains(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tenso
             scale=scale,
             enable_gqa=True,
         )
-    if T <= step:
+    if step >= T:
         return torch.zeros_like(q_BHTd)
     share = q_BHTd.shape[1] // keys[0].shape[1]
     known = (x[:, :, e : T - step + e].repeat_interleave(share, 1) for of in (keys, values) for e, x in enumerate(of))
