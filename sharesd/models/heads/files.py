@@ -1,9 +1,6 @@
 """Trained heads from and to checkpoint folders, in the layouts that serving engines read.
 
-GLIDE has no public layout. Ours is EAGLE's with another block: `layers.0.cross_attn.L.q_proj`, `.o_proj` (and
-`.q_norm`, where the target normalises its queries) for each layer L of the target that is looked into, the norms
-`input_layernorm`, `cross_attention_layernorm` and `post_attention_layernorm`, `norm`, and no `fc`. The config's
-`glide_config` has `target_layer_ids` and the target's sizes.
+Of heads that guess in one pass and of GLIDE there are none; docs/training.md has ours.
 """
 
 from __future__ import annotations
