@@ -345,7 +345,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, data: Path, out: Path, *more: str) -> int:
     sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
-    sizes += ["--draft-vocab", "100"] if kind != "eagle" else []
+    sizes += ["--draft-vocab", "100"] if kind in ("eagle3", "parallel", "glide") else []
     sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
     sizes += ["--target-layers", "3,1"] if kind == "glide" else []
     sizes += ["--unroll", "2,3", "--chain", "3", "--layers", "2"] if kind == "parallel" else []

@@ -43,7 +43,8 @@ class ModelGuesser:
         """`lead` gives the tokens [B, T] of the first step, the last of which is the root, at the cache's length.
         `recent`: how far steps look back, 0 = all.
         """
-        self._model, self._lead, self._ahead, self.ids = model, lead, cache.ahead(recent), None
+        self._model, self._lead, self._ahead = model, lead, cache.ahead(recent)
+        self.ids: Tensor | None = None
         self.root_at_B, self.next_at_B = cache.lengths, self._ahead.lengths
 
     def start(self) -> Tensor:

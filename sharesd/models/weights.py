@@ -79,7 +79,9 @@ def load_decoder(
     stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
     decoder = Decoder(config, dtype=dtype, device=device).eval().requires_grad_(False)
     decoder.eos_ids = files.eos_ids(folder)
-    fill(dict(_slots(decoder)), _named(stored, config), folder, f"architecture {config.architecture!r}", progress)
+    fill(
+        dict(decoder_slots(decoder)), _named(stored, config), folder, f"architecture {config.architecture!r}", progress
+    )
     return decoder
 
 
@@ -137,7 +139,7 @@ def _plain_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+def decoder_slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Where each tensor of a checkpoint goes: its name and a view of the parameter (rows of it, where merged)."""
     yield "model.embed_tokens.weight", decoder.embed.weight.data
     yield "model.norm.weight", decoder.norm.weight.data

@@ -26,6 +26,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "train a head that guesses in one pass",
         {"draft_vocab": 8192, "feature_weight": 0.0, "unroll": "5"},
     ),
+    "draft": (
+        "train a small decoder for mode classic",
+        {"draft_vocab": None, "init": None, "unroll": "1", "decay": 1.0, "feature_weight": 0.0},
+    ),
 }
 SAMPLE = 3
 """Steps that a dry run takes, the first of which is not timed."""
@@ -61,7 +65,47 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="DIR",
         help="keep the target's hidden states there, so that it reads each text once (default: it reads them anew)",
     )
-    group = parser.add_argument_group("head")
+    if kind == "draft":
+        _add_decoder_options(parser.add_argument_group("decoder"))
+    else:
+        _add_head_options(parser.add_argument_group("head"), kind)
+    group = parser.add_argument_group("training")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
+    length.add_argument("--epochs", type=int, default=10, metavar="N", help="passes over the data")
+    group.add_argument("--batch", type=int, default=4, metavar="N", help="rows per step")
+    group.add_argument("--lr", type=float, default=3e-4, help="highest learning rate")
+    group.add_argument("--warmup", type=float, default=0.05, metavar="SHARE", help="of the steps, in which it rises")
+    group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
+    group.add_argument("--weight-decay", type=float, default=0.0)
+    group.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: for the matrices between embedding and LM head (Jordan et al. 2024); AdamW for the others",
+    )
+    if kind != "draft":
+        _add_chain_options(group, kind)
+    group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
+    group.add_argument(
+        "--rejection-weight", type=float, default=0.0, help="of the probability that a drawn guess is rejected"
+    )
+    group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products in training")
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--check-every", type=int, default=100, metavar="N", help="steps between checkpoints")
+    group.add_argument("--chain", type=int, default=5, metavar="K", help="guesses per chain that are measured")
+    group.add_argument(
+        "--costs",
+        metavar="C,V",
+        help="of a draft step, and of verifying a chain of K, in plain steps (default: as the engine measures them)",
+    )
+    group = parser.add_argument_group("machine")
+    group.add_argument("--dtype", default="auto", help=f"of the target and the head: auto (bf16), {', '.join(DTYPES)}")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
+
+
+def _add_head_options(group: Any, kind: str) -> None:
     group.add_argument(
         "--init",
         metavar="DIR",
@@ -88,21 +132,14 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
             metavar="N,N,N",
             help="hidden states that it reads, behind so many blocks (default: 2, half, all but 3)",
         )
-    group = parser.add_argument_group("training")
-    length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
-    length.add_argument("--epochs", type=int, default=10, metavar="N", help="passes over the data")
-    group.add_argument("--batch", type=int, default=4, metavar="N", help="rows per step")
-    group.add_argument("--lr", type=float, default=3e-4, help="highest learning rate")
-    group.add_argument("--warmup", type=float, default=0.05, metavar="SHARE", help="of the steps, in which it rises")
-    group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
-    group.add_argument("--weight-decay", type=float, default=0.0)
-    group.add_argument(
-        "--optimizer",
-        choices=("adamw", "muon"),
-        default="adamw",
-        help="muon: for the matrices between embedding and LM head (Jordan et al. 2024); AdamW for the others",
-    )
+
+
+def _add_decoder_options(group: Any) -> None:
+    group.add_argument("--layers", type=int, default=3, metavar="N", help="it begins as so many of the target's")
+    group.add_argument("--hidden-size", type=int, metavar="N", help="default: half of the target's, in whole 64")
+
+
+def _add_chain_options(group: Any, kind: str) -> None:
     group.add_argument(
         "--unroll",
         default="3",
@@ -116,24 +153,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
             "--anchors", type=float, default=0.25, metavar="SHARE", help="of the places, behind which masks are trained"
         )
     group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
-    group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
-    group.add_argument(
-        "--rejection-weight", type=float, default=0.0, help="of the probability that a drawn guess is rejected"
-    )
     group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
-    group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products in training")
-    group = parser.add_argument_group("measuring")
-    group.add_argument("--check-every", type=int, default=100, metavar="N", help="steps between checkpoints")
-    group.add_argument("--chain", type=int, default=5, metavar="K", help="guesses per chain that are measured")
-    group.add_argument(
-        "--costs",
-        metavar="C,V",
-        help="of a draft step, and of verifying a chain of K, in plain steps (default: as the engine measures them)",
-    )
-    group = parser.add_argument_group("machine")
-    group.add_argument("--dtype", default="auto", help=f"of the target and the head: auto (bf16), {', '.join(DTYPES)}")
-    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -176,6 +196,7 @@ def run(args: argparse.Namespace) -> int:
             chain=args.chain,
             draft_length=max(unroll) if args.kind == "parallel" else 1,
             layers=getattr(args, "layers", 1),
+            hidden_size=getattr(args, "hidden_size", None),
         )
 
         def recipe(rows: Any) -> Recipe:
@@ -249,7 +270,7 @@ def _plan(session: Session) -> str:
     tokens, held_out = (sum(place.length for place in places) for places in (split.train, split.held_out))
     epochs = recipe.steps * recipe.batch / len(session.rows)
     return (
-        f"{task.kind} head of {parameters:.1f}M parameters, {session.head.config.draft_vocab_size:,} draft tokens: "
+        f"{task.kind} of {parameters:.1f}M parameters, {session.head.config.draft_vocab_size:,} draft tokens: "
         f"{recipe.steps} steps of {recipe.batch} rows of {task.max_length} tokens, {epochs:.1f} epochs of "
         f"{len(split.train)} answers ({tokens:,} tokens); held out: {len(split.held_out)} answers ({held_out:,} tokens)"
     )

@@ -38,6 +38,8 @@ class Lesson(NamedTuple):
     foretold_T: Tensor
     said_N: Tensor
     """Which tokens of the whole text are the assistant's."""
+    text_N: Tensor
+    """All of its tokens."""
     anchors_A: Tensor | None = None
     """Places at which longer chains begin, ascending; None: all."""
 
@@ -101,6 +103,7 @@ class FrozenTarget:
             teacher_TD=hidden_NF[1:-1, -self.decoder.config.hidden_size :],
             foretold_T=tokens_N[2:].to(device),
             said_N=said_N.to(device),
+            text_N=tokens_N.to(device),
         )
 
     @torch.no_grad()

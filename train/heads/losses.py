@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sharesd.models.heads.head import Head
 from sharesd.models.heads.parallel import Parallel
 from train.heads.anchors import guesses
+from train.heads.draft import Draft, Learner, unroll
 from train.heads.frozen import Lesson
 
 LOGITS = 2**21
@@ -51,7 +51,7 @@ class Losses(NamedTuple):
 
 
 def losses(
-    head: Head, lesson: Lesson, teacher: Teacher, step_weights: Sequence[float], *, rejection: bool = False
+    head: Learner, lesson: Lesson, teacher: Teacher, step_weights: Sequence[float], *, rejection: bool = False
 ) -> Losses:
     """Of as many unrolled steps as there are weights; `step_weights` are those of each place of a step. Without
     `rejection` that one is 0, and takes no time.
@@ -66,17 +66,19 @@ def losses(
     divergence, rejected = _Distances.apply(
         head.before_logits(states_SND), own, teacher_ND, teacher, weights_SN, rejection
     )
+    if isinstance(head, Draft):  # whose states are not meant to be the target's
+        return Losses(divergence, torch.zeros_like(divergence), rejected)
     distances_SND = F.smooth_l1_loss(states_SND, teacher_ND.expand_as(states_SND), reduction="none")
     return Losses(divergence, (distances_SND.mean(2) * weights_SN).sum(), rejected)
 
 
-def _unrolled(head: Head, lesson: Lesson, step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+def _unrolled(head: Learner, lesson: Lesson, step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """States [S, N, D] of chains, the places [N] whose tokens are foretold, and weights [S, N], 0 where they do not
     count.
     """
     counted_ST = torch.stack([lesson.counted(step) for step in range(len(step_weights))])
     at_N = counted_ST[0].nonzero()[:, 0]  # all places of later steps are among these
-    unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, len(step_weights))
+    unrolled = unroll(head, lesson, len(step_weights))
     states_SND = torch.stack([states_1TD[0, at_N] for states_1TD in unrolled]).to(lesson.teacher_TD.dtype)
     weights_S1 = torch.tensor(step_weights, dtype=states_SND.dtype, device=at_N.device)[:, None]
     return states_SND, at_N, counted_ST[:, at_N] * weights_S1

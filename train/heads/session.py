@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from sharesd.config import DType, EngineConfig, SamplingParams
+from sharesd.config import DType, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.costs import Costs
 from sharesd.device import device_of
 from sharesd.load import Runtime
@@ -18,12 +19,12 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.folder import read_config
 from sharesd.models.heads.config import Kind, mode_of
 from sharesd.models.heads.files import load_head, new_head
-from sharesd.models.heads.head import Head
 from sharesd.models.progress import Progress
 from sharesd.models.resolve import resolve
 from sharesd.models.weights import load_decoder
 from train.dataset import PackedRows, read_split
 from train.heads.checkpoint import BEST, LAST, read_state, write_head, write_state
+from train.heads.draft import Draft, Learner, initial_draft
 from train.heads.frozen import FrozenTarget
 from train.heads.held_out import acceptance, best_chain
 from train.heads.initial import initial_head, most_frequent
@@ -41,7 +42,7 @@ SEEN = 256
 class Task:
     """What is trained, on what, and how it is measured."""
 
-    kind: Kind
+    kind: Kind | Literal["draft"]
     init: Path | None = None
     """A trained head that it begins as, with its draft tokens and taps; None = the target's last block."""
     data: Path
@@ -64,7 +65,9 @@ class Task:
     draft_length: int = 1
     """`parallel`: tokens that one pass guesses."""
     layers: int = 1
-    """`parallel`: blocks of the head."""
+    """`parallel`, `draft`: blocks."""
+    hidden_size: int | None = None
+    """`draft`: None = half of the target's, in whole 64."""
 
 
 class Session:
@@ -105,8 +108,10 @@ class Session:
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
         """Target, teacher, and the head with its gradient and two averages."""
 
-    def _first_head(self, folder: Path, target: Decoder) -> Head:
+    def _first_head(self, folder: Path, target: Decoder) -> Learner:
         task = self.task
+        if task.kind == "draft":
+            return initial_draft(folder, target, layers=task.layers, hidden_size=task.hidden_size)
         if task.init is not None:
             head = load_head(task.init, target)
             if head.config.kind != task.kind:
@@ -204,11 +209,13 @@ class Session:
 
     def _measured_costs(self) -> Costs:
         """Of rounds with this head on this machine, as the engine measures them."""
-        task, mode = self.task, mode_of(self.task.kind)
+        task, trained = self.task, str(self._out / LAST)
+        mode: Mode = "classic" if task.kind == "draft" else mode_of(task.kind)
         config = EngineConfig(
             target=task.target,
             mode=mode,
-            head=str(self._out / LAST),
+            head=None if mode == "classic" else trained,
+            draft=trained if mode == "classic" else None,
             dtype=task.dtype,
             device=task.device,
             threads=task.threads,
@@ -218,8 +225,11 @@ class Session:
         return Runtime(config).engine(mode, warm=params).way(params).policy.costs
 
 
-def _twin(head: Head, target: Any) -> Head:
+def _twin(head: Learner, target: Any) -> Learner:
     """The head in the dtype of lessons, whose parameters learn."""
+    if isinstance(head, Draft):
+        wide = torch.promote_types(head.decoder.embed.weight.dtype, torch.float32)
+        return copy.deepcopy(head).to(wide).requires_grad_(True)
     wide = torch.promote_types(head.place["dtype"], torch.float32)
     ids_K = None if head.ids is None else head.get_buffer("ids")
     twin = new_head(head.config, target, ids_K=ids_K).to(wide)

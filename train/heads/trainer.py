@@ -14,10 +14,10 @@ import torch
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from sharesd.models.heads.head import Head
 from sharesd.models.heads.parallel import Parallel
 from train.dataset import PackedRows
 from train.heads.anchors import with_anchors
+from train.heads.draft import Learner
 from train.heads.frozen import FrozenTarget
 from train.heads.losses import Losses, Teacher, losses
 
@@ -65,7 +65,7 @@ class Recipe:
 class Trainer:
     """A head on its way."""
 
-    def __init__(self, head: Head, frozen: FrozenTarget, teacher: Teacher, rows: PackedRows, recipe: Recipe) -> None:
+    def __init__(self, head: Learner, frozen: FrozenTarget, teacher: Teacher, rows: PackedRows, recipe: Recipe) -> None:
         self.head, self.recipe, self.step = head, recipe, 0
         self._frozen, self._teacher, self._rows = frozen, teacher, rows
         self._epoch, self._row = 0, 0  # of the next step
@@ -125,7 +125,7 @@ class Trainer:
         return [self._rows[number] for number in range(first, self._row)]
 
 
-def _optimizers(head: Head, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def _optimizers(head: Learner, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters, or Muon for the matrices between embedding and LM head and AdamW for the others."""
     outer = set() if head.lm_head is None else set(head.lm_head.parameters())
     outer |= {head.mask_embeds, head.mask_states} if isinstance(head, Parallel) else set()

@@ -92,14 +92,8 @@ class Head(nn.Module):
         return project(self.unembedding, self.before_logits(states_BTD))
 
     def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, d] of these places, in plain operations."""
-        heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
-        q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
-        if attn.q_norm is not None and attn.k_norm is not None:
-            q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
-        tables = (self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
-        q_BTHd, k_BTKd = rotate(q_BTHd, *tables), rotate(k_BTKd, *tables)
-        return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
+        """See `qkv`, of these places."""
+        return qkv(attn, inputs_BTE, self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         return self.embedding(tokens_BT)
@@ -241,3 +235,13 @@ class FeatureHead(Head):
 def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
     """Indices [B, X, Z] of whole entries."""
     return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
+
+
+def qkv(attn: Attention, inputs_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, heads, T, d], in plain operations through which gradients flow."""
+    heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
+    q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
+    q_BTHd, k_BTKd = rotate(q_BTHd, cos_BTr, sin_BTr), rotate(k_BTKd, cos_BTr, sin_BTr)
+    return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
