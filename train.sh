@@ -4,7 +4,7 @@
 #   PROMPTS="a.json b.jsonl" bash train.sh    bash train.sh --smoke: a tiny model, all of it checked, in well under a minute
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
-HEAD=${HEAD:-eagle3}                       # or eagle, parallel
+HEAD=${HEAD:-eagle3}                       # or eagle, parallel, glide
 TARGET=${TARGET:-}                         # checkpoint folder, .gguf file or hub id; empty: the embedded model
 OUT=${OUT:-results/train-$HEAD}            # answers, their hidden states, head and report
 NUM_PROMPTS=${NUM_PROMPTS:-500}            # of each file
@@ -25,9 +25,7 @@ pipeline() {
   python -m train "$HEAD" "${target[@]}" --data "$OUT/data" --states "$OUT/states" --out-dir "$OUT/head" \
     --epochs "$EPOCHS" --resume "${train_flags[@]}"
   step "benchmark: plain decoding and the head"
-  local mode=eagle
-  [ "$HEAD" != parallel ] || mode=parallel
-  python -m benchmark mtbench "${target[@]}" --mode "naive,$mode" --head "$OUT/head/best" \
+  python -m benchmark mtbench "${target[@]}" --mode "naive,${HEAD%3}" --head "$OUT/head/best" \
     --num-questions "$NUM_QUESTIONS" --out-dir "$OUT/benchmark-$(date +%Y%m%d-%H%M%S)"
 }
 

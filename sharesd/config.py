@@ -10,17 +10,17 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "eagle", "parallel", "ngram", "suffix", "recycle", "hybrid"]
+Mode = Literal["naive", "classic", "share", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 Offload = Literal["auto", "off", "plan-only"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
-HEADS = ("eagle", "parallel")
+HEADS = ("eagle", "parallel", "glide")
 """Modes in which a trained head drafts."""
-PARALLEL_HEAD = "LlamaForCausalLMParallel"
-"""The architecture that config.json names where a head is one of mode `parallel`."""
+PARALLEL_HEAD, GLIDE_HEAD = "LlamaForCausalLMParallel", "LlamaForCausalLMGlide"
+"""The architectures that config.json names where a head is one of mode `parallel` or `glide`."""
 MODEL_DRAFTERS = ("share", "classic", *HEADS)
 """Modes in which a model drafts, or a part of one."""
 TABLES = ("ngram", "suffix", "recycle")
@@ -193,9 +193,10 @@ class EngineConfig:
     mode: Mode = "share"
     """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
     drafts. `eagle`: a trained head drafts, token by token. `parallel`: a head that drafts all tokens in one pass.
+    `glide`: a head that looks into the target's KV.
     `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each round."""
     hybrid_with: tuple[str, ...] = ("share", "suffix")
-    """What `hybrid` chooses from: at most one of share, classic, eagle and parallel, and tables."""
+    """What `hybrid` chooses from: at most one of share, classic, eagle, parallel and glide, and tables."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -211,8 +212,8 @@ class EngineConfig:
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     head: str | None = None
-    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`: the
-    head, as `python -m train parallel` writes it."""
+    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`,
+    `glide`: the head, as `python -m train parallel` and `glide` write it."""
     head_quant: QuantConfig | None = None
     """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
     the target is copied for that."""

@@ -46,6 +46,7 @@ from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
@@ -59,7 +60,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
 from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead, Head
 from sharesd.models.heads.native import native_head
 from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
@@ -178,7 +179,7 @@ class Runtime:
             self._report("share", quantized.finish() if offloading else self._quantize_whole(self.target, self._switch))
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
-        if self._head is not None and self.compile == "native" and len(self._head.blocks) == 1:
+        if isinstance(self._head, FeatureHead) and self.compile == "native" and len(self._head.blocks) == 1:
             self._head.native = self._native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
@@ -411,7 +412,7 @@ class Runtime:
         self._reports[mode] = report
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
 
-    def _native_head(self, head: Head) -> NativeHead | None:
+    def _native_head(self, head: FeatureHead) -> NativeHead | None:
         """The head's steps in the CPU kernel, once it and the target are packed."""
         try:
             return native_head(head)
@@ -542,9 +543,9 @@ class Runtime:
                 low_bytes=low_bytes,
                 top=top,
             )
-        if mode == "eagle":
-            assert self._head is not None
-            return EagleDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+        if mode in ("eagle", "glide"):
+            kind = GlideDrafter if mode == "glide" else EagleDrafter
+            return kind(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
         if mode == "parallel":
             assert isinstance(self._head, Parallel)
             most = self._head.config.draft_length

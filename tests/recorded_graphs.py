@@ -27,6 +27,7 @@ from compile.graphs import Graphs
 from compile.rotary import rotate
 from sharesd.drafters import grown, hybrid
 from sharesd.models import decoder
+from sharesd.models.heads import glide
 from sharesd.sampling import acceptance, logits, sampler
 
 T = TypeVar("T")
@@ -164,8 +165,8 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         k_BTKd: Tensor,
         v_BTKd: Tensor,
         *old: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        norms: Any,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        norms: Any = None,
         **how: Any,
     ) -> Tensor:
         if norms is not None:
@@ -175,7 +176,8 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
             q_BTHd, k_BTKd = rotate(q_BTHd, *turn), rotate(k_BTKd, *turn)
         return compile.attention.attend_reference(q_BTHd, k_BTKd, v_BTKd, *old, **how)
 
-    patch.setattr(decoder, "attend", attend)
+    for module in (decoder, glide):
+        patch.setattr(module, "attend", attend)
     patch.setattr(sharesd.decoding.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
     patch.setattr(
         sharesd.decoding.cache,

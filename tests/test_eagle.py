@@ -20,17 +20,20 @@ from torch import Tensor
 from compile.linear import pack_linears
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, SamplingParams
+from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.engine import Engine
 from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.tables.ngram import NgramTable
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.glide import Glide
+from sharesd.models.heads.head import FeatureHead, Head
 from sharesd.models.heads.native import native_head
-from sharesd.models.heads.parallel import Parallel
 from sharesd.models.weights import decoder_config
 from sharesd.sampling.sampler import Sampler
 
@@ -38,6 +41,12 @@ PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
 IDS = sorted({7, 3, 31, 12, 0, 39, 22, 9, 14, 15, 16, 17, 28})
 TREE = (2, 3, 6)
+DRAFTERS: dict[str, Any] = {
+    "eagle": EagleDrafter,
+    "eagle3": EagleDrafter,
+    "parallel": ParallelDrafter,
+    "glide": GlideDrafter,
+}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -53,8 +62,7 @@ def built(
 ) -> Engine:
     cache = target.new_cache(batch, 160, head.config.taps)
     top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
-    kind: Any = ParallelDrafter if isinstance(head, Parallel) else EagleDrafter
-    drafter: Any = kind(head, cache, shapes=shapes, weight_bytes=0, top=top)
+    drafter: Any = DRAFTERS[head.config.kind](head, cache, shapes=shapes, weight_bytes=0, top=top)
     if mixed:
         table = NgramTable(num_draft, 1, 4)
         drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)
@@ -73,7 +81,7 @@ def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_texts_are_those_of_plain_decoding(
     kind: str, tree: Any, batch: int, params: SamplingParams, tmp_path: Path
 ) -> None:
@@ -84,18 +92,28 @@ def test_texts_are_those_of_plain_decoding(
     assert engine.stats.drafted_tokens > 60
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> None:
     """All in kernels, in bfloat16; several rows, some of which end early."""
     target = tiny_decoder(3, dtype=torch.bfloat16, hidden_size=64)
     head = head_for(target, tmp_path, kind, ids=IDS)
     compiled(target, "native")
     pack_linears(head)
-    head.native = native_head(head)
+    if isinstance(head, FeatureHead):
+        head.native = native_head(head)
     for params in (GREEDY, SAMPLED):
         want = texts(new_engine(target, batch=2), PROMPTS, params)
         assert texts(built(head, target, batch=2), PROMPTS, params) == want
         assert texts(built(head, target, batch=2, tree=TREE), PROMPTS, params) == want
+
+
+def features_of(head: Head, cache: StaticKVCache, row: int, num: int) -> Tensor:
+    """What a head reads of the target's first tokens in a row [1, num, F]."""
+    if isinstance(head, Glide):
+        pairs = [part[row] for layer in head.config.target_layers for part in cache.kv(layer, num)]
+        return torch.cat([part.transpose(0, 1).flatten(1) for part in pairs], 1)[None]
+    assert cache.features is not None
+    return cache.features[row : row + 1, :num]
 
 
 # ---- a head that knows the target
@@ -165,7 +183,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize(("top", "depth", "budget"), [(1, 4, 4), (2, 3, 6), (3, 4, 16)])
 def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     kind: str, top: int, depth: int, budget: int, tmp_path: Path
@@ -174,7 +192,7 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind, ids=IDS), target, tree=(top, depth, budget) if top > 1 else None)
     drafter, request = engine.drafter, engine.add(PROMPTS[1], GREEDY)
-    assert isinstance(drafter, EagleDrafter) and engine.cache.features is not None
+    assert isinstance(drafter, EagleDrafter)
     for _ in range(3):
         engine.step()
         drafter.catch_up({0: request.tokens}, False)
@@ -186,13 +204,14 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
             depths, rows = (part[0].tolist() for part in draft.branches)
             paths = [rows[row][: depths[row] + 1] for row in range(len(tokens))]
         ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
-        assert ours == likeliest(drafter.head, request.tokens, engine.cache.features[:, :num], top, depth, budget)
+        features = features_of(drafter.head, engine.cache, 0, num)
+        assert ours == likeliest(drafter.head, request.tokens, features, top, depth, budget)
 
 
 # ---- what it reads
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
     """Plain rounds in between, few and many: what the head holds is what it would have read at once."""
     target = tiny_decoder(3)
@@ -212,18 +231,17 @@ def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
 
 def check(engine: Engine, row: int) -> None:
     drafter = engine.drafter
-    assert isinstance(drafter, EagleDrafter) and engine.cache.features is not None
+    assert isinstance(drafter, EagleDrafter)
     held = drafter.cache.held[row]
     assert len(held) > 15
     fresh = drafter.head.new_cache(1, 160)
-    features = engine.cache.features[row : row + 1, : len(held) - 1]
     with torch.inference_mode():
-        drafter.head(torch.tensor([held[1:]]), drafter.head.fuse(features), fresh)
+        drafter._read(torch.tensor([held]), engine.cache.rows(row, row + 1), len(held) - 1, fresh)
     for ours, read in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
         torch.testing.assert_close(ours[row, :, : len(held) - 1], read[0, :, : len(held) - 1])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "glide"])
 def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
     engine, plain = built(head_for(target, tmp_path, kind), target, batch=2), new_engine(target, batch=2)
@@ -235,7 +253,7 @@ def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
         chat += [*answer, 4, turn]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "parallel"])
+@pytest.mark.parametrize("kind", ["eagle", "parallel", "glide"])
 def test_requests_join_and_leave(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind), target, batch=2, prefill_chunk=3)
@@ -250,7 +268,7 @@ def test_requests_join_and_leave(kind: str, tmp_path: Path) -> None:
     assert [request.tokens[len(request.prompt_ids) :] for request in requests] == alone
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "glide"])
 def test_hybrid_mixes_a_head_with_tables(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind), target, batch=2, mixed=True)
@@ -316,6 +334,7 @@ def test_the_policy_is_told_what_was_missed(tmp_path: Path) -> None:
         ("eagle3", "native", None),
         ("eagle3", "off", None),
         ("parallel", "native", None),
+        ("glide", "native", None),
         ("eagle", "native", "hqq:4:32,head=8"),
         ("eagle3", "native", "hqq:8:64,fc=4"),
         ("parallel", "native", "hqq:4:32"),
@@ -325,7 +344,7 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
     """Loaded as users do; with naive and hybrid on the same target and cache."""
     checkpoint = make_checkpoint(tmp_path / "target")
     make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16, mlp=64)
-    mode: Any = "parallel" if kind == "parallel" else "eagle"
+    mode: Any = mode_of(kind)  # type: ignore[arg-type]
     config = EngineConfig(
         target=str(checkpoint),
         head=str(tmp_path / "head"),
@@ -346,11 +365,12 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
             engine = runtime.engine(one, warm=params)
             assert texts(engine, prompts, params) == want
     engine = runtime.engine(mode)
-    assert engine.drafter is not None and engine.cache.features is not None
+    assert engine.drafter is not None
     weights, kv = engine.drafter.extra_bytes()
-    assert weights > 384 // 3 * 64 and kv > engine.cache.features.nbytes
+    assert weights > 384 // 3 * 64
+    assert (engine.cache.features is None) == (kind == "glide") and kv > getattr(engine.cache.features, "nbytes", 0)
     assert engine.stats.drafted_tokens > 0
-    assert (runtime._head.native is not None) == (compile == "native")  # type: ignore[union-attr]
+    assert (getattr(runtime._head, "native", None) is not None) == (compile == "native" and kind != "glide")
     report = runtime.report(mode).quant
     assert (report is None) == (quant is None)
     if report is not None:

@@ -37,27 +37,35 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def block(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
-    """One decoder block over a whole text [T, D], head by head and place by place."""
+def rotated(x: Tensor, first: int = 0) -> Tensor:
+    """Vectors of a head [T, 8] at positions `first` and behind it."""
+    angles = torch.arange(first, first + len(x))[:, None] * (1 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
+    turn = torch.complex(angles.cos().double(), angles.sin().double())  # tables are made in float32
+    z = torch.complex(x[:, :4].contiguous(), x[:, 4:].contiguous()) * turn
+    return torch.cat([z.real, z.imag], 1)
+
+
+def self_attention(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
+    """Over a whole text [T, D], head by head and place by place."""
     q, k, v = (inputs @ t[f"self_attn.{name}_proj.weight"].T for name in "qkv")
     out = torch.zeros(len(x), 32, dtype=x.dtype)
-    angles = torch.arange(len(x))[:, None] * (1 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
-    turn = torch.complex(angles.cos().double(), angles.sin().double())  # tables are made in float32
-
-    def rotated(y: Tensor) -> Tensor:
-        z = torch.complex(y[:, :4].contiguous(), y[:, 4:].contiguous()) * turn
-        return torch.cat([z.real, z.imag], 1)
-
     for h in range(4):
         of_q, of_kv = slice(8 * h, 8 * h + 8), slice(8 * (h // 2), 8 * (h // 2) + 8)
         queries, keys = rotated(q[:, of_q]), rotated(k[:, of_kv])
         for i in range(len(x)):
             weights = (keys[: i + 1] @ queries[i] / 8**0.5).softmax(0)
             out[i, of_q] = weights @ v[: i + 1, of_kv]
-    x = x + out @ t["self_attn.o_proj.weight"].T
+    return x + out @ t["self_attn.o_proj.weight"].T
+
+
+def mlp(t: Mapping[str, Tensor], x: Tensor) -> Tensor:
     normed = rms(x, t["post_attention_layernorm.weight"])
     gate, up = (normed @ t[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     return x + (torch.nn.functional.silu(gate) * up) @ t["mlp.down_proj.weight"].T
+
+
+def block(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
+    return mlp(t, self_attention(t, x, inputs))
 
 
 def chain(folder: Path, embed: Tensor, tokens: list[int], features: Tensor, guessed: int) -> Tensor:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from oracle import VOCAB, new_engine, tiny_decoder
 from safetensors.torch import load_file
+from test_eagle import features_of
 from tiny import make_checkpoint
-from tiny_heads import logits_of, random_head
+from tiny_heads import random_head
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -21,6 +22,7 @@ from sharesd.decoding.costs import Costs
 from sharesd.models.heads.chains import attend_chains
 from sharesd.models.heads.eagle3 import Eagle3
 from sharesd.models.heads.files import load_head
+from sharesd.models.heads.glide import Glide
 from sharesd.models.heads.head import Head
 from sharesd.models.weights import load_decoder
 from train.__main__ import main
@@ -52,6 +54,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def teacher_of(target: Any, ids_K: Tensor | None) -> Teacher:
     weight_VD = target.head.weight.clone()
     return Teacher(weight_VD if ids_K is None else weight_VD[ids_K], 0.0)
+
+
+def frozen_for(head: Head, target: Any) -> FrozenTarget:
+    return FrozenTarget(target, head.config.taps, 64, head.config.target_layers)
 
 
 def row(*texts: tuple[list[int], list[tuple[int, int]]]) -> dict[str, Tensor]:
@@ -93,6 +99,20 @@ def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
     assert not lessons[1].counted(9).any()
 
 
+def test_lessons_for_glide_are_keys_and_values_of_each_text_alone() -> None:
+    target = tiny_decoder(3)
+    head = random_head(target, "glide", target_layers=(1, 0))
+    alone = []
+    for tokens in ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9]):
+        cache = target.new_cache(1, 64)
+        target(torch.tensor([tokens]), cache)
+        alone.append(features_of(head, cache, 0, len(tokens) - 2))
+    frozen = frozen_for(head, target)
+    for lesson, features in zip(frozen.lessons(TEXTS), alone, strict=True):
+        torch.testing.assert_close(lesson.features_1TF, features)
+    assert frozen.bytes_per_token == (2 * 2 * 16 + 32) * 8
+
+
 @pytest.mark.parametrize(("step", "T"), [(0, 9), (1, 9), (3, 9), (3, 3)])
 def test_chains_attend_as_masks_say(step: int, T: int) -> None:
     """Values and gradients in float64, beside one product over all steps with a mask."""
@@ -120,7 +140,7 @@ def test_chains_attend_as_masks_say(step: int, T: int) -> None:
 
 @pytest.mark.parametrize("logits", [2**24, 40], ids=["whole", "blocks"])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
-@pytest.mark.parametrize(("kind", "ids"), [("eagle", None), ("eagle", IDS), ("eagle3", IDS)])
+@pytest.mark.parametrize(("kind", "ids"), [("eagle", None), ("eagle", IDS), ("eagle3", IDS), ("glide", IDS)])
 def test_losses_are_those_of_their_definitions(
     kind: str, ids: Tensor | None, cap: float, logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +150,7 @@ def test_losses_are_those_of_their_definitions(
     head = random_head(target, kind, ids=None if ids is None else ids.tolist()).requires_grad_(True)
     teacher = teacher_of(target, ids)._replace(softcap=cap)
     weight_VD = target.head.weight.clone()
-    lesson = FrozenTarget(target, head.config.taps, 64).lessons(TEXTS)[0]
+    lesson = frozen_for(head, target).lessons(TEXTS)[0]
     weights = [0.5, 0.25, 0.1]
     assert losses(head, lesson, teacher, weights).rejection == 0
     found = losses(head, lesson, teacher, weights, rejection=True)
@@ -147,7 +167,7 @@ def test_losses_are_those_of_their_definitions(
             wanted = wanted if ids is None else wanted[ids]
             state = unrolled[step][0, t]
             own = weight_VD if head.lm_head is None else head.lm_head.weight
-            guess = (head.norm(state) if isinstance(head, Eagle3) else state) @ own.T
+            guess = (head.norm(state) if isinstance(head, Eagle3 | Glide) else state) @ own.T
             p, q = wanted.log_softmax(0), guess.log_softmax(0)
             divergence = divergence + weights[step] * (p.exp() * (p - q)).sum()
             rejection = rejection + weights[step] * (p.exp() - q.exp()).abs().sum() / 2
@@ -220,6 +240,22 @@ def test_a_new_eagle_head_is_the_targets_last_block_between_norms() -> None:
     torch.testing.assert_close(added, wanted, rtol=1e-3, atol=1e-3)
 
 
+@torch.no_grad()
+def test_a_new_glide_head_begins_as_the_first_block_and_looks_as_the_last_does() -> None:
+    target, tokens = tiny_decoder(3), torch.tensor([[3, 17, 9, 4]])
+    head = initial_head("glide", RAW, target, tokens[0], ids_K=IDS)
+    assert isinstance(head, Glide)
+    embeds, cache, own = target.embed(tokens), target.new_cache(1, 64), head.new_cache(1, 64)
+    first, last = target.blocks
+    of_block = (*target.rope_tables[0], cache.k[0], cache.v[0], cache.lengths)
+    want = first.attn(embeds, *of_block, norm=first.attn_norm, residual=embeds)
+    torch.testing.assert_close(head._remember(tokens, own), want)
+    [cross] = head.block.cross
+    torch.testing.assert_close(cross.q(head.block.cross_norm(embeds)), last.attn.qkv(last.attn_norm(embeds))[..., :32])
+    assert torch.equal(cross.o.weight, last.attn.o.weight) and torch.equal(head.norm.weight, target.norm.weight)
+    torch.testing.assert_close(head.block.mlp(embeds, head.block.mlp_norm), last.mlp(embeds, last.mlp_norm))
+
+
 def test_draft_tokens_are_what_is_said_most_often() -> None:
     assert most_frequent([TEXTS, TEXTS], VOCAB, 5).tolist() == [2, 4, 6, 7, 8]
     with pytest.raises(ValueError, match="--draft-vocab is 41 and the target knows 40 tokens"):
@@ -234,25 +270,30 @@ def chains_by_hand(head: Head, target: Any, text: list[int], said: list[bool], l
     found = Acceptance([0] * length, [0] * length)
     memory = target.new_cache(1, 64, head.config.taps)
     choices = target(torch.tensor([text]), memory)[0].argmax(1).tolist()
-    features = head.fuse(memory.features[:, : len(text)])
-    for root in range(1, len(text)):
+    tokens, states = torch.tensor([text]), torch.zeros(1, 1, 32, dtype=torch.float64)
+    for root in reversed(range(1, len(text))):  # drafts may write behind it
         cache = head.new_cache(1, 64)
-        states = head(torch.tensor([text[1 : root + 1]]), features[:, :root], cache)[:, -1:]
+        memory.lengths.fill_(root)
+        if isinstance(head, Glide):
+            logits = head.read(tokens, root, cache, memory)
+        else:
+            logits = head.read(tokens, memory.features, root, cache, memory.lengths, states)
         for k in range(length):
             if root + k + 1 >= len(text) or not all(said[root : root + k + 2]):
                 break
-            guess = int(logits_of(head, states)[0, 0].argmax())
+            guess = int(logits[0, 0].argmax())  # draft tokens are the first of all
             found.reached[k] += 1
             found.accepted[k] += guess == choices[root + k]
             if not guess == choices[root + k] == text[root + k + 1]:
                 break
             cache.lengths.fill_(root + k)
-            states = head(torch.tensor([[guess]]), states, cache)
+            read = torch.tensor([[guess]])
+            logits = head.go_on(read, *((cache, memory) if isinstance(head, Glide) else (states, cache)))
     return found
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "glide"])
 def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
     target = tiny_decoder(3, num_hidden_layers=2)
     for layer in target.blocks:
@@ -268,7 +309,7 @@ def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
         want.reached = [a + b for a, b in zip(want.reached, by_hand.reached, strict=True)]
         want.accepted = [a + b for a, b in zip(want.accepted, by_hand.accepted, strict=True)]
     rows = [row((text, [(3, len(text))])) for text in texts]
-    found = acceptance(head, FrozenTarget(target, head.config.taps, 64), rows, 4)
+    found = acceptance(head, frozen_for(head, target), rows, 4)
     assert found == want
     assert found.accepted[0] < found.reached[0] and found.reached[1] > 0
 
@@ -304,7 +345,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, data: Path, out: Path, *more: str) -> int:
     sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
-    sizes += ["--taps", "1,2,3", "--draft-vocab", "100"] if kind in ("eagle3", "parallel") else []
+    sizes += ["--draft-vocab", "100"] if kind in ("eagle3", "parallel", "glide") else []
+    sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
+    sizes += ["--target-layers", "3,1"] if kind == "glide" else []
     sizes += ["--unroll", "2,3", "--chain", "3", "--layers", "2"] if kind == "parallel" else []
     given = [
         "--data",
@@ -333,6 +376,7 @@ def curve(out: Path) -> list[dict[str, Any]]:
         ("eagle", 0, ("--optimizer", "muon")),
         ("eagle3", 4, ("--unroll", "1,3", "--precision", "bf16")),
         ("parallel", 5, ()),
+        ("glide", 4, ("--optimizer", "muon")),
     ],
 )
 def test_an_interruption_at_any_step_changes_no_bit(
@@ -370,6 +414,7 @@ def test_an_interruption_at_any_step_changes_no_bit(
     assert (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
     head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
     assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
+    assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
     losses = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
     assert losses[3] < losses[0], "while chains are as long"
 

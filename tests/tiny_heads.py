@@ -32,13 +32,14 @@ def make_head(
     mlp: int = 48,
     layers: int = 1,
     draft_length: int = 4,
+    target_layers: tuple[int, ...] = (),
     **changes: Any,
 ) -> Path:
     """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens. `layers` and
-    `draft_length` are for kind `parallel`.
+    `draft_length` are for kind `parallel`, `target_layers` (none: the last one) for `glide`.
     """
     D, H, K, d, V = target.hidden_size, 4, 2, 8, target.vocab_size
-    name = {"eagle": "Eagle", "eagle3": "Eagle3", "parallel": "Parallel"}[kind]
+    name = {"eagle": "Eagle", "eagle3": "Eagle3", "parallel": "Parallel", "glide": "Glide"}[kind]
     config = {
         "architectures": [f"LlamaForCausalLM{name}"],
         "model_type": "llama",
@@ -60,8 +61,8 @@ def make_head(
         gain = 2.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3
         return (torch.randn(shape, generator=dice, dtype=torch.float64) * gain + (len(shape) == 1)).to(dtype)
 
-    fused = kind != "eagle"
-    tensors = {"fc.weight": random(D, len(taps) * D if fused else 2 * D)}
+    fused = kind in ("eagle3", "parallel")
+    tensors = {} if kind == "glide" else {"fc.weight": random(D, len(taps) * D if fused else 2 * D)}
     for number in range(layers):
         layer = "midlayer" if kind == "eagle3" else f"layers.{number}"
         wide = 2 * D if fused and number == 0 else D
@@ -82,8 +83,24 @@ def make_head(
         config |= {"draft_vocab_size": len(ids or range(V)), "target_hidden_size": D}
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
         tensors["norm.weight"] = random(D)
-    elif bias:
+    elif bias and kind == "eagle":
         tensors["fc.bias"] = random(D) - 1
+    if kind == "glide":
+        width = target.num_heads * target.head_dim
+        config["glide_config"] = {
+            "target_layer_ids": list(target_layers or [len(target.layers) - 1]),
+            "target_num_hidden_layers": len(target.layers),
+            "target_num_attention_heads": target.num_heads,
+            "target_num_key_value_heads": target.num_kv_heads,
+            "target_head_dim": target.head_dim,
+        }
+        for i in config["glide_config"]["target_layer_ids"]:
+            cross = f"{layer}.cross_attn.{i}"
+            tensors |= {f"{cross}.q_proj.weight": random(width, D), f"{cross}.o_proj.weight": random(D, width)}
+            if target.qk_norm:
+                tensors[f"{cross}.q_norm.weight"] = random(target.head_dim)
+        for norm in (f"{layer}.input_layernorm", f"{layer}.cross_attention_layernorm", "norm"):
+            tensors[f"{norm}.weight"] = random(D)
     if kind == "parallel":
         config["draft_length"] = draft_length
         tensors |= {"mask_embeds": random(draft_length - 1, D), "mask_states": random(draft_length - 1, D)}

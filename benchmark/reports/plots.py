@@ -18,6 +18,7 @@ COLOURS = {
     "share": "#0072B2",
     "eagle": "#332288",
     "parallel": "#882255",
+    "glide": "#AA4499",
     "ngram": "#F0E442",
     "suffix": "#009E73",
     "recycle": "#D55E00",

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, get_args
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard
 from sharesd.config import (
+    GLIDE_HEAD,
     HEADS,
     MODEL_DRAFTERS,
     MODES,
@@ -115,7 +116,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--head",
         metavar="HEAD",
         help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or "
-        "parallel (a folder that `python -m train parallel` wrote)",
+        "of parallel or glide (a folder that `python -m train parallel` or `glide` wrote)",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -339,7 +340,8 @@ def mode_of_head(args: argparse.Namespace) -> Mode | None:
     if not hasattr(args, "head"):
         return None
     config = Path(args.head) / "config.json"
-    return "parallel" if config.is_file() and PARALLEL_HEAD in config.read_text("utf-8") else "eagle"
+    text = config.read_text("utf-8") if config.is_file() else ""
+    return "parallel" if PARALLEL_HEAD in text else "glide" if GLIDE_HEAD in text else "eagle"
 
 
 def mode_of(args: argparse.Namespace) -> Mode:

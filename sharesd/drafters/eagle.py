@@ -25,7 +25,7 @@ from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.drafters.guesser import Guesser
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead, Head
 
 
 class EagleDrafter:
@@ -38,7 +38,7 @@ class EagleDrafter:
     at_once = False
 
     def __init__(
-        self, head: Head, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
+        self, head: Any, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
     ) -> None:
         """`target` is the target's cache, with the features that the head reads. `top` is the number of nodes that a
         tree expands on each level, and of their children.
@@ -60,11 +60,10 @@ class EagleDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         held = self.cache.held[row]
         own, target = self.cache.rows(row, row + 1), self._target.rows(row, row + 1)
-        assert target.features is not None
         for first in range(max(0, len(held) - 1), len(tokens) - 1, CHUNK):
             end = min(first + CHUNK, len(tokens) - 1)
             own.lengths.fill_(first)
-            self.head.read(self._tokens_BS[row : row + 1], target.features, end - first, own)
+            self._read(self._tokens_BS[row : row + 1], target, end - first, own)
         held += tokens[len(held) :]
 
     def missed(self, texts: Mapping[int, list[int]]) -> int:
@@ -76,9 +75,13 @@ class EagleDrafter:
         row, target = drafting.first, self._target.rows(drafting.first, drafting.first + 1)
         ahead = self.cache.rows(row, row + 1).ahead()
         ahead.lengths.copy_(target.lengths.clamp(max=target.slots - num - 1))
-        assert target.features is not None
-        self.head.read(self._tokens_BS[row : row + 1], target.features, num, ahead)
+        self._read(self._tokens_BS[row : row + 1], target, num, ahead)
         return True
+
+    def _read(self, tokens_BS: Tensor, target: StaticKVCache, num: int, own: StaticKVCache) -> None:
+        """Have the head read so many places."""
+        assert target.features is not None
+        self.head.read(tokens_BS, target.features, num, own)
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._lead = 1
@@ -141,20 +144,25 @@ class HeadGuesser:
 
     def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
         """Tokens and features by slot, how many places are read, the cache from whose lengths on, and where they end:
-        what `Head.read` is given.
+        what `FeatureHead.read` is given.
         """
-        places_B, num = self._ahead.lengths, self._lead()
+        num = self._begin()
         assert self._target.features is not None
+        return self._tokens_BS, self._target.features, num, self._ahead, self.root_at_B
+
+    def _begin(self) -> int:
+        """How many places are read, from the lengths of `_ahead` on."""
+        places_B, num = self._ahead.lengths, self._lead()
         torch.sub(self.root_at_B, num, out=places_B)
         places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
         torch.add(self.root_at_B, 1, out=self.next_at_B)
-        return self._tokens_BS, self._target.features, num, self._ahead, self.root_at_B
+        return num
 
 
 class _StepGuesser(HeadGuesser):
     """A head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
 
-    def __init__(self, head: Head, *reading: Any, num_states: int) -> None:
+    def __init__(self, head: FeatureHead, *reading: Any, num_states: int) -> None:
         super().__init__(head, *reading)
         self._head, D = head, head.config.block.hidden_size
         self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **head.place)

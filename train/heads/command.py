@@ -1,4 +1,4 @@
-"""`eagle`, `eagle3`: train a head for a target, on the target's own answers."""
+"""`eagle`, `eagle3`, `parallel`, `glide`: train a head for a target, on the target's own answers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("train an EAGLE head", {"draft_vocab": None, "feature_weight": 0.1}),
     "eagle3": ("train an EAGLE-3 head", {"draft_vocab": 8192, "feature_weight": 0.0}),
+    "glide": ("train a GLIDE head", {"draft_vocab": 8192, "feature_weight": 0.0}),
     "parallel": (
         "train a head that guesses in one pass",
         {"draft_vocab": 8192, "feature_weight": 0.0, "unroll": "5"},
@@ -119,7 +120,13 @@ def _add_head_options(group: Any, kind: str) -> None:
     )
     if kind == "parallel":
         group.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of the head, 1 or 2")
-    if kind != "eagle":
+    if kind == "glide":
+        group.add_argument(
+            "--target-layers",
+            metavar="N,N",
+            help="layers of the target whose keys and values it looks into, from 0 (default: the last)",
+        )
+    elif kind != "eagle":
         group.add_argument(
             "--taps",
             metavar="N,N,N",
@@ -156,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
     made, out = settings_of(Path(args.data)), Path(args.out_dir)
     if not (args.resume or args.dry_run) and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out-dir {out} is not empty; add --resume to go on there, or give another folder")
-    taps, unroll = _numbers(args, "taps", "2,15,27"), _numbers(args, "unroll", "1,2,4")
+    taps = _numbers(args, "target_layers", "29,20") if args.kind == "glide" else _numbers(args, "taps", "2,15,27")
+    unroll = _numbers(args, "unroll", "1,2,4")
     if min(unroll) < 1:
         raise ValueError(f"--unroll is {args.unroll}; it must be at least 1")
     if args.kind == "parallel" and not max(2, args.chain) <= max(unroll):
@@ -329,4 +337,4 @@ def _numbers(args: argparse.Namespace, name: str, example: str) -> tuple[int, ..
     try:
         return tuple(map(int, given.split(","))) if given else ()
     except ValueError:
-        raise ValueError(f"--{name} is {given!r}; give numbers, for example {example}") from None
+        raise ValueError(f"--{name.replace('_', '-')} is {given!r}; give numbers, for example {example}") from None

@@ -39,6 +39,7 @@ class DraftConfig:
     draft_vocab_size: int
     kind: str = "draft"
     taps: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
 
 
 class Draft(nn.Module):

@@ -1,6 +1,6 @@
 """The target that a head learns from: frozen, in its own dtype, through the kernels that decode, or as it was stored.
 
-Legend: N tokens of a text, T places of it, F features, D hidden size, V vocabulary.
+Legend: N tokens of a text, T places of it, F features, D hidden size, K key/value heads, d head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -60,18 +60,21 @@ class Lesson(NamedTuple):
 class FrozenTarget:
     """Reads one text at a time, so that no text sees another and nothing is padded."""
 
-    def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int) -> None:
-        """`taps` are those of the head. What needs the decoder's plain linears comes before."""
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int, layers: tuple[int, ...] = ()) -> None:
+        """`taps`, and `layers` whose keys and values are features, are those of the head. What needs the decoder's
+        plain linears comes before.
+        """
+        self.decoder, self._layers, c = decoder, layers, decoder.config
         self.dtype = torch.promote_types(decoder.embed.weight.dtype, torch.float32)
         """Of lessons."""
-        self._num_features = len(taps) * decoder.config.hidden_size
+        num_kept = len(layers) * 2 * c.num_kv_heads * c.head_dim
+        self._num_features = len(taps) * c.hidden_size + num_kept
         if decoder.embed.weight.device.type == "cpu":
             _decode_natively(decoder)
         depths = sorted({*taps, decoder.normed_depth})
         self._cache = decoder.new_cache(1, max_length, depths)
-        self.bytes_per_token = len(depths) * decoder.config.hidden_size * decoder.embed.weight.element_size()
-        """Of hidden states."""
+        self.bytes_per_token = (len(depths) * c.hidden_size + num_kept) * decoder.embed.weight.element_size()
+        """Of hidden states, and of keys and values."""
         self.store: StateStore | None = None
         """Where hidden states are kept and found again."""
 
@@ -105,13 +108,16 @@ class FrozenTarget:
 
     @torch.no_grad()
     def _read(self, tokens_N: Tensor) -> Tensor:
-        """Hidden states [N, F] of a text, in the target's dtype."""
+        """Keys and values in layers that are looked into, and hidden states [N, F] of a text, in the target's dtype."""
         cache, keep_11 = self._cache, torch.zeros(1, 1, dtype=torch.int64, device=tokens_N.device)
         for first in range(0, len(tokens_N), CHUNK):
             cache.lengths.fill_(first)
             self.decoder(tokens_N[None, first : first + CHUNK], cache, keep_11)
         assert cache.features is not None
-        return cache.features[0, : len(tokens_N)].clone()  # the next text goes there
+        num = len(tokens_N)
+        both = (part_1KNd[0] for layer in self._layers for part_1KNd in cache.kv(layer, num))
+        seen = [part_KNd.transpose(0, 1).flatten(1) for part_KNd in both]
+        return torch.cat([*seen, cache.features[0, :num]], 1)  # a copy: the next text goes there
 
 
 def _decode_natively(decoder: Decoder) -> None:

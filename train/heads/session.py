@@ -57,7 +57,7 @@ class Task:
     draft_vocab: int | None = None
     """Tokens that the head can guess; None = all."""
     taps: tuple[int, ...] = ()
-    """EAGLE-3: depths that it reads; none = the usual ones."""
+    """EAGLE-3: depths that it reads. GLIDE: layers of the target that it looks into. None = the usual ones."""
     held_out: float = 0.05
     """Share of prompts to measure with."""
     chain: int = 5
@@ -100,8 +100,9 @@ class Session:
         products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
         weight_KD = (weight_VD if ids_K is None else weight_VD[ids_K]).to(products)
         teacher = Teacher(weight_KD, target.config.final_softcap)
+        head_config = self._written.config
         target_bytes = sum(parameter.nbytes for parameter in target.parameters())
-        self.frozen = FrozenTarget(target, self._written.config.taps, task.max_length)
+        self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.target_layers)
         self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
         head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
@@ -142,7 +143,9 @@ class Session:
         """
         if states is not None:
             depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
-            depends = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
+            depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
+            if self.head.config.target_layers:
+                depends["layers"] = self.head.config.target_layers
             self.frozen.store = StateStore(states, depends)
         out.mkdir(parents=True, exist_ok=True)
         keep_settings(out, self._settings())
@@ -227,7 +230,7 @@ def _twin(head: Learner, target: Any) -> Learner:
     if isinstance(head, Draft):
         wide = torch.promote_types(head.decoder.embed.weight.dtype, torch.float32)
         return copy.deepcopy(head).to(wide).requires_grad_(True)
-    wide = torch.promote_types(head.fc.weight.dtype, torch.float32)
+    wide = torch.promote_types(head.place["dtype"], torch.float32)
     ids_K = None if head.ids is None else head.get_buffer("ids")
     twin = new_head(head.config, target, ids_K=ids_K).to(wide)
     found = head.state_dict()

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sharesd.models.decoder import Decoder, empty_linear
 from sharesd.models.heads.config import HeadConfig
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead
 
 
-class Eagle(Head):
+class Eagle(FeatureHead):
     """One block over fc([embedding; state]), without a norm in front of its attention."""
 
     def __init__(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sharesd.models.decoder import Decoder, RMSNorm, empty_linear
 from sharesd.models.heads.config import HeadConfig
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead
 
 
-class Eagle3(Head):
+class Eagle3(FeatureHead):
     """One block whose queries see [norm(embedding); norm(state)], with a norm and an LM head of its own."""
 
     def __init__(

@@ -1,11 +1,8 @@
-"""What all trained heads are: one decoder block that reads, at each place, the target's hidden states of a token and
-the embedding of the next one, and guesses the token after that.
+"""What all trained heads are: a decoder block that reads, at each place, features that the target has made of a token
+and the embedding of the next one, and guesses the token after that from its own **state**.
 
-What a head makes of a place, its **state**, stands in for the target's hidden states at the next one, of which there
-are none yet: so a chain of guesses goes on.
-
-Legend: B rows, T places, R kept places, F features (the target's hidden states of all depths that are read), D hidden
-size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
+Legend: B rows, T places, R kept places, F features (hidden states of all depths that are read, or keys and values), D
+hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
 """
 
 from __future__ import annotations
@@ -48,17 +45,12 @@ class HeadBlock(nn.Module):
 class Head(nn.Module):
     """A head for one target, whose embedding and LM head it uses where it has none of its own."""
 
-    fc: nn.Linear
-    block: HeadBlock
+    block: Any
     lm_head: nn.Linear | None
     ids: Tensor | None
 
-    def __init__(
-        self, config: HeadConfig, target: Decoder, *, inputs: int, ids_K: Tensor | None, own_embed: bool
-    ) -> None:
-        """`inputs` of the queries (E). `ids_K`: the target's ids of the draft tokens; None = all of the vocabulary.
-        Parameters have no values yet.
-        """
+    def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
+        """`ids_K`: the target's ids of the draft tokens; None = all. Parameters have no values yet."""
         super().__init__()
         self.config = config
         self._target = (target,)  # in a tuple, since it is no part of this module
@@ -66,34 +58,25 @@ class Head(nn.Module):
         self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
         table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
         self.embed = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
-        self.block = HeadBlock(config, inputs, **self.place)
         inv_freq_r, factor = rope.frequencies(c.ropes[0], c.head_dim, c.max_positions)
         cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
         self.register_buffer("cos", cos_Pr, persistent=False)
         self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
-        self.native: NativeHead | None = None
-        """`read` and `go_on` in one call of a CPU kernel each, where compilation puts that here."""
-
-    # ---- what differs between heads
-
-    def fuse(self, features_BTF: Tensor) -> Tensor:
-        """The state [B, T, D] that the target's hidden states amount to."""
-        raise NotImplementedError
-
-    def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
-        raise NotImplementedError
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         """What the LM head is given."""
         raise NotImplementedError
 
-    def native_parts(self) -> dict[str, Any]:
-        """The same as `compile.head.NativeHead` has it: the arguments that differ."""
-        raise NotImplementedError
+    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
+        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
+        `steps`: plain operations, without a cache, through which gradients flow.
 
-    # ---- what does not
+        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
+        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
+        of it mean nothing.
+        """
+        raise NotImplementedError
 
     @property
     def blocks(self) -> list[Any]:
@@ -104,6 +87,59 @@ class Head(nn.Module):
         """An empty cache of the blocks' keys and values."""
         shapes = [(self.config.block.num_kv_heads, self.config.block.head_dim)] * len(self.blocks)
         return StaticKVCache(shapes=shapes, batch=batch, slots=slots, **self.place)
+
+    def draft_logits(self, states_BTD: Tensor) -> Tensor:
+        """[B, T, K] over the draft tokens."""
+        return project(self.unembedding, self.before_logits(states_BTD))
+
+    def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `qkv`, of these places."""
+        return qkv(attn, inputs_BTE, self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        return self.embedding(tokens_BT)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Its own, or the target's."""
+        return self.embed or self._target[0].embed
+
+    @property
+    def unembedding(self) -> nn.Module:
+        """The LM head: its own, or the target's."""
+        return self.lm_head or self._target[0].head
+
+
+class FeatureHead(Head):
+    """A head whose features are hidden states of the target. Its own state of a place stands in for those of the next
+    one, of which there are none yet: so a chain of guesses goes on.
+    """
+
+    fc: nn.Linear
+    block: HeadBlock
+
+    def __init__(self, config: HeadConfig, target: Decoder, *, inputs: int, **options: Any) -> None:
+        """`inputs` of the queries (E); `options` are those of `Head`."""
+        super().__init__(config, target, **options)
+        self.block = HeadBlock(config, inputs, **self.place)
+        self.native: NativeHead | None = None
+        """`read` and `go_on` in one call of a CPU kernel each, where compilation puts that here."""
+
+    # ---- what differs between such heads
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """The state [B, T, D] that the target's hidden states amount to."""
+        raise NotImplementedError
+
+    def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
+        raise NotImplementedError
+
+    def native_parts(self) -> dict[str, Any]:
+        """The same as `compile.head.NativeHead` has it: the arguments that differ."""
+        raise NotImplementedError
+
+    # ---- what does not
 
     def forward(
         self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
@@ -179,18 +215,8 @@ class Head(nn.Module):
         states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
         return self.draft_logits(states_BFD)
 
-    def draft_logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, K] over the draft tokens."""
-        return project(self.unembedding, self.before_logits(states_BTD))
-
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
-        `steps`: plain operations, without a cache, through which gradients flow (training-time test, EAGLE-3).
-
-        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
-        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
-        of it mean nothing.
-        """
+        """As `Head.unroll`: training-time test (EAGLE-3)."""
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         keys, values, unrolled = [], [], []
@@ -205,23 +231,6 @@ class Head(nn.Module):
             unrolled.append(x_BTD)
             states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
         return unrolled
-
-    def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `qkv`, of these places."""
-        return qkv(attn, inputs_BTE, self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
-
-    def _embed(self, tokens_BT: Tensor) -> Tensor:
-        return self.embedding(tokens_BT)
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """Its own, or the target's."""
-        return self.embed or self._target[0].embed
-
-    @property
-    def unembedding(self) -> nn.Module:
-        """The LM head: its own, or the target's."""
-        return self.lm_head or self._target[0].head
 
 
 def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:

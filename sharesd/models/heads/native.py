@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from compile.head import NativeHead
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead
 
 
-def native_head(head: Head) -> NativeHead:
+def native_head(head: FeatureHead) -> NativeHead:
     """Once its linears are packed, and those of the target. Raises Unsuited."""
     return NativeHead(
         head.block,
