@@ -21,6 +21,7 @@ COMMANDS = (
     "benchmark.studies.grid",
     "benchmark.studies.busy",
     "benchmark.studies.joins",
+    "benchmark.studies.cluster",
 )
 
 

@@ -21,10 +21,10 @@ from tiny_tokenizer import SPECIAL, WORDS
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.prompts import conversation, read_prompts, records
 from train.__main__ import main
 from train.generate import read
 from train.masks import masked
-from train.prompts import conversation, read_prompts, records
 from train.shards import Shard, answers_in
 
 ROOT = Path(__file__).parents[1]
