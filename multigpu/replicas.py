@@ -154,7 +154,8 @@ class _SharedTasks:
 
     def take(self, wait: bool) -> Numbered | None:
         if not self._ready:
-            self._connection.send(_Ready())
+            with suppress(OSError):  # all was done before we were ready
+                self._connection.send(_Ready())
             self._ready = True
         if self._ended:
             return None
@@ -218,13 +219,14 @@ def _status(process: BaseProcess | None) -> str:
 
 
 def _end(replicas: Iterable[Replica], done: bool) -> None:
-    """Let them end where all is `done`, else kill those that are ours; the others hear that nobody is there."""
+    """Let them end where all is `done`. Else, and where they are still loading, kill those that are ours; the others
+    hear that nobody is there."""
     replicas = list(replicas)
     for replica in replicas:
         with suppress(OSError):
             if done:
                 replica.connection.send(None)
-            elif replica.process is not None:
+            if replica.process is not None and not (done and replica.ready):
                 replica.process.kill()
     for replica in replicas:
         if replica.process is not None:

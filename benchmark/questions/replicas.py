@@ -27,7 +27,7 @@ class Asked(NamedTuple):
     """A question that lacks answers."""
 
     run: int
-    index: int
+    place: int
     done: dict[str, dict[Key, TurnRecord]]
     """Its answers that are there, by mode."""
 
@@ -58,7 +58,7 @@ def measure_on_replicas(
         for run in range(1, job.runs + 1)
         for index, question in enumerate(questions)
     ]
-    asked = [one for one in asked if any(len(of) < len(questions[one.index].turns) for of in one.done.values())]
+    asked = [one for one in asked if any(len(of) < len(questions[one.place].turns) for of in one.done.values())]
     display = Display(done, num_questions=len(questions), num_turns=len(job.keys), runs=job.runs)
     job.out_dir.mkdir(parents=True, exist_ok=True)
     results = spread(enumerate(asked), start(WORK, job, job.places), at_once=1)
@@ -76,7 +76,7 @@ def measure_on_replicas(
                     records.append(job.out_dir, mode, record)
                     done[mode][record.key] = record
                     display.finished(mode)
-                display.answered(asked[number].run, asked[number].index, questions[asked[number].index])
+                display.answered(asked[number].run, asked[number].place, questions[asked[number].place])
     except KeyboardInterrupt:
         return state, True
     return state, False

@@ -65,8 +65,8 @@ def _introduction(summary: Mapping[str, Any]) -> str:
         text += f" {settings['runs']} runs; figures are medians of runs."
     if settings.get("replicas"):
         text += (
-            f" {settings['replicas']} processes shared the questions, at the same time on one machine; speeds are those "
-            "of one of them."
+            f" {settings['replicas']} processes shared the questions, at the same time on one machine; speeds are "
+            "those of one of them."
         )
     if not status["complete"]:
         text += (
