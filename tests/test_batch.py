@@ -71,7 +71,8 @@ def whole(model: str, prompts: Path, tmp_path_factory: pytest.TempPathFactory, o
 
 
 def command(model: str, prompts: Path, out: Path, *more: str) -> list[str]:
-    return ["generate", "--target", model, "--prompts", str(prompts), "--out", str(out), *SAMPLED, *more]
+    given = ["--target", model, "--prompts", str(prompts), "--out", str(out), "--mode", "naive"]
+    return ["generate", *given, *SAMPLED, *more]
 
 
 def generate(model: str, prompts: Path, out: Path, *more: str) -> int:
@@ -101,7 +102,7 @@ def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts:
     assert len({record["text"] for record in found if record["prompt"] == "the cat"}) > 5, "each has noise of its own"
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
+@pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 def test_any_number_of_replicas_writes_the_same_file(
     count: int, whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,11 +149,14 @@ def num_lines(path: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("num_trials", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "num_trials"), [(0, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
 def test_kills_at_random_moments_lose_and_double_nothing(
-    num_trials: int, whole: Path, model: str, prompts: Path, tmp_path: Path
+    seed: int, num_trials: int, whole: Path, model: str, prompts: Path, tmp_path: Path
 ) -> None:
-    dice = random.Random(num_trials)
+    """Of a replica and of the parent in turns; the slow ones are 20 trials."""
+    dice = random.Random(seed)
     for trial in range(num_trials):
         out = tmp_path / f"answers-{trial}.jsonl"
         part = Path(f"{out}.part")
@@ -161,7 +165,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(
         assert killed(given, part, dice.randint(0, NUM - 8), whom, dice)
         kept = [json.loads(line) for line in part.read_bytes().split(b"\n")[:-1]] if part.exists() else []
         assert whom == "parent" or out.read_bytes() == whole.read_bytes(), "the other replica has answered all"
-        assert main(given[:-4] + ["--mode", "naive"]) == 1
+        assert generate(model, prompts, out) == 1
         assert out.read_bytes() == whole.read_bytes() and not part.exists()
         found = answers(out)
         assert all(record == found[record["index"]] for record in kept)
@@ -212,9 +216,8 @@ def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
     assert read(path, raw=True) == [(f"{path}:1", "why"), (f"{path}:3", " how is it\u2028the cat ")]
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torch.distributed.run", pytest.param("accelerate.commands.launch", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
 def test_ranks_of_a_launcher_take_from_one_queue(
     launcher: str, whole: Path, model: str, prompts: Path, tmp_path: Path
 ) -> None:

@@ -522,6 +522,7 @@ def test_table_fits_80_columns() -> None:
     assert "…" not in screen.getvalue() and "123.46 GB" in screen.getvalue()
 
 
+@pytest.mark.slow
 def test_replicas_share_the_questions(run: Run) -> None:
     """Every turn once, with the texts of one process; what is missing is answered on --resume."""
     given, out = ("--mode", "naive,ngram"), Path("out")
