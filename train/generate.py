@@ -22,6 +22,7 @@ from sharesd.cli import options
 from sharesd.cli.answering import answering
 from sharesd.cli.console import console, set_up_logging
 from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
+from sharesd.decoding.converse import CHUNK, converse
 from sharesd.models.progress import Progress, silent
 from sharesd.prompts import Message, conversation, records
 from train.dialogues import Dialogue, Unfit, questions_of, seed_of
@@ -29,10 +30,6 @@ from train.shards import Shard, answers_in, keep_settings
 
 Key = tuple[int, int]
 """Number of a record in the input, and which of its answers."""
-
-CHUNK = 512
-"""Tokens of a prompt that are read at a time: nobody waits for the others' next tokens. With small pieces, as a server
-reads them, eight conversations at once, of 64 new tokens, took a sixth more processor time."""
 
 
 class Wanted(NamedTuple):
@@ -180,7 +177,6 @@ def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterat
     """
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.decoding.converse import converse
     from sharesd.load import Runtime  # torch takes seconds, mistakes should not
 
     runtime = Runtime(work.config, (work.mode,), progress=progress or silent)

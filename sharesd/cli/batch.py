@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ from sharesd.cli.answering import answering
 from sharesd.cli.asked import encode
 from sharesd.cli.console import err_console, set_up_logging
 from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.decoding.converse import CHUNK, converse
 from sharesd.models.progress import Progress, silent
 from sharesd.prompts import Message, conversation, records
 
@@ -95,6 +96,9 @@ def check_options(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, work: Work) -> int:
     """Answer what is not answered yet; returns the exit status, 1 where prompts failed."""
+    work = work._replace(
+        config=replace(work.config, max_batch=args.max_batch or MAX_BATCH, prefill_chunk=CHUNK),
+    )
     out, settings, part = (Path(args.out + end) for end in ("", ".settings.json", ".part"))
     rank, world = ranks.rank_and_world()
     if world > 1 and args.replicas is not None:
@@ -150,7 +154,6 @@ def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterat
     """Load the engine, and answer the prompts that are the tasks. Without `progress` it is a replica that does so."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.decoding.converse import converse
     from sharesd.load import Runtime  # torch takes seconds, mistakes should not
 
     engine = Runtime(work.config, (work.mode,), progress=progress or silent).engine(work.mode, warm=work.params)

@@ -106,7 +106,6 @@ def _generate(args: argparse.Namespace) -> int:
     params = replace(sampling_params(args), logprobs=args.logprobs)
     config = engine_config(args, modes=(mode,))
     if args.file is not None:
-        config = replace(config, max_batch=args.max_batch or batch.MAX_BATCH)
         return batch.run(args, batch.Work(config, mode, params, args.raw, system))
     config = replace(config, max_batch=len(args.prompts))
     prompts = _read_prompts(args.prompts)

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from sharesd.decoding.output import TokenChunk
     from sharesd.decoding.request import Request
 
+CHUNK = 512
+"""Tokens of a prompt that are read at a time: nobody waits for the others' next tokens. With small pieces, as a server
+reads them, eight conversations at once, of 64 new tokens, took a sixth more processor time."""
+
 
 class Talk(Protocol):
     """What is asked, and what comes of it."""
