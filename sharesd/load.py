@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +26,26 @@ from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
-from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
+from offload.layout import Layout
+from offload.stream import Stream
+from quant.attach import Build, LinearQuantizer, QuantReport, Solving, make_low, quantize_linears
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
-from sharesd.config import MODEL_DRAFTERS, TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, EngineConfig, Mode, PlanOnly, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
-from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
+from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.base import Table
 from sharesd.drafters.tables.ngram import NgramTable
@@ -51,16 +55,23 @@ from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import identity
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
+from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.models.weights import Tensors, load_model, resolve
+from sharesd.models.weights import EachBlock, Tensors, load_model, resolve
+from sharesd.placing import PlacedBlocks, QuantizedWhileRead
+from sharesd.planning import Offloading, plan_for
 from sharesd.settings import cpu_name
+from sharesd.streamed import StreamedBlocks
 
 log = logging.getLogger(__name__)
 
+Offload = Callable[[Decoder], tuple[Stream, Layout]]
+"""Puts packed weights of some blocks of a decoder elsewhere; returns how they come back, and what a record holds."""
 DRAFT_WINDOW = 256
 """Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
 EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
@@ -79,6 +90,8 @@ class LoadReport:
     """Weights of the target at full precision."""
     quant: QuantReport | None
     """The target's quantized linears (share), or those of the classic copy."""
+    resident_share: float = 1.0
+    """Share of the target's blocks whose weights at full precision stay in memory."""
 
 
 def fixed_width(device: str, most_draft: int) -> int:
@@ -99,12 +112,24 @@ class Runtime:
         *,
         progress: Progress = silent,
         tensors: Tensors | None = None,
+        offload: Offload | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
+        `offload` puts packed weights of some of the target's blocks elsewhere, from where they come back for each pass.
+        `offloading` is what `plan_for` returned, if it was asked before.
         """
         started = time.perf_counter()
+        if offload is None and offloading is None and tensors is None:
+            offloading = plan_for(config, tuple(modes or (config.mode,)), progress=progress)
+        if config.offload.when == "plan-only":
+            raise PlanOnly(() if offloading is None else offloading.plan.reasons)
+        if offloading is not None and offloading.plan.offloads:
+            config = offloading.config
+        else:
+            offloading = None
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
@@ -119,20 +144,37 @@ class Runtime:
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
         if self.compile == "native":
             prepare(str(self.dtype).removeprefix("torch."), "choice")
+        if offload is not None and (self.compile == "full" or self.device.type != "cpu"):
+            raise ValueError("offloaded blocks run one by one, on a CPU so far; take device cpu and compile native")
         folder = self._folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
         self._check_head(progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
+        self._offload = offload
+        self.streamed: StreamedBlocks | None = None
+        """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
-        self.target = self._load(folder, tensors)
-        self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head() if "eagle" in self._needs else None
-        if "share" in self._needs:
-            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
+        quantized = (
+            QuantizedWhileRead(partial(self._quantizer, switch=self._switch)) if "share" in self._needs else None
+        )
+        self._placed: PlacedBlocks | None = None
+        if offloading is None:
+            self.target = self._load(folder, tensors)
+            self.weight_bytes = _num_bytes(self.target)
+        else:
+            with PlacedBlocks(offloading, quantized, progress) as self._placed:
+                self.target = self._load(folder, each_block=self._placed)
+            self._offload = self._placed.stream
+            self.weight_bytes = _num_bytes(self.target) - (quantized.report().low_bytes if quantized else 0)
+        self._head = self._load_head() if self._needs & {*HEADS} else None
+        if quantized is not None:
+            self._report("share", quantized.finish() if offloading else self._quantize_whole(self.target, self._switch))
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
+        if self._head is not None and self.compile == "native" and len(self._head.blocks) == 1:
+            self._head.native = native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -199,6 +241,7 @@ class Runtime:
                 self.config.draft,
             ),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
+            self.streamed and (self.streamed.stream.blocks, len(self.streamed.stream.slots)),
             (torch.cuda.get_device_name(self.device), settings.kernels_version())
             if self.device.type == "cuda"
             else None,
@@ -215,6 +258,7 @@ class Runtime:
             compile_seconds=self.compile_seconds.get(mode, 0.0),
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
+            resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
         )
 
     def _choose_widths(self) -> tuple[int, ...] | None:
@@ -270,6 +314,11 @@ class Runtime:
         cache = first.new_cache(self.config.max_batch, self._slots)
         return check_rows(first, cache, widths, trees=self._wants_trees)
 
+    def close(self) -> None:
+        """End what goes on beside decoding: weights that do not stay are not fetched any more."""
+        if self.streamed is not None:
+            self.streamed.stream.close()
+
     def _native_stack(self, model: Decoder, num_blocks: int | None = None) -> NativeStack:
         """All blocks, or the first few, and the last norm. Raises Unsuited."""
         config = model.config
@@ -280,6 +329,7 @@ class Runtime:
             activation=config.activation,
             norm=model.norm,
             low=partial(getattr, self._switch, "low"),
+            ranges=model.ranges,
         )
 
     def _noise(self) -> Callable[..., Tensor]:
@@ -287,7 +337,7 @@ class Runtime:
             return sampling.native_gumbel
         return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
-    def _load(self, folder: Path, tensors: Tensors | None = None) -> CausalModel:
+    def _load(self, folder: Path, tensors: Tensors | None = None, each_block: EachBlock | None = None) -> CausalModel:
         return load_model(
             folder,
             dtype=self.dtype,
@@ -295,6 +345,7 @@ class Runtime:
             trust_remote_code=self.config.trust_remote_code,
             progress=self._progress,
             tensors=tensors,
+            each_block=each_block,
         )
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
@@ -305,9 +356,9 @@ class Runtime:
 
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
-        if "eagle" in self._needs:
+        for mode in sorted(self._needs & {*HEADS}):
             if self.config.head is None:
-                raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
             self._head_folder = resolve(self.config.head, progress=progress)
 
     def _load_head(self) -> Head:
@@ -315,31 +366,43 @@ class Runtime:
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
+        fits = mode_of(head.config.kind)
+        for mode in sorted(self._needs & {*HEADS} - {fits}):
+            raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
         self._head_bytes = _num_bytes(head)
         if self.device.type == "cpu":
             pack_linears(head)
             weights_on_huge_pages(head)
-        if self.compile == "native":
-            head.run_block = native_block(head)
         return head
 
-    def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
+    def _quantizer(self, model: Decoder, switch: Switch | None = None) -> LinearQuantizer:
+        return LinearQuantizer(model, self.config.quant, switch, **self._quantizing(model), device=self.device)
+
+    def _quantize_whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
+        """Each linear in place: a switched one, or without a switch the quantized one alone."""
+        assert isinstance(model, nn.Module)
+        options = self._quantizing(model)
+        if switch is None:
+            return make_low(model, self.config.quant, **options)
+        return quantize_linears(model, self.config.quant, switch, **options)
+
+    def _report(self, mode: str, report: QuantReport) -> None:
+        self._reports[mode] = report
+        log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
+
+    def _quantizing(self, model: CausalModel) -> dict[str, Any]:
+        """How linears are quantized here, in terms of `LinearQuantizer`."""
         assert isinstance(model, nn.Module)
         if self.device.type == "cuda" and self.config.quant.method == "hqq":
             load_configs(cache_root() / "settings")
-        report = how(
-            model,
-            self.config.quant,
-            *extra,
-            head_name=_head_name(model),
-            layer_of=_layer_of,
-            progress=lambda done, total, _: self._progress("quantizing", done, total),
-            solving=_solving(self.device, None if self._tensors else self._folder),
-            build=self._build_low(),
-        )
-        log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
-        return report
+        return {
+            "head_name": _head_name(model),
+            "layer_of": _layer_of,
+            "progress": lambda done, total, _: self._progress("quantizing", done, total),
+            "solving": _solving(self.device, None if self._tensors else self._folder),
+            "build": self._build_low(),
+        }
 
     def _build_low(self) -> Build | None:
         """What makes quantized linears, where it is not the choice of `quant`."""
@@ -354,7 +417,14 @@ class Runtime:
             return
         if self.device.type == "cpu":
             pack_linears(model)
-            weights_on_huge_pages(model)
+            if model is self.target and self._offload is not None:
+                low = partial(getattr, self._switch, "low") if "share" in self._needs else None
+                self.streamed = StreamedBlocks(model, *self._offload(model), low)
+                model.ranges = self.streamed.ranges
+            if model is self.target and self._placed is not None:
+                weights_on_huge_pages(self.target.get_submodule("head"))  # blocks are there already
+            else:
+                weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
         elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
 
@@ -426,7 +496,8 @@ class Runtime:
                 raise ValueError("rows of trees do not have the bits of chains here; drop --tree, or add --no-exact")
             raise ValueError(f"{self.target.name} takes chains only; drop --tree")
         top = self.config.tree[0] if self.config.tree else 1
-        shapes = shapes_of(*self.config.tree) if self.config.tree else chains(num_nodes)
+        lengths = chains(num_nodes) if self.streamed is None else ladder(num_nodes)
+        shapes = shapes_of(*self.config.tree) if self.config.tree else lengths
         if mode == "share":
             low_bytes = self._reports["share"].low_bytes
             return ShareDrafter(
@@ -440,6 +511,13 @@ class Runtime:
         if mode == "eagle":
             assert self._head is not None
             return EagleDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+        if mode == "parallel":
+            assert isinstance(self._head, Parallel)
+            most = self._head.config.draft_length
+            depth = self.config.tree[1] if self.config.tree else self.config.num_draft or 1
+            if depth > most:
+                raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
+            return ParallelDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:
@@ -483,8 +561,13 @@ class Runtime:
                     "give a draft model of the target's family"
                 )
         else:
-            model = self._load(self._folder, self._tensors)
-            self._reports["classic"] = self._quantize(make_low, model)
+            quantized = QuantizedWhileRead(self._quantizer)
+            if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
+                model = self._load(self._folder, self._tensors, quantized)
+                self._report("classic", quantized.finish())
+            else:
+                model = self._load(self._folder)
+                self._report("classic", self._quantize_whole(model))
         self._pack(model)
         if model.max_context < self.max_context:
             raise ValueError(
@@ -514,6 +597,7 @@ class Runtime:
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,
             ahead=self._graphs is not None,
+            traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
         )
 
 
@@ -526,7 +610,7 @@ def build(config: EngineConfig | None = None, *, progress: Progress = silent) ->
 def _num_bytes(model: CausalModel | Head) -> int:
     """Bytes of a model's or a head's weights and tables, shared ones once."""
     assert isinstance(model, nn.Module)
-    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    tensors = {t.data_ptr() or id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
 
 

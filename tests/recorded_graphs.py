@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import compile.attention
+import compile.grow
+import compile.topk
 import sharesd.decoding.cache
 from compile.graphs import Graphs
 from compile.rotary import rotate
-from sharesd.drafters import hybrid
+from sharesd.drafters import grown, hybrid
 from sharesd.models import decoder
 from sharesd.sampling import acceptance, logits, sampler
 
@@ -181,8 +183,11 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )
     patch.setattr(logits, "arg_max", lambda x: x.argmax(-1))
-    for module in (sampler, logits, hybrid):
+    for module in (logits, hybrid):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
+    patch.setattr(sampler, "top_logp", compile.topk.top_logp_reference)
+    patch.setattr(grown, "grow", compile.grow.grow_reference)
+    patch.setattr(grown, "choose", compile.grow.choose_reference)
     walk = acceptance.accept_tree_reference
     patch.setattr(sampler, "accept_tree", lambda tree, target_BT: walk(tree, tree.branches, target_BT))
 

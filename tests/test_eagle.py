@@ -1,4 +1,7 @@
-"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's."""
+"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's.
+
+What heads that guess in one pass have of their own is in test_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
 from test_compile import compiled
 from tiny import make_checkpoint
-from tiny_heads import make_head
+from tiny_heads import logits_of, make_head
 from torch import Tensor
 
 from compile.linear import pack_linears
@@ -18,12 +21,14 @@ from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.engine import Engine
 from sharesd.drafters.eagle import EagleDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.tables.ngram import NgramTable
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
+from sharesd.models.heads.parallel import Parallel
 from sharesd.models.weights import decoder_config
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
@@ -45,7 +50,8 @@ def built(
 ) -> Engine:
     cache = target.new_cache(batch, 160, head.config.taps)
     top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
-    drafter: Any = EagleDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+    kind: Any = ParallelDrafter if isinstance(head, Parallel) else EagleDrafter
+    drafter: Any = kind(head, cache, shapes=shapes, weight_bytes=0, top=top)
     if mixed:
         table = NgramTable(num_draft, 1, 4)
         drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)
@@ -64,7 +70,7 @@ def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 def test_texts_are_those_of_plain_decoding(
     kind: str, tree: Any, batch: int, params: SamplingParams, tmp_path: Path
 ) -> None:
@@ -75,14 +81,14 @@ def test_texts_are_those_of_plain_decoding(
     assert engine.stats.drafted_tokens > 60
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> None:
     """All in kernels, in bfloat16; several rows, some of which end early."""
     target = tiny_decoder(3, dtype=torch.bfloat16, hidden_size=64)
     head = head_for(target, tmp_path, kind, ids=IDS)
     compiled(target, "native")
     pack_linears(head)
-    head.run_block = native_block(head)
+    head.native = native_head(head)
     for params in (GREEDY, SAMPLED):
         want = texts(new_engine(target, batch=2), PROMPTS, params)
         assert texts(built(head, target, batch=2), PROMPTS, params) == want
@@ -144,7 +150,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
     def children(path: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
         known = torch.nn.functional.pad(features, (0, 0, 0, len(path)))  # a chain needs none of its guesses
         states = head.unroll(torch.tensor([[*text[1:], *path]]), known, steps=1 + len(path))
-        best = head.logits(states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
+        best = logits_of(head, states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
         return [(p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
 
     front, found = [(0.0, ())], []
@@ -156,7 +162,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 @pytest.mark.parametrize(("top", "depth", "budget"), [(1, 4, 4), (2, 3, 6), (3, 4, 16)])
 def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     kind: str, top: int, depth: int, budget: int, tmp_path: Path
@@ -183,7 +189,7 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
 # ---- what it reads
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel"])
 def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
     """Plain rounds in between, few and many: what the head holds is what it would have read at once."""
     target = tiny_decoder(3)
@@ -214,9 +220,10 @@ def check(engine: Engine, row: int) -> None:
         torch.testing.assert_close(ours[row, :, : len(held) - 1], read[0, :, : len(held) - 1])
 
 
-def test_chats_reuse_what_the_head_has_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine, plain = built(head_for(target, tmp_path, "eagle3"), target, batch=2), new_engine(target, batch=2)
+    engine, plain = built(head_for(target, tmp_path, kind), target, batch=2), new_engine(target, batch=2)
     chat = list(PROMPTS[1])
     for turn in range(3):
         answer = texts(engine, [chat], SAMPLED, reuse=True)[0]
@@ -225,9 +232,10 @@ def test_chats_reuse_what_the_head_has_read(tmp_path: Path) -> None:
         chat += [*answer, 4, turn]
 
 
-def test_requests_join_and_leave(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "parallel"])
+def test_requests_join_and_leave(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, "eagle"), target, batch=2, prefill_chunk=3)
+    engine = built(head_for(target, tmp_path, kind), target, batch=2, prefill_chunk=3)
     alone = [texts(new_engine(target), [prompt], params)[0] for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
     jobs = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
     requests = []
@@ -239,9 +247,10 @@ def test_requests_join_and_leave(tmp_path: Path) -> None:
     assert [request.tokens[len(request.prompt_ids) :] for request in requests] == alone
 
 
-def test_hybrid_mixes_a_head_with_tables(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_hybrid_mixes_a_head_with_tables(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, "eagle3"), target, batch=2, mixed=True)
+    engine = built(head_for(target, tmp_path, kind), target, batch=2, mixed=True)
     prompts = [PROMPTS[1] * 3, PROMPTS[0] * 5]
     for params in (GREEDY, SAMPLED):
         assert texts(engine, prompts, params) == texts(new_engine(target, batch=2), prompts, params)
@@ -259,30 +268,33 @@ def test_other_rules_of_acceptance_take_its_probabilities(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(("kind", "compile"), [("eagle", "native"), ("eagle3", "native"), ("eagle3", "off")])
+@pytest.mark.parametrize(
+    ("kind", "compile"), [("eagle", "native"), ("eagle3", "native"), ("eagle3", "off"), ("parallel", "native")]
+)
 def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, tmp_path: Path) -> None:
     """Loaded as users do; with naive and hybrid on the same target and cache."""
     checkpoint = make_checkpoint(tmp_path / "target")
     make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16)
+    mode: Any = "parallel" if kind == "parallel" else "eagle"
     config = EngineConfig(
         target=str(checkpoint),
         head=str(tmp_path / "head"),
-        mode="eagle",
-        hybrid_with=("eagle", "suffix"),
+        mode=mode,
+        hybrid_with=(mode, "suffix"),
         compile=compile,
         device="cpu",
         max_context=128,
         max_batch=2,
         num_draft=3,
     )
-    runtime = Runtime(config, ("naive", "eagle", "hybrid"))
+    runtime = Runtime(config, ("naive", mode, "hybrid"))
     prompts = ["the cat sat on the mat and the cat", "a dog ran"]
     for params in (GREEDY, SAMPLED):
         want = texts(runtime.engine("naive"), prompts, params)
-        for mode in ("eagle", "hybrid"):
-            engine = runtime.engine(mode, warm=params)  # type: ignore[arg-type]
+        for one in (mode, "hybrid"):
+            engine = runtime.engine(one, warm=params)
             assert texts(engine, prompts, params) == want
-    engine = runtime.engine("eagle")
+    engine = runtime.engine(mode)
     assert engine.drafter is not None and engine.cache.features is not None
     weights, kv = engine.drafter.extra_bytes()
     assert weights > 384 // 3 * 64 * 2 and kv > engine.cache.features.nbytes

@@ -26,7 +26,7 @@ from compile.solve import solve_groups
 from compile.stack import NativeStack
 from compile.topk import arg_max, top_k
 from compile.walk import walk
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
 
 pytestmark = [
     pytest.mark.kernels,
@@ -178,7 +178,7 @@ def test_the_block_of_a_head(dtype: torch.dtype) -> None:
     """Whose queries have inputs of their own, wider than the residual stream."""
     head = random_head(tiny_decoder(0, dtype=dtype), "eagle3")
     pack_linears(head)
-    head.run_block = native_block(head)
+    head.native = native_head(head)
 
     def call(hand: Hand) -> None:
         cache = head.new_cache(1, 64)

@@ -26,10 +26,11 @@ from sharesd.cli.options import (
     engine_config,
     main_guard,
     mode_of,
+    mode_of_head,
     parse,
     sampling_params,
 )
-from sharesd.config import MODES, Mode
+from sharesd.config import HEADS, MODES, Mode
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells expect it."""
@@ -150,7 +151,8 @@ def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
     # A model of its own is loaded where asked for, and so is a head.
-    asked = {"classic": mode == "classic" or hasattr(args, "draft"), "eagle": mode == "eagle" or hasattr(args, "head")}
+    asked = {"classic": mode == "classic" or hasattr(args, "draft")}
+    asked |= {name: name in (mode, mode_of_head(args)) for name in HEADS}
     modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 

@@ -8,19 +8,24 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard
 from sharesd.config import (
+    HEADS,
     MODEL_DRAFTERS,
     MODES,
+    PARALLEL_HEAD,
     TABLES,
     Acceptance,
     CompileMode,
     DType,
     EngineConfig,
     Mode,
+    Offload,
+    OffloadConfig,
     SamplingParams,
 )
 
@@ -33,6 +38,7 @@ __all__ = [
     "engine_config",
     "main_guard",
     "mode_of",
+    "mode_of_head",
     "modes_of",
     "parse",
     "sampling_params",
@@ -42,6 +48,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 """Short names of dtypes."""
 MODE_ALIASES = {"sd-classic": "classic", "sd-share": "share"}
 """Names that users of the original project type."""
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DEFAULTS = EngineConfig()
 
 
@@ -107,7 +114,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="HEAD",
-        help="trained head of mode eagle: a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3",
+        help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or "
+        "parallel (a folder that `python -m train parallel` wrote)",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -120,9 +128,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-draft",
         type=_whole,
-        default=_DEFAULTS.max_draft,
+        default=argparse.SUPPRESS,
         metavar="K",
-        help="draft tokens per round at most, with --num-draft auto",
+        help="draft tokens per round at most, with --num-draft auto "
+        f"(default: {_DEFAULTS.max_draft}; as the plan says where weights travel)",
     )
     group.add_argument(
         "--tree",
@@ -168,9 +177,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--quant",
-        default=_DEFAULTS.quant.spec,
+        default=argparse.SUPPRESS,
         metavar="SPEC",
-        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best",
+        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best "
+        f"(default: {_DEFAULTS.quant.spec}; as the plan says where weights travel)",
     )
     group.add_argument(
         "--quant-skip",
@@ -213,6 +223,36 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run modelling code that a checkpoint brings along"
+    )
+    _add_offload_options(parser.add_argument_group("models larger than memory"))
+
+
+def _add_offload_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--offload",
+        choices=get_args(Offload),
+        default=_DEFAULTS.offload.when,
+        help="auto: weights come from elsewhere if the model does not fit; plan-only: print the plan, and load nothing",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="what may be taken of a GPU's memory, for example 8GB or 8GiB (default: what is free)",
+    )
+    group.add_argument(
+        "--host-memory",
+        type=_bytes,
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="what may be taken of the host's memory (default: what is free)",
+    )
+    group.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="where blocks are kept that come from a disk (default: in the cache folder)",
     )
 
 
@@ -282,10 +322,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
     """The modes asked for, each once, in the order of first mention; ValueError for an unknown one.
 
-    `all` are those of `default`, eagle only where a head is given.
+    `all` are those of `default`, of trained heads the one that is given.
     """
-    given = getattr(args, "mode", None)
-    offered: list[Mode] = [mode for mode in default if mode != "eagle" or hasattr(args, "head")]  # type: ignore[misc]
+    given, fitting = getattr(args, "mode", None), mode_of_head(args)
+    offered: list[Mode] = [mode for mode in default if mode not in HEADS or mode == fitting]  # type: ignore[misc]
     if given is None:
         return tuple(offered)
     modes: list[Mode] = []
@@ -295,6 +335,14 @@ def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode,
             raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
         modes += offered if plain == "all" else [plain]  # type: ignore[list-item]
     return tuple(dict.fromkeys(modes))
+
+
+def mode_of_head(args: argparse.Namespace) -> Mode | None:
+    """The mode that a given head drafts in, by its folder (hubs have those of eagle); None where there is none."""
+    if not hasattr(args, "head"):
+        return None
+    config = Path(args.head) / "config.json"
+    return "parallel" if config.is_file() and PARALLEL_HEAD in config.read_text("utf-8") else "eagle"
 
 
 def mode_of(args: argparse.Namespace) -> Mode:
@@ -311,8 +359,8 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
     head, mixed = getattr(args, "head", None), [name.strip() for name in args.hybrid_with.split(",")]
-    if head is not None and "eagle" not in (*modes, *(mixed if "hybrid" in modes else ())):
-        raise ValueError(f"--head is {head!r} but no mode is eagle; add --mode eagle or drop --head")
+    if head is not None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
+        raise ValueError(f"--head is {head!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
@@ -321,7 +369,9 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         raise ValueError(
             f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
         )
-    auto = args.quant == "auto"
+    quant = getattr(args, "quant", None)
+    auto = quant == "auto"
+    max_draft = getattr(args, "max_draft", None)
     if auto and args.quant_skip:
         raise ValueError(
             f"--quant auto chooses what to skip, and --quant-skip is {args.quant_skip[0]!r}; drop one of the two"
@@ -332,7 +382,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         draft=draft,
         head=head,
         num_draft=None if args.num_draft == "auto" else args.num_draft,
-        max_draft=args.max_draft,
+        max_draft=_DEFAULTS.max_draft if max_draft is None else max_draft,
         draft_window=args.draft_window,
         tree=tree,
         hybrid_with=tuple(dict.fromkeys(mixed)),
@@ -343,13 +393,21 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         recycle_table=getattr(args, "recycle_table", None),
         dtype=args.dtype,
         device=args.device,
-        quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
+        quant=_DEFAULTS.quant if auto else QuantConfig.parse(quant or _DEFAULTS.quant.spec, args.quant_skip),
         compile=args.compile,
         exact=args.exact,
         steady_cublas=args.steady_cublas,
         threads=None if args.threads == "auto" else args.threads,
         max_context=args.max_context,
         trust_remote_code=args.trust_remote_code,
+        offload=OffloadConfig(
+            when=args.offload,
+            device_memory=getattr(args, "device_memory", None),
+            host_memory=getattr(args, "host_memory", None),
+            folder=getattr(args, "offload_dir", None),
+            choose_bits=quant is None,
+            choose_depth=max_draft is None,
+        ),
         progress=progress,
     )
     if auto:
@@ -417,6 +475,13 @@ def _tree(text: str) -> tuple[int, ...]:
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET; for example 2:4:8")
     return tuple(map(_whole, parts))
+
+
+def _bytes(text: str) -> int:
+    number, unit = text.rstrip("kKMGTiB"), text.lstrip("0123456789.")
+    if unit not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 8GB or 8GiB")
+    return int(_checked(float, number, "a size; write for example 8GB or 8GiB") * _UNITS[unit])
 
 
 def _number(text: str) -> float:

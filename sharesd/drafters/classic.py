@@ -27,6 +27,7 @@ class ClassicDrafter:
     on_host = False
     reads = True
     ahead = False
+    at_once = False
 
     def __init__(
         self, model: CausalModel, *, batch: int, slots: int, shapes: Sequence[Shape], weight_bytes: int, top: int = 1

@@ -25,6 +25,7 @@ class HybridDrafter:
     on_host = True
     reads = False
     ahead = False
+    at_once = False
 
     def __init__(
         self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_nodes: int, trees: bool

@@ -30,6 +30,7 @@ class ShareDrafter:
     on_host = False
     reads = False
     ahead = True
+    at_once = False
 
     def __init__(
         self,

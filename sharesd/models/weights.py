@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sharesd.models import folder as files
 from sharesd.models.base import CausalModel
-from sharesd.models.decoder import Decoder, RMSNorm
+from sharesd.models.decoder import Block, Decoder, RMSNorm
 from sharesd.models.decoder_config import DecoderConfig, Unsupported
 from sharesd.models.progress import Progress, silent
 from sharesd.models.resolve import resolve
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 """Makes a checkpoint's tensors anew, one after the other: names and values."""
+EachBlock = Callable[[Decoder, int], None]
+"""Called with a decoder and the number of a block that has its weights now: it may quantize them, or move them away,
+before the next block takes memory. The order is that of the checkpoint."""
+_LAYERS = "model.layers."
 
 
 def load_model(
@@ -34,23 +39,25 @@ def load_model(
     trust_remote_code: bool = False,
     progress: Progress = silent,
     tensors: Tensors | None = None,
+    each_block: EachBlock | None = None,
 ) -> CausalModel:
     """The native decoder where it serves the checkpoint exactly, else transformers' own model.
 
-    `tensors` stand in for the folder's weight files, which it need not have then; only the native decoder takes them.
+    `tensors` stand in for the folder's weight files, which it need not have then. Only the native decoder takes these
+    and `each_block`.
     Raises ValueError, naming the architecture, where neither does, and for damaged or incomplete checkpoints.
     """
     try:
         config = decoder_config(folder)
     except Unsupported as reason:
-        if tensors is not None:
+        if tensors is not None or each_block is not None:
             raise
         from sharesd.models.hf import load_hf
 
         log.info("%s; using the transformers fallback", reason)
         return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     log.info("%s: native decoder", config.architecture)
-    return load_decoder(folder, dtype=dtype, device=device, progress=progress, tensors=tensors)
+    return load_decoder(folder, dtype=dtype, device=device, progress=progress, tensors=tensors, each_block=each_block)
 
 
 def decoder_config(folder: Path) -> DecoderConfig:
@@ -69,18 +76,42 @@ def load_decoder(
     device: torch.device | str = "cpu",
     progress: Progress = silent,
     tensors: Tensors | None = None,
+    each_block: EachBlock | None = None,
 ) -> Decoder:
-    """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, one tensor at
-    a time.
+    """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`.
 
-    Raises ValueError naming missing, unexpected or wrongly shaped tensors.
+    A block takes memory when the last of its tensors has been found (until then those stay in their files). Raises
+    ValueError naming missing, unexpected or wrongly shaped tensors.
     """
     config = decoder_config(folder)
     stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
-    decoder = Decoder(config, dtype=dtype, device=device).eval().requires_grad_(False)
+    decoder = Decoder(config, dtype=dtype, device=device, block_device="meta").eval().requires_grad_(False)
     decoder.eos_ids = files.eos_ids(folder)
-    fill(dict(_slots(decoder)), _named(stored, config), folder, f"architecture {config.architecture!r}", progress)
+    num_tensors = [len(list(block_slots(block, config))) for block in decoder.blocks]
+    found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of blocks which are not complete
+
+    def put(name: str, slot: Tensor, tensor: Tensor) -> None:
+        if not slot.is_meta:
+            slot.copy_(tensor)
+            return
+        number, _, part = name.removeprefix(_LAYERS).partition(".")
+        index = int(number)
+        found[index][part] = tensor
+        if len(found[index]) == num_tensors[index]:
+            values, block = found.pop(index), Block(config, config.layers[index], dtype=dtype, device=device)
+            for part, place in block_slots(block, config):
+                place.copy_(values[part])
+            decoder.blocks[index] = block.eval().requires_grad_(False)
+            if each_block is not None:
+                each_block(decoder, index)
+
+    what = f"architecture {config.architecture!r}"
+    fill(dict(_slots(decoder)), _named(stored, config), folder, what, progress, put)
     return decoder
+
+
+def _copy(name: str, slot: Tensor, tensor: Tensor) -> None:
+    slot.copy_(tensor)
 
 
 def fill(
@@ -89,8 +120,10 @@ def fill(
     folder: Path,
     what: str,
     progress: Progress = silent,
+    put: Callable[[str, Tensor, Tensor], None] = _copy,
 ) -> None:
-    """Copy each tensor of a checkpoint (its name there, that of its slot, and its values) into its slot.
+    """Put each tensor of a checkpoint (its name there, that of its slot, and its values) into its slot: `put` gets the
+    slot's name, the slot, and the tensor.
 
     Raises ValueError naming missing, unexpected or wrongly shaped tensors.
     """
@@ -103,7 +136,7 @@ def fill(
         if slot.shape != tensor.shape:
             found, wanted = list(tensor.shape), list(slot.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
-        slot.copy_(tensor)
+        put(name, slot, tensor)
         progress("loading weights", num_slots - len(slots), num_slots)
     if slots or unexpected:
         problems = [
@@ -145,7 +178,7 @@ def _slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield "lm_head.weight", decoder.head.weight.data
     for i, block in enumerate(decoder.blocks):
         for name, tensor in block_slots(block, decoder.config):
-            yield f"model.layers.{i}.{name}", tensor
+            yield f"{_LAYERS}{i}.{name}", tensor
 
 
 def block_slots(block: Any, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The target that a head learns from: frozen, in its own dtype, through the kernels that decode.
+"""The target that a head learns from: frozen, in its own dtype, through the kernels that decode, or as it was stored.
 
 Legend: N tokens of a text, T places of it, F features, D hidden size, V vocabulary.
 """
@@ -18,6 +18,7 @@ from compile.pages import weights_on_huge_pages
 from compile.stack import NativeStack, Unsuited
 from sharesd.decoding.prefill import CHUNK
 from sharesd.models.decoder import Decoder
+from train.heads.states import StateStore
 
 ROWS = 256
 """Rows of logits that are made at a time."""
@@ -37,15 +38,21 @@ class Lesson(NamedTuple):
     foretold_T: Tensor
     said_N: Tensor
     """Which tokens of the whole text are the assistant's."""
+    anchors_A: Tensor | None = None
+    """Places at which longer chains begin, ascending; None: all."""
 
     def counted(self, step: int) -> Tensor:
         """Places [T] at which a chain's guess after `step` others counts: the token that it goes on from and all that
         it foretells are the assistant's, as they are in decoding.
         """
-        T = len(self.foretold_T)
+        T, device = len(self.foretold_T), self.said_N.device
         if step >= T:
-            return torch.zeros(T, dtype=torch.bool, device=self.said_N.device)
-        return F.pad(self.said_N[1:].unfold(0, step + 2, 1).all(1), (step, 0))
+            return torch.zeros(T, dtype=torch.bool, device=device)
+        counted_T = F.pad(self.said_N[1:].unfold(0, step + 2, 1).all(1), (step, 0))
+        if step and self.anchors_A is not None:
+            begun_T = torch.zeros(T, dtype=torch.bool, device=device).index_fill_(0, self.anchors_A, True)
+            counted_T &= F.pad(begun_T[:-step], (step, 0))
+        return counted_T
 
 
 class FrozenTarget:
@@ -59,7 +66,12 @@ class FrozenTarget:
         self._num_features = len(taps) * decoder.config.hidden_size
         if decoder.embed.weight.device.type == "cpu":
             _decode_natively(decoder)
-        self._cache = decoder.new_cache(1, max_length, sorted({*taps, decoder.normed_depth}))
+        depths = sorted({*taps, decoder.normed_depth})
+        self._cache = decoder.new_cache(1, max_length, depths)
+        self.bytes_per_token = len(depths) * decoder.config.hidden_size * decoder.embed.weight.element_size()
+        """Of hidden states."""
+        self.store: StateStore | None = None
+        """Where hidden states are kept and found again."""
 
     def lessons(self, row: dict[str, Tensor]) -> list[Lesson]:
         """Of every text of a packed row that is long enough to foretell something."""
@@ -72,23 +84,31 @@ class FrozenTarget:
         head, dtype = self.decoder.head, self.decoder.embed.weight.dtype
         return torch.cat([head(part.to(dtype)).argmax(1) for part in hidden_TD.split(ROWS)])
 
-    @torch.no_grad()
     def _lesson(self, tokens_N: Tensor, said_N: Tensor) -> Lesson:
-        cache, device = self._cache, self.decoder.embed.weight.device
-        tokens_N, said_N = tokens_N.to(device), said_N.to(device)
-        keep_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        device = self.decoder.embed.weight.device
+        states_NF = self.store.get(tokens_N) if self.store is not None else None
+        if states_NF is None:
+            states_NF = self._read(tokens_N.to(device))
+            if self.store is not None:
+                self.store.add(tokens_N, states_NF)
+        hidden_NF = states_NF.to(device, self.dtype)
+        return Lesson(
+            tokens_1T=tokens_N[None, 1:-1].to(device),
+            features_1TF=hidden_NF[None, :-2, : self._num_features],
+            teacher_TD=hidden_NF[1:-1, -self.decoder.config.hidden_size :],
+            foretold_T=tokens_N[2:].to(device),
+            said_N=said_N.to(device),
+        )
+
+    @torch.no_grad()
+    def _read(self, tokens_N: Tensor) -> Tensor:
+        """Hidden states [N, F] of a text, in the target's dtype."""
+        cache, keep_11 = self._cache, torch.zeros(1, 1, dtype=torch.int64, device=tokens_N.device)
         for first in range(0, len(tokens_N), CHUNK):
             cache.lengths.fill_(first)
             self.decoder(tokens_N[None, first : first + CHUNK], cache, keep_11)
         assert cache.features is not None
-        hidden_NF = cache.features[0, : len(tokens_N)].to(self.dtype, copy=True)  # the next text goes there
-        return Lesson(
-            tokens_1T=tokens_N[None, 1:-1],
-            features_1TF=hidden_NF[None, :-2, : self._num_features],
-            teacher_TD=hidden_NF[1:-1, -self.decoder.config.hidden_size :],
-            foretold_T=tokens_N[2:],
-            said_N=said_N,
-        )
+        return cache.features[0, : len(tokens_N)].clone()  # the next text goes there
 
 
 def _decode_natively(decoder: Decoder) -> None:

@@ -31,17 +31,19 @@ def initial_head(
     *,
     ids_K: Tensor | None = None,
     taps: tuple[int, ...] = (),
+    **changes: Any,
 ) -> Head:
-    """A head in the target's dtype, with the draft tokens `ids` (None: all) and, for EAGLE-3, other depths than usual.
-    In `text` EAGLE sees how large hidden states are.
+    """A head in the target's dtype, with the draft tokens `ids` (None: all) and, but for EAGLE-1, other depths than
+    usual. In `text` EAGLE-1 sees how large hidden states are. `changes` of the config.
 
-    The embedding of the next token has no weight yet. Call it while the target has its plain linears.
+    The embedding of the next token has no weight yet, and masks differ from the root's place by their position alone.
+    Call it while the target has its plain linears.
     """
-    changes = {LAYER_IDS: list(taps)} if taps else {}
+    changes |= {LAYER_IDS: list(taps)} if taps else {}
     num_draft_tokens = None if ids_K is None else len(ids_K)
     config = HeadConfig.new(kind, target_raw, draft_vocab_size=num_draft_tokens, **changes)
     head = new_head(config, target, ids_K=ids_K)
-    last, D = target.blocks[-1], config.block.hidden_size
+    (last, *upper), D = target.blocks[-len(head.blocks) :], config.block.hidden_size
     assert isinstance(last, Block)
     attn_norm_D, mlp_norm_D = (norm.get_parameter("weight") for norm in (last.attn_norm, last.mlp_norm))
     block = head.block
@@ -54,6 +56,8 @@ def initial_head(
         (block.mlp.down, last.mlp.down),
     ):
         to.weight.copy_(weight.weight)
+    for to, block_of_target in zip(head.blocks[1:], upper, strict=True):
+        to.load_state_dict(block_of_target.state_dict())
     if isinstance(head, Eagle3):
         block.attn.qkv.weight[:, D:] = last.attn.qkv.weight
         head.embed_norm.weight.fill_(1)

@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sharesd.config import PARALLEL_HEAD, Mode
 from sharesd.models.decoder_config import DecoderConfig
 
-Kind = Literal["eagle", "eagle3"]
-ARCHITECTURES: dict[str, str] = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
-"""Names that serving engines know heads by."""
+Kind = Literal["eagle", "eagle3", "parallel"]
+ARCHITECTURES: dict[str, str] = {
+    "eagle": "LlamaForCausalLMEagle",
+    "eagle3": "LlamaForCausalLMEagle3",
+    "parallel": PARALLEL_HEAD,
+}
+"""Names that serving engines know heads by; of heads that guess in one pass, ours."""
+MOST_LAYERS = {"eagle": 1, "eagle3": 1, "parallel": 2}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def mode_of(kind: Kind) -> Mode:
+    """The mode in which heads of a kind draft."""
+    return "parallel" if kind == "parallel" else "eagle"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +30,9 @@ class HeadConfig:
     """Sizes and switches of one head."""
 
     kind: Kind
-    """`eagle`: EAGLE-1 and 2. `eagle3`: EAGLE-3."""
+    """`eagle`: EAGLE-1 and 2. `eagle3`: EAGLE-3. `parallel`: all tokens in one pass."""
     block: DecoderConfig
-    """Its only block."""
+    """Its block, or its blocks, which are alike but for what the first one reads."""
     taps: tuple[int, ...]
     """Depths of the target whose hidden states it reads: numbers of blocks; one more than there are: behind the last
     norm."""
@@ -31,6 +42,8 @@ class HeadConfig:
     """Tokens that it can guess."""
     norm_before_residual: bool
     """EAGLE-3: the residual stream begins with the normalised state."""
+    draft_length: int
+    """`parallel`: tokens that one pass guesses; 1 for others."""
     raw: Mapping[str, Any]
     """config.json, which is written as it was read."""
 
@@ -39,9 +52,12 @@ class HeadConfig:
         """Read a config.json. Raises ValueError for what does not fit the target, or is not known."""
         flat = {"model_type": "llama", **raw.get("transformer_layer_config", {}), **raw}
         block = DecoderConfig.from_hf(flat)
-        if len(block.layers) != 1:
-            raise ValueError(f"the head has {len(block.layers)} layers; heads of one layer are supported")
-        if block.layers[0].window or block.layers[0].rope < 0 or block.sandwich_norms or block.gemma_norm:
+        if not 1 <= len(block.layers) <= MOST_LAYERS[kind]:
+            raise ValueError(
+                f"the head has {len(block.layers)} layers; heads of kind {kind} have at most {MOST_LAYERS[kind]}"
+            )
+        plain = all(layer.window == 0 and layer.rope == 0 for layer in block.layers)
+        if not plain or block.sandwich_norms or block.gemma_norm:
             raise ValueError(f"heads of architecture {block.architecture!r} are not supported; give one like Llama's")
         if block.vocab_size != target.vocab_size:
             raise ValueError(
@@ -51,16 +67,20 @@ class HeadConfig:
         hidden = flat.get("target_hidden_size") or target.hidden_size
         if hidden != target.hidden_size or (kind == "eagle" and block.hidden_size != hidden):
             raise ValueError(
-                f"the head is for a hidden size of {hidden if kind == 'eagle3' else block.hidden_size} and the target "
+                f"the head is for a hidden size of {block.hidden_size if kind == 'eagle' else hidden} and the target "
                 f"has {target.hidden_size}; give a head that was trained for this target"
             )
+        length = flat.get("draft_length", 0) if kind == "parallel" else 1
+        if kind == "parallel" and length < 2:
+            raise ValueError(f"draft_length, the tokens that one pass guesses, is {length}; it must be at least 2")
         return cls(
             kind=kind,
             block=block,
-            taps=_taps(flat, len(target.layers)) if kind == "eagle3" else (len(target.layers) + 1,),
+            taps=(len(target.layers) + 1,) if kind == "eagle" else _taps(flat, len(target.layers)),
             target_hidden_size=hidden,
             draft_vocab_size=flat.get("draft_vocab_size") or block.vocab_size,
             norm_before_residual=bool(flat.get("norm_before_residual", False)),
+            draft_length=length,
             raw=raw,
         )
 
@@ -83,15 +103,16 @@ class HeadConfig:
             "draft_vocab_size": draft_vocab_size or target.vocab_size,
             **changes,
         }
-        if kind == "eagle3":
+        if kind != "eagle":
             taps = _taps(raw, len(target.layers))
             raw[LAYER_IDS] = list(taps)
-            raw["eagle_config"] = {"use_aux_hidden_state": True, LAYER_IDS: [tap - 1 for tap in taps]}
+            if kind == "eagle3":
+                raw["eagle_config"] = {"use_aux_hidden_state": True, LAYER_IDS: [tap - 1 for tap in taps]}
         return cls.of(raw, kind, target)
 
 
 def _taps(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Depths that EAGLE-3 reads. At the top of a config they count the blocks before, as vLLM reads them; in
+    """Depths that all but EAGLE-1 read. At the top of a config they count the blocks before, as vLLM reads them; in
     `eagle_config` they name the block whose output is meant, as SGLang reads it. Ascending, as engines collect them.
     ValueError where both disagree.
     """

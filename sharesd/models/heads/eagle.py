@@ -5,6 +5,8 @@ The state is a guess at the target's own hidden state behind its last norm, so t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,3 +44,6 @@ class Eagle(Head):
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         return states_BTD
+
+    def native_parts(self) -> dict[str, Any]:
+        return {"mix": self.fc}

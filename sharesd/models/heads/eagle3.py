@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,3 +42,7 @@ class Eagle3(Head):
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         return self.norm(states_BTD)
+
+    def native_parts(self) -> dict[str, Any]:
+        norms = {"embed_norm": self.embed_norm, "state_norm": self.state_norm, "norm": self.norm}
+        return {"fuse": self.fc, "normed": self.config.norm_before_residual, **norms}
