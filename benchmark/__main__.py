@@ -22,6 +22,7 @@ COMMANDS = (
     "benchmark.studies.busy",
     "benchmark.studies.joins",
     "benchmark.studies.offload",
+    "benchmark.studies.cluster",
 )
 
 

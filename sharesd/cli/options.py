@@ -35,6 +35,7 @@ __all__ = [
     "Parser",
     "add_model_options",
     "add_mode_option",
+    "add_replicas_option",
     "add_sampling_options",
     "engine_config",
     "main_guard",
@@ -276,6 +277,16 @@ def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> Non
         )
     else:
         parser.add_argument("--mode", default=argparse.SUPPRESS, help=f"{names} (default: share)")
+
+
+def add_replicas_option(parser: argparse._ActionsContainer) -> None:
+    """`--replicas`: None where this process does all of the work."""
+    parser.add_argument(
+        "--replicas",
+        type=_whole,
+        metavar="N",
+        help="processes that share the prompts, each with a GPU of its own, or with its part of the CPU's cores",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int = 128) -> None:
