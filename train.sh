@@ -4,9 +4,9 @@
 #   PROMPTS="a.json b.jsonl" bash train.sh    bash train.sh --smoke: a tiny model, all of it checked, in well under a minute
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
-HEAD=${HEAD:-eagle3}                       # or eagle
+HEAD=${HEAD:-eagle3}                       # or eagle, parallel, glide
 TARGET=${TARGET:-}                         # checkpoint folder, .gguf file or hub id; empty: the embedded model
-OUT=${OUT:-results/train-$HEAD}            # answers, head and report
+OUT=${OUT:-results/train-$HEAD}            # answers, their hidden states, head and report
 NUM_PROMPTS=${NUM_PROMPTS:-500}            # of each file
 MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-384}      # per answer
 TEMPERATURE=${TEMPERATURE:-0,0,0.7,1}      # answers take these in turn
@@ -22,10 +22,10 @@ pipeline() {
   python -m train generate "${target[@]}" --prompts $PROMPTS --num-prompts "$NUM_PROMPTS" \
     --max-new-tokens "$MAX_NEW_TOKENS" --temperature "$TEMPERATURE" --out-dir "$OUT/data"
   step "training: $HEAD"
-  python -m train "$HEAD" "${target[@]}" --data "$OUT/data" --out-dir "$OUT/head" --epochs "$EPOCHS" --resume \
-    "${train_flags[@]}"
+  python -m train "$HEAD" "${target[@]}" --data "$OUT/data" --states "$OUT/states" --out-dir "$OUT/head" \
+    --epochs "$EPOCHS" --resume "${train_flags[@]}"
   step "benchmark: plain decoding and the head"
-  python -m benchmark mtbench "${target[@]}" --mode naive,eagle --head "$OUT/head/best" \
+  python -m benchmark mtbench "${target[@]}" --mode "naive,${HEAD%3}" --head "$OUT/head/best" \
     --num-questions "$NUM_QUESTIONS" --out-dir "$OUT/benchmark-$(date +%Y%m%d-%H%M%S)"
 }
 
@@ -48,8 +48,8 @@ records = ({"prompt": f"the cat and the mat, {i} times"} for i in range(24))
 PY
   python -m train generate --target "$work/model" --prompts "$work/prompts.jsonl" --max-new-tokens 48 \
     --temperature 0,1 --max-context 256 --threads 1 --out-dir "$work/data"
-  local train=(python -m train eagle --data "$work/data" --held-out 0.3 --max-length 96 --batch 2 --lr 2e-3 --steps 60
-    --check-every 10 --threads 1 --costs 0.1,1.3)
+  local train=(python -m train eagle --data "$work/data" --states "$work/states" --held-out 0.3 --max-length 96 --batch 2
+    --lr 2e-3 --steps 60 --check-every 10 --threads 1 --costs 0.1,1.3)
 
   step "training, undisturbed"
   "${train[@]}" --out-dir "$work/whole"

@@ -21,6 +21,8 @@ COMMANDS = (
     "benchmark.studies.grid",
     "benchmark.studies.busy",
     "benchmark.studies.joins",
+    "benchmark.studies.offload",
+    "benchmark.studies.cluster",
 )
 
 

@@ -1,6 +1,6 @@
 """How draft trees grow: new children are noted down, the best of them go on, and the best of all are verified.
 
-On a GPU each is one launch, where tensor operations take some 25.
+On a CPU each is one call of a kernel and on a GPU one launch, where tensor operations take some 25.
 
 Legend: B rows, F nodes of a level that were expanded, k children of each and nodes expanded on every level but the
 first (where F is 1), C nodes that can be found, D levels, N nodes of a draft at most, T = N + 1.
@@ -8,12 +8,14 @@ first (where F is 1), C nodes that can be found, D levels, N nodes of a draft at
 
 from __future__ import annotations
 
+from ctypes import Array, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile.native import kernel
 from compile.ops import LIBRARY, on_cuda, runs_triton
 
 
@@ -51,7 +53,17 @@ def grow(level_B: Tensor, nodes: Nodes, front: Front, new_BFk: Tensor, logp_BFk:
     """
     if runs_triton(level_B.device):
         torch.ops.sharesd.grow_(level_B, *nodes, *front, new_BFk, logp_BFk)
-        return
+    elif level_B.device.type == "cpu":
+        new_BFk, logp_BFk = new_BFk.contiguous(), logp_BFk.float().contiguous()
+        sizes = (*new_BFk.shape, *nodes.ancestors_BCD.shape[1:])
+        tensors = (level_B.data_ptr(), _addresses(nodes), _addresses(front), new_BFk.data_ptr(), logp_BFk.data_ptr())
+        kernel("grow", torch.int64, *[c_void_p] * 5, *[c_int64] * 5)(*tensors, *sizes)
+    else:
+        grow_reference(level_B, nodes, front, new_BFk, logp_BFk)
+
+
+def grow_reference(level_B: Tensor, nodes: Nodes, front: Front, new_BFk: Tensor, logp_BFk: Tensor) -> None:
+    """`grow` in tensor operations."""
     (_, num, top), D = new_BFk.shape, front.paths_BkD.shape[2]
     deep_B11 = (level_B > 0)[:, None, None]
     paths_BFD, slots_BFD = (part[:, :num].where(deep_B11, 0) for part in (front.paths_BkD, front.slots_BkD))
@@ -80,7 +92,16 @@ def choose(wanted_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> None:
     """The best `wanted` of all nodes into the draft; `top` is k. Of equal ones the first, so that parents are there."""
     if runs_triton(wanted_1.device):
         torch.ops.sharesd.choose_nodes_(wanted_1, top, *nodes, *draft)
-        return
+    elif wanted_1.device.type == "cpu":
+        sizes = (*nodes.ancestors_BCD.shape, draft.tokens_BN.shape[1])
+        tensors = (wanted_1.data_ptr(), top, _addresses(nodes), _addresses(draft))
+        kernel("choose", torch.int64, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 4)(*tensors, *sizes)
+    else:
+        choose_reference(wanted_1, top, nodes, draft)
+
+
+def choose_reference(wanted_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> None:
+    """`choose` in tensor operations."""
     (_, C, D), N = nodes.ancestors_BCD.shape, draft.tokens_BN.shape[1]
     M, device = min(N, C), wanted_1.device
     kept_BM = nodes.scores_BC.sort(dim=1, descending=True, stable=True).indices[:, :M]
@@ -99,6 +120,12 @@ def choose(wanted_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> None:
     own_M1 = F.pad(row_M[:, None], (0, D - 1))
     draft.path_BTT[:, 1 : 1 + M, 1 : 1 + D] = paths_BMD.where(is_node_M[:, None], own_M1)
     draft.places_BT[:, 1 : 1 + M] = nodes.places_BC.gather(1, kept_BM) + 1
+
+
+def _addresses(tensors: Nodes | Front | Draft) -> Array[c_int64]:
+    """The words of the struct of this name in cpu/grow.h."""
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return (c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _pick(x_BXD: Tensor, index_BY: Tensor) -> Tensor:

@@ -11,19 +11,32 @@ from torch import Tensor
 from compile.native import kernel
 
 
-def hashed_gumbel(keys_RJ: Tensor, multipliers: Sequence[int], vocab_size: int) -> Tensor:
-    """Noise [R, V] float32 from J rounds of x -> ((x ^ key) * multiplier >> 16) mod 2^32, starting at x = token id.
+def hashed_gumbel(
+    seeds_R: Tensor,
+    places_R: Tensor,
+    vocab_size: int,
+    *,
+    multipliers: Sequence[int],
+    salts: Sequence[Sequence[int]],
+    rounds: int,
+) -> Tensor:
+    """Noise [R, V] float32 of hashed token ids. A hash is some rounds of x -> ((x ^ key) * multiplier >> 16) mod 2^32.
 
-    Keys are int64 in 0..2^32-1. The same bits whatever R and the number of threads.
+    The keys of tokens are two words by turns, which are hashes of the place (int64, below 2^32): of the j-th round
+    the key is the lower or, if j is odd, the upper half of the seed, and the j-th salt of the word. The same bits
+    whatever R and the number of threads.
     """
-    R, J = keys_RJ.shape
-    out_RV = torch.empty(R, vocab_size)
-    kernel("gumbel", torch.float32, *[c_void_p] * 3, *[c_int64] * 4)(
-        keys_RJ.contiguous().data_ptr(),
-        (c_int64 * J)(*multipliers[:J]),
+    out_RV, num_salts = torch.empty(len(seeds_R), vocab_size), len(salts[0])
+    assert len(multipliers) >= max(rounds, num_salts) and seeds_R.is_contiguous() and places_R.is_contiguous()
+    kernel("gumbel", torch.float32, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, *[c_int64] * 3)(
+        seeds_R.data_ptr(),
+        places_R.data_ptr(),
+        (c_int64 * len(multipliers))(*multipliers),
+        (c_int64 * (2 * num_salts))(*salts[0], *salts[1]),
+        num_salts,
+        rounds,
         out_RV.data_ptr(),
-        R,
-        J,
+        len(seeds_R),
         vocab_size,
         torch.get_num_threads(),
     )

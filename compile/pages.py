@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -17,13 +17,17 @@ HUGE = 2**21
 ALIGNMENT = 64
 
 
-def weights_on_huge_pages(model: nn.Module) -> int:
-    """Move the packed weights of a model on the CPU to huge pages; returns their bytes."""
-    linears = [module for module in model.modules() if isinstance(module, (PackedLinear, LowPackedLinear))]
-    weights = [linear.weight for linear in linears]
-    for linear, moved in zip(linears, zeros_like(weights), strict=True):
+def weights_on_huge_pages(model: nn.Module, *, keep: Collection[nn.Module] = ()) -> int:
+    """Move packed weights of a model on the CPU to huge pages; returns their bytes. `keep`: linears whose stay.
+
+    Each is given back before the next is copied.
+    """
+    packed = (PackedLinear, LowPackedLinear)
+    linears = [module for module in model.modules() if isinstance(module, packed) and module not in keep]
+    sizes = [linear.weight.to("meta") for linear in linears]
+    for linear, moved in zip(linears, zeros_like(sizes), strict=True):
         linear.weight = moved.copy_(linear.weight)
-    return sum(weight.nbytes for weight in weights)
+    return sum(size.nbytes for size in sizes)
 
 
 def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,6 @@
-"""All blocks of a Llama-family decoder in one call of a CPU kernel (cpu/stack.h): no Python between the layers.
+"""The blocks of a Llama-family decoder in one call of a CPU kernel (cpu/stack.h): no Python between the layers.
+
+Where blocks have to wait for something, such as weights that are not there yet, each range of them is a call.
 
 Works on modules shaped like this: a block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`; sizes and constants),
 `mlp` (`gate_up`, `down`) and norms (`weight`, `eps`, `gemma`).
@@ -18,11 +20,13 @@ from torch import Tensor
 from compile.attention import Branches
 from compile.linear import LowPackedLinear, PackedLinear
 from compile.native import kernel
+from compile.ranges import Range, Ranges, first_blocks
 from compile.threads import CREW
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
-_Step = ctypes.c_int64 * 32
+_FULL_WEIGHTS = slice(12 + 1, 12 + 4 * 6, 6)  # behind six norms: the address in each linear's six words
+_Step = ctypes.c_int64 * 31
 _Gather = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_int64)
 
 
@@ -42,10 +46,12 @@ class NativeStack:
         activation: str,
         norm: Any = None,
         low: Callable[[], bool] = lambda: False,
+        ranges: Ranges | None = None,
         gather: Callable[[Tensor, Tensor], object] | None = None,
     ) -> None:
         """`tables` are (cosines, sines) [positions, r] of every rope, `ropes` names that of each block, `norm` follows
-        the last block. Raises Unsuited where the kernel does not know a module.
+        the last block. `ranges` tell, at each call, how blocks run (of a longer stack, too); None: all at once.
+        Raises Unsuited where the kernel does not know a module.
 
         With `gather` each linear has one rank's outputs, while `o` and `down` read those of all ranks: called with a
         part [M, n] (bytes), it fills the whole [M, ranks * n] with the parts of all ranks side by side.
@@ -57,64 +63,94 @@ class NativeStack:
         self._modules = blocks  # keeps alive what the table points at
         self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
         assert self._table.shape[1] == _BLOCK_WORDS
+        self._ranges = ranges or (lambda: (Range(0, len(blocks)),))
         attn = blocks[0].attn
-        self._normed = getattr(blocks[0].attn_norm, "weight", None) is not None
         self._sizes = (attn.num_heads, attn.num_kv_heads, attn.head_dim)
-        self._mlp_size = _full(blocks[0].mlp.gate_up).out_features // 2
+        gate_up = full_of(blocks[0].mlp.gate_up)  # which reads the residual stream, whole on each rank
+        self.hidden_size, self._mlp_size = gate_up.in_features, gate_up.out_features // 2
         self._activation = ACTIVATIONS.index(activation)
-        self._constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
+        self.constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
         self._gather = gather
+        self._called = None if gather is None else _Gather(self._gather_rows)  # kept alive for the kernel
+        self._gather_address = 0 if self._called is None else ctypes.cast(self._called, c_void_p).value or 0
         self._failure: BaseException | None = None
-        self._called: Any = None if gather is None else _Gather(self._gather_rows)
 
-    def __call__(
-        self, x_BTD: Tensor, cache: Any, branches: Branches | None = None, inputs_BTE: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
         """The residual stream after all blocks and the norm.
 
         `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
         every block in the layout of `compile.attention.new_kv`, which keep their places; if it has those of the first
         few only, no others run. With `features` [B, slots, taps * D] the rows behind as many blocks as `taps` say are
-        copied there (one more than there are: behind the norm, too). `inputs` are those of attentions whose block has
-        no norm before them; `x` is then the residual stream only.
+        copied there (one more than there are: behind the norm, too).
         """
         x_BTD = x_BTD.clone(memory_format=torch.contiguous_format)
-        B, T, D = x_BTD.shape
-        assert (inputs_BTE is None) == self._normed, "inputs are for blocks without a norm before their attention"
-        inputs_BTE = None if inputs_BTE is None else inputs_BTE.contiguous()
+        num_blocks = len(cache.k)
+        for each in first_blocks(self._ranges(), num_blocks):
+            each.before()
+            if each.moves:
+                self._find_weights(each)
+            self._run(each, x_BTD, cache, branches)
+            each.after()
+        return x_BTD
+
+    def _run(self, blocks: Range, x_BTD: Tensor, cache: Any, branches: Branches | None) -> None:
+        """Replaces x by what these blocks, and behind the last one the norm, make of it."""
+        taps = (ctypes.c_int64 * len(cache.taps))(*(tap - blocks.first for tap in cache.taps))
+        kept = None if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))
+        step = _Step(*self.words(x_BTD.shape, cache, branches, blocks, x_BTD.data_ptr(), kept or (0, 0, 0)))
+        kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
+            ctypes.addressof(step), *self.constants
+        )
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def words(
+        self,
+        shape: Sequence[int],
+        cache: Any,
+        branches: Branches | None,
+        blocks: Range | None = None,
+        x: int = 0,
+        features: tuple[int, int, int] = (0, 0, 0),
+    ) -> list[int]:
+        """The words of `struct Step` for rows of this shape, [B, T, D], and these blocks (None: all); `x` and
+        `features` are its addresses.
+        """
+        B, T, D = shape
+        first, num_blocks = (0, len(cache.k)) if blocks is None else (blocks.first, blocks.num_blocks)
+        is_last = first + num_blocks == len(cache.k)
         H, K, d = self._sizes
         kv = self._kv.get(cache)
         if kv is None:
-            kv = self._kv[cache] = torch.tensor([t.data_ptr() for t in (*cache.k, *cache.v)])
+            pairs = [(k.data_ptr(), v.data_ptr()) for k, v in zip(cache.k, cache.v, strict=True)]
+            kv = self._kv[cache] = torch.tensor(pairs)
         positions, r = self._tables[0][0].shape
-        taps = (ctypes.c_int64 * len(cache.taps))(*cache.taps)
-        step = _Step(
-            self._table.data_ptr(),
-            len(cache.k),
-            kv.data_ptr(),
+        return [
+            self._table.data_ptr() + first * self._table.stride(0) * self._table.itemsize,
+            num_blocks,
+            kv.data_ptr() + first * kv.stride(0) * kv.itemsize,
             self._angles.data_ptr(),
             len(self._tables),
             positions,
             cache.lengths.data_ptr(),
-            x_BTD.data_ptr(),
-            *_norm_words(self._norm),
+            x,
+            *norm_words(self._norm if is_last else None),
             *(B, T, H, K, cache.slots, d, r, D, self._mlp_size, self._activation),
             int(self._low()),
             torch.get_num_threads(),
             cache.recent,
             *((0, 0, 0) if branches is None else branches.words()),
-            *((0, 0, 0) if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))),
-            0 if inputs_BTE is None else inputs_BTE.data_ptr(),
+            *features,
             CREW.lost_address,
-            ctypes.cast(self._called, c_void_p).value or 0,
-        )
-        kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
-            ctypes.addressof(step), *self._constants
-        )
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        return x_BTD
+            self._gather_address,
+        ]
+
+    def _find_weights(self, blocks: Range) -> None:
+        """Of linears at full precision, which may lie elsewhere than at the last call."""
+        for index in range(blocks.first, blocks.first + blocks.num_blocks):
+            addresses = [full_of(linear).weight.data_ptr() for linear in _linears(self._modules[index])]
+            self._table[index, _FULL_WEIGHTS] = torch.tensor(addresses)
 
     def _gather_rows(self, part: int, whole: int, rows: int, part_bytes: int, whole_bytes: int) -> None:
         """The kernel's way to `gather`. It cannot hear of a failure, and goes through the rest of the step."""
@@ -135,24 +171,28 @@ def _bytes_at(address: int, rows: int, columns: int) -> Tensor:
 
 def _describe(block: Any, rope: int) -> list[int]:
     """The words of `struct Block`."""
-    attn, mlp = block.attn, block.mlp
+    attn = block.attn
     words: list[int] = []
     for norm in (block.attn_norm, attn.q_norm, attn.k_norm, block.attn_out_norm, block.mlp_norm, block.mlp_out_norm):
-        words += _norm_words(norm)
-    linears = (attn.qkv, attn.o, mlp.gate_up, mlp.down)
-    for part in (_full, _lowered):
-        for linear in linears:
-            words += _words(part(linear))
+        words += norm_words(norm)
+    for part in (full_of, _lowered):
+        for linear in _linears(block):
+            words += linear_words(part(linear))
     return [*words, attn.window, rope]
 
 
-def _norm_words(norm: Any) -> list[int]:
+def _linears(block: Any) -> tuple[Any, ...]:
+    return block.attn.qkv, block.attn.o, block.mlp.gate_up, block.mlp.down
+
+
+def norm_words(norm: Any) -> list[int]:
     """The words of `struct Norm`."""
     weight = getattr(norm, "weight", None)
     return [0, 0] if weight is None else [weight.data_ptr(), int(norm.gemma)]
 
 
-def _full(linear: Any) -> Any:
+def full_of(linear: Any) -> Any:
+    """What a linear is at full precision."""
     return getattr(linear, "full", linear)
 
 
@@ -160,7 +200,7 @@ def _lowered(linear: Any) -> Any:
     return getattr(linear, "low", linear)
 
 
-def _words(linear: Any) -> list[int]:
+def linear_words(linear: Any) -> list[int]:
     """The words of `struct Linear`."""
     if isinstance(linear, PackedLinear):
         bits, group = 0, 0

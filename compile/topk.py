@@ -22,6 +22,26 @@ def top_k(logits_RV: Tensor, k: int) -> Tensor:
     return out_Rk
 
 
+def top_logp(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same, and their log probabilities [R, k] under the softmax of each row, float32 (float64 stays)."""
+    if logits_RV.device.type != "cpu":
+        return top_logp_reference(logits_RV, k)
+    logits_RV = logits_RV.contiguous()
+    R, V = logits_RV.shape
+    assert k <= V, f"{k} of {V}"
+    out_Rk = torch.empty(R, k, dtype=torch.int64)
+    logp_Rk = torch.empty(R, k, dtype=torch.float64 if logits_RV.dtype == torch.float64 else torch.float32)
+    function = kernel("top_logp", logits_RV.dtype, *[c_void_p] * 3, *[c_int64] * 4)
+    function(logits_RV.data_ptr(), out_Rk.data_ptr(), logp_Rk.data_ptr(), R, V, k, torch.get_num_threads())
+    return out_Rk, logp_Rk
+
+
+def top_logp_reference(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_logp` in tensor operations."""
+    best_Rk, wide_RV = logits_RV.topk(k).indices, logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    return best_Rk, wide_RV.gather(-1, best_Rk) - wide_RV.logsumexp(-1, keepdim=True)
+
+
 def arg_max(x: Tensor) -> Tensor:
     """Index of the largest along the last dimension, the first among equals (on a CPU). NaN never wins."""
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from quant.bnb import build_bnb, check_bnb
@@ -63,118 +64,127 @@ class QuantReport:
     """True when the solved weights were read from disk."""
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
+    """A linear to quantize."""
+
     path: str
     bits: int
+    layer: int | None
+    """None: the head."""
 
 
-def quantize_linears(
-    model: nn.Module,
-    config: QuantConfig,
-    switch: Switch,
-    *,
-    head_name: str,
-    layer_of: LayerOf,
-    progress: Progress | None = None,
-    solving: Solving | None = None,
-    build: Build | None = None,
-) -> QuantReport:
+class LinearQuantizer:
+    """Quantizes the linears of a model, layer by layer: the full weights need not all be there at the same time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: QuantConfig,
+        switch: Switch | None = None,
+        *,
+        head_name: str,
+        layer_of: LayerOf,
+        progress: Progress | None = None,
+        solving: Solving | None = None,
+        build: Build | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """With a switch each linear becomes a `SwitchLinear` in place; without, the quantized ones take the place of
+        the full ones, which are dropped. `head_name` is the path of the LM head. Weights may be on the meta device
+        until their layer's turn comes: `device` is where they will be then. ValueError where a name, a layer or a shape
+        cannot be honoured.
+        """
+        started = time.perf_counter()
+        self._model, self._config, self._switch, self._build = model, config, switch, build
+        self._progress, self._solving = progress, solving or Solving()
+        self.jobs = _plan(model, config, head_name, layer_of)
+        """What is quantized, in the model's order."""
+        check = check_bnb if config.method == "bnb" else partial(check_low, gemlite=build is None)
+        for job in self.jobs:
+            weight = _weight_NK(model.get_submodule(job.path))
+            shape = (weight.shape[0], weight.shape[1])
+            group = config.group_size
+            place = device or weight.device
+            check(job.path, shape, bits=job.bits, group_size=group, dtype=weight.dtype, device=place)
+        self._num_done = self._full_bytes = self._low_bytes = 0
+        self._seconds = time.perf_counter() - started
+        self._all_kept: bool | None = None  # None: nothing that is kept has been looked for
+
+    def layers(self) -> list[int | None]:
+        """The layers with linears to quantize, in the model's order; None is the head."""
+        return list(dict.fromkeys(job.layer for job in self.jobs))
+
+    def quantize(self, layer: int | None) -> None:
+        """Quantize the linears of a layer, which have their weights by now; one with none of them is left as it is."""
+        started = time.perf_counter()
+        jobs = [job for job in self.jobs if job.layer == layer]
+        solved = _Solved(self._model, jobs, self._config, self._solving)
+        for path, bits, _ in jobs:
+            full = self._model.get_submodule(path)
+            weight, bias = _weight_NK(full), _bias(full)
+            if self._config.method == "bnb":
+                low: Any = build_bnb(weight, bias, bits=bits, group_size=self._config.group_size)
+            elif self._build is not None:
+                low = self._build(solved.weight(path, weight, bits), bias)
+            else:
+                low = build_low(path, solved.weight(path, weight, bits), bias, dtype=weight.dtype)
+            self._model.set_submodule(path, low if self._switch is None else SwitchLinear(full, low, self._switch))
+            self._full_bytes += weight.nbytes
+            self._low_bytes += low.nbytes
+            self._num_done += 1
+            if self._progress is not None:
+                self._progress(self._num_done, len(self.jobs), path)
+        solved.save()
+        if solved.path is not None:
+            self._all_kept = solved.from_cache and self._all_kept is not False
+        self._seconds += time.perf_counter() - started
+
+    def report(self) -> QuantReport:
+        """What was quantized so far."""
+        return QuantReport(
+            spec=str(self._config),
+            num_linears=self._num_done,
+            full_bytes=self._full_bytes,
+            low_bytes=self._low_bytes,
+            seconds=self._seconds,
+            from_cache=bool(self._all_kept),
+        )
+
+
+def quantize_linears(model: nn.Module, config: QuantConfig, switch: Switch, **options: Any) -> QuantReport:
     """Replace each linear of the layers, and the head if the config says so, by a `SwitchLinear` in place.
 
-    Skipped linears stay as they are and serve both parts at full precision. `head_name` is the path of the LM head.
-    ValueError where a name, a layer or a shape cannot be honoured; the model is untouched then.
+    Skipped linears stay as they are and serve both parts at full precision. Options and errors are those of
+    `LinearQuantizer`; the model is untouched after an error of theirs.
     """
-
-    def both(full: nn.Module, low: nn.Module) -> nn.Module:
-        return SwitchLinear(full, low, switch)
-
-    return _replace_linears(model, config, both, head_name, layer_of, progress, solving, build)
+    return _quantize_all(LinearQuantizer(model, config, switch, **options))
 
 
-def make_low(
-    model: nn.Module,
-    config: QuantConfig,
-    *,
-    head_name: str,
-    layer_of: LayerOf,
-    progress: Progress | None = None,
-    solving: Solving | None = None,
-    build: Build | None = None,
-) -> QuantReport:
+def make_low(model: nn.Module, config: QuantConfig, **options: Any) -> QuantReport:
     """Like `quantize_linears`, but the quantized linears take the place of the full ones, which are dropped."""
-    return _replace_linears(model, config, lambda full, low: low, head_name, layer_of, progress, solving, build)
+    return _quantize_all(LinearQuantizer(model, config, **options))
 
 
-def quantized_copy(
-    model: nn.Module,
-    config: QuantConfig,
-    *,
-    head_name: str,
-    layer_of: LayerOf,
-    progress: Progress | None = None,
-    solving: Solving | None = None,
-    build: Build | None = None,
-) -> tuple[nn.Module, QuantReport]:
+def quantized_copy(model: nn.Module, config: QuantConfig, **options: Any) -> tuple[nn.Module, QuantReport]:
     """A second model with quantized linears. It shares all other weights with `model`, which keeps its own linears."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
-    report = make_low(
-        twin, config, head_name=head_name, layer_of=layer_of, progress=progress, solving=solving, build=build
-    )
-    return twin, report
+    return twin, make_low(twin, config, **options)
 
 
-def _replace_linears(
-    model: nn.Module,
-    config: QuantConfig,
-    wrap: Callable[[nn.Module, nn.Module], nn.Module],
-    head_name: str,
-    layer_of: LayerOf,
-    progress: Progress | None,
-    solving: Solving | None,
-    build: Build | None,
-) -> QuantReport:
-    started = time.perf_counter()
-    jobs = _plan(model, config, head_name, layer_of)
-    check = check_bnb if config.method == "bnb" else partial(check_low, gemlite=build is None)
-    for path, bits in jobs:
-        weight = _weight_NK(model.get_submodule(path))
-        N, K = weight.shape
-        check(path, (N, K), bits=bits, group_size=config.group_size, dtype=weight.dtype, device=weight.device)
-    solved = _Solved(model, jobs, config, solving or Solving())
-    full_bytes = low_bytes = 0
-    for done, (path, bits) in enumerate(jobs, 1):
-        full = model.get_submodule(path)
-        weight, bias = _weight_NK(full), _bias(full)
-        if config.method == "bnb":
-            low: Any = build_bnb(weight, bias, bits=bits, group_size=config.group_size)
-        elif build is not None:
-            low = build(solved.weight(path, weight, bits), bias)
-        else:
-            low = build_low(path, solved.weight(path, weight, bits), bias, dtype=weight.dtype)
-        model.set_submodule(path, wrap(full, low))
-        full_bytes += weight.nbytes
-        low_bytes += low.nbytes
-        if progress is not None:
-            progress(done, len(jobs), path)
-    solved.save()
-    return QuantReport(
-        spec=str(config),
-        num_linears=len(jobs),
-        full_bytes=full_bytes,
-        low_bytes=low_bytes,
-        seconds=time.perf_counter() - started,
-        from_cache=solved.from_cache,
-    )
+def _quantize_all(quantizer: LinearQuantizer) -> QuantReport:
+    for layer in quantizer.layers():
+        quantizer.quantize(layer)
+    return quantizer.report()
 
 
 class _Solved:
-    """Weights solved now, or once before and kept on disk.
+    """Weights of a layer, solved now, or once before and kept on disk.
 
     Only what HQQ solves is kept: rounding rows to 8 bits is cheaper than reading them.
     """
 
-    def __init__(self, model: nn.Module, jobs: list[_Job], config: QuantConfig, solving: Solving) -> None:
+    def __init__(self, model: nn.Module, jobs: list[Job], config: QuantConfig, solving: Solving) -> None:
         self.group_size, self.solve = config.group_size, solving.solve
         self.path: Path | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -182,7 +192,7 @@ class _Solved:
         slow = [job for job in jobs if config.method == "hqq" and job.bits < 8]
         if solving.cache_dir is None or not slow:
             return
-        weights = ((path, _weight_NK(model.get_submodule(path)), bits, config.group_size) for path, bits in slow)
+        weights = ((job.path, _weight_NK(model.get_submodule(job.path)), job.bits, config.group_size) for job in slow)
         self.key = content_key(weights, solving.identity)
         self.path = store_path(solving.cache_dir, self.key)
         kept = read_store(self.path, self.key)
@@ -202,7 +212,7 @@ class _Solved:
             write_store(self.path, self.key, self.tensors)
 
 
-def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[_Job]:
+def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[Job]:
     """The linears to quantize, in the model's order. ValueError where the config names what the model has not."""
     layers: dict[str, int] = {}
     has_head = False
@@ -226,12 +236,12 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     if config.head_bits is not None and not has_head:
         raise ValueError(f"the LM head {head_name!r} is no linear of this model; drop head={config.head_bits}")
     jobs = [
-        _Job(path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits))
+        Job(path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits), layer)
         for path, layer in layers.items()
         if layer not in config.skip_layers and not any(_same(name, _proj(path)) for name in config.skip_projs)
     ]
     if config.head_bits is not None:
-        jobs.append(_Job(head_name, config.head_bits))
+        jobs.append(Job(head_name, config.head_bits, None))
     if not jobs:
         raise ValueError(f"quantization {str(config)!r} leaves no linear to quantize; skip less")
     return jobs

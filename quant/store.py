@@ -1,4 +1,4 @@
-"""Solved weights on disk: one safetensors file per model and configuration, trusted only if its checksum holds."""
+"""Solved weights on disk: one safetensors file per layer and configuration, trusted only if its checksum holds."""
 
 from __future__ import annotations
 

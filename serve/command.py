@@ -133,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, load: Load) -> int:
     mode = mode_of(args)
     config = replace(engine_config(args, modes=(mode,)), max_batch=args.max_batch, prefill_chunk=args.prefill_chunk)
+    if config.offload.when == "plan-only":
+        load(config, mode, None)  # ends with the plan
     environment_key = os.environ.get(KEY_VARIABLE)
     target = config.target or EMBEDDED
     settings = Settings(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "eagle", "ngram", "suffix", "recycle", "hybrid"]
+Mode = Literal["naive", "classic", "share", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid"]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
+Offload = Literal["auto", "off", "plan-only"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
-MODEL_DRAFTERS = ("share", "classic", "eagle")
+HEADS = ("eagle", "parallel", "glide")
+"""Modes in which a trained head drafts."""
+PARALLEL_HEAD, GLIDE_HEAD = "LlamaForCausalLMParallel", "LlamaForCausalLMGlide"
+"""The architectures that config.json names where a head is one of mode `parallel` or `glide`."""
+MODEL_DRAFTERS = ("share", "classic", *HEADS)
 """Modes in which a model drafts, or a part of one."""
 TABLES = ("ngram", "suffix", "recycle")
 """Modes in which a table drafts."""
@@ -25,6 +30,14 @@ MOST_TOP_LOGPROBS = 20
 EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-instruct.npz"
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
+
+
+class PlanOnly(Exception):
+    """What was asked for is a plan alone. Carries its lines: what, choice, why."""
+
+    def __init__(self, lines: Sequence[tuple[str, str, str]]) -> None:
+        super().__init__("the plan is made, and nothing is loaded")
+        self.lines = lines
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:
@@ -138,6 +151,40 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """Whether weights may live elsewhere than where they are used, and how much memory there is."""
+
+    when: Offload = "auto"
+    """`auto`: if the model does not fit. `off`: never. `plan-only`: the plan is made, and nothing loaded."""
+    device_memory: int | None = None
+    """Bytes that may be taken of a GPU's memory; None = what is free."""
+    host_memory: int | None = None
+    """Bytes that this process may take of the host's memory; None = what is free."""
+    folder: str | None = None
+    """Where blocks are kept that come from a disk; None = in the cache folder."""
+    rate: float | None = None
+    """Bytes a second to which the link is slowed down, to see what slower machines do; None = as fast as it is."""
+    choose_bits: bool = True
+    """Whether the plan chooses the bits of a quantized drafter, 4 or 8; else those of `quant` are taken."""
+    choose_depth: bool = True
+    """Whether the plan chooses how long drafts may be; else `max_draft` holds, as it does with `num_draft`."""
+
+    def __post_init__(self) -> None:
+        _one_of("offload", self.when, get_args(Offload))
+        for name in ("device_memory", "host_memory", "rate"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        if self.when == "off" and (self.limited or self.folder is not None):
+            raise ValueError("offload is off, and a limit or a folder for it is given; leave it at auto")
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit is given."""
+        return self.device_memory is not None or self.host_memory is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """What `sharesd.load.build` needs to make an engine."""
 
@@ -145,10 +192,11 @@ class EngineConfig:
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "share"
     """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
-    drafts. `eagle`: a trained head drafts. `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the
-    best of `hybrid_with` in each round."""
+    drafts. `eagle`: a trained head drafts, token by token. `parallel`: a head that drafts all tokens in one pass.
+    `glide`: a head that looks into the target's KV.
+    `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each round."""
     hybrid_with: tuple[str, ...] = ("share", "suffix")
-    """What `hybrid` chooses from: at most one of share, classic and eagle, and tables."""
+    """What `hybrid` chooses from: at most one of share, classic, eagle, parallel and glide, and tables."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -164,7 +212,11 @@ class EngineConfig:
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     head: str | None = None
-    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3."""
+    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`,
+    `glide`: the head, as `python -m train parallel` and `glide` write it."""
+    head_quant: QuantConfig | None = None
+    """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
+    the target is copied for that."""
     num_draft: int | None = None
     """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
     max_draft: int = 8
@@ -173,7 +225,7 @@ class EngineConfig:
     """`share`: how many of the last tokens a draft step looks at, besides the first few; the target looks at all.
     `auto`: as the context asks for; `off`: at all."""
     tree: tuple[int, int, int] | None = None
-    """`share`, `classic`, `eagle`: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
+    """`share`, `classic` and heads: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
     children each, and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means
     nothing, and `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole
     tree)."""
@@ -209,6 +261,8 @@ class EngineConfig:
     """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """What happens when the model is larger than memory."""
     progress: bool = False
     """Show progress bars of loading and quantizing on stderr."""
 
@@ -242,8 +296,13 @@ class EngineConfig:
         if self.prefill_chunk is not None:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
-        if self.head is None and "eagle" in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
-            raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+        for mode in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
+            if mode in HEADS and self.head is None:
+                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
+        if self.head_quant is not None and self.head is None:
+            raise ValueError(
+                f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
+            )
         if self.draft is not None and self.mode != "classic":
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
+from compile.head import NativeHead
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.ops import runs_triton
@@ -30,24 +32,29 @@ from compile.threads import CREW
 from multigpu.group import Group, ProcessGroup
 from multigpu.launch import join, launched_rank, local_device, num_sharing, spawn
 from multigpu.tensor import TILE, WHOLE, GatheredLinear, Part, gather_columns
-from quant.attach import Build, QuantReport, Solving, make_low, quantize_linears
+from offload.layout import Layout
+from offload.stream import Stream
+from quant.attach import Build, LinearQuantizer, QuantReport, Solving, make_low, quantize_linears
+from quant.config import QuantConfig
 from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
-from sharesd.config import MODEL_DRAFTERS, TABLES, CompileMode, EngineConfig, Mode, SamplingParams
+from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, CompileMode, EngineConfig, Mode, PlanOnly, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
-from sharesd.decoding.tree import Shape, chains, looking_back, shapes_of
+from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.base import Table
 from sharesd.drafters.tables.ngram import NgramTable
@@ -58,16 +65,23 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import Unsupported
 from sharesd.models.folder import identity
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.head import FeatureHead, Head
+from sharesd.models.heads.native import native_head
+from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.models.weights import Tensors, check_cuts, decoder_config, load_model, resolve
+from sharesd.models.weights import EachBlock, Tensors, check_cuts, decoder_config, load_model, resolve
+from sharesd.placing import PlacedBlocks, QuantizedWhileRead
+from sharesd.planning import Offloading, plan_for
 from sharesd.settings import cpu_name
+from sharesd.streamed import StreamedBlocks
 
 log = logging.getLogger(__name__)
 
+Offload = Callable[[Decoder], tuple[Stream, Layout]]
+"""Puts packed weights of some blocks of a decoder elsewhere; returns how they come back, and what a record holds."""
 DRAFT_WINDOW = 256
 """Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
 EAGER_TILE = 64
@@ -89,6 +103,10 @@ class LoadReport:
     """Weights of the target at full precision."""
     quant: QuantReport | None
     """The target's quantized linears (share), or those of the classic copy."""
+    resident_share: float = 1.0
+    """Share of the target's blocks whose weights at full precision stay in memory."""
+    predicted: float | None = None
+    """Tokens per second that the plan promised, where one was made because the model does not fit."""
 
 
 def fixed_width(device: str, most_draft: int) -> int:
@@ -109,15 +127,27 @@ class Runtime:
         *,
         progress: Progress = silent,
         tensors: Tensors | None = None,
+        offload: Offload | None = None,
+        offloading: Offloading | None = None,
         group: Group | None = None,
     ) -> None:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
+        `offload` puts packed weights of some of the target's blocks elsewhere, from where they come back for each pass.
+        `offloading` is what `plan_for` returned, if it was asked before.
         With `tensor_parallel`, `group` leads to the other ranks, which `follow_rank_0`; without a group processes are
         started, or those of torchrun joined. Raises RankLost where one of them does not come.
         """
         started = time.perf_counter()
+        if offload is None and offloading is None and tensors is None:
+            offloading = plan_for(config, tuple(modes or (config.mode,)), progress=progress)
+        if config.offload.when == "plan-only":
+            raise PlanOnly(() if offloading is None else offloading.plan.reasons)
+        if offloading is not None and offloading.plan.offloads:
+            config = offloading.config
+        else:
+            offloading = None
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
         self.device, self.dtype = device_of(config.device), _dtype(config)
@@ -133,12 +163,18 @@ class Runtime:
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
         if self.compile == "native":
             prepare(str(self.dtype).removeprefix("torch."), "choice")
+        if offload is not None and (self.compile == "full" or self.device.type != "cpu"):
+            raise ValueError("offloaded blocks run one by one, on a CPU so far; take device cpu and compile native")
         folder = self._folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
         self._check_head(progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
+        self._offload = offload
+        self._predicted = offloading.plan.tokens_per_second if offloading else None
+        self.streamed: StreamedBlocks | None = None
+        """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
         self._group: Group | None = None
         self._part = WHOLE
@@ -146,15 +182,27 @@ class Runtime:
         if config.tensor_parallel > 1:
             self._group = self._meet(group)
             self._part = Part(self._group.rank, self._group.size)
-        self.target = self._load(folder, tensors, self._part)
-        self.weight_bytes = _num_bytes(self.target)
-        self._head = self._load_head() if "eagle" in self._needs else None
-        if "share" in self._needs:
-            self._reports["share"] = self._quantize(quantize_linears, self.target, self._switch)
+        quantized = (
+            QuantizedWhileRead(partial(self._quantizer, switch=self._switch)) if "share" in self._needs else None
+        )
+        self._placed: PlacedBlocks | None = None
+        if offloading is None:
+            self.target = self._load(folder, tensors, part=self._part)
+            self.weight_bytes = _num_bytes(self.target)
+        else:
+            with PlacedBlocks(offloading, quantized, progress) as self._placed:
+                self.target = self._load(folder, each_block=self._placed, map_embedding=True)
+            self._offload = self._placed.stream
+            self.weight_bytes = _num_bytes(self.target) - (quantized.report().low_bytes if quantized else 0)
+        self._head = self._load_head() if self._needs & {*HEADS} else None
+        if quantized is not None:
+            self._report("share", quantized.finish() if offloading else self._quantize_whole(self.target, self._switch))
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         if self._part.rank:
             return  # who follows rank 0 needs no more
+        if isinstance(self._head, FeatureHead) and self.compile == "native" and len(self._head.blocks) == 1:
+            self._head.native = self._native_head(self._head)
         self._gumbel = self._noise()
         self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
         top, depth, _ = config.tree or (0, 0, 0)
@@ -184,8 +232,11 @@ class Runtime:
                 f"compile is {self.compile!r} and tensor_parallel is {size}, whose steps wait for each other between "
                 "linears; take native on a CPU, off on a GPU, or auto"
             )
-        if "eagle" in self._needs:
-            raise ValueError(f"tensor_parallel is {size}, and trained heads run on one device; drop mode eagle")
+        heads = sorted(self._needs & {*HEADS})
+        if heads:
+            raise ValueError(f"tensor_parallel is {size}, and trained heads run on one device; drop mode {heads[0]}")
+        if self._offload is not None:
+            raise ValueError(f"tensor_parallel is {size}, and ranks keep all of their weights; drop offload")
         try:
             eager = self.compile == "off" and self.device.type == "cpu"
             check_cuts(decoder_config(self._folder), size, EAGER_TILE if eager else TILE)
@@ -217,12 +268,6 @@ class Runtime:
                 "tensor_parallel says, of which all but rank 0 follow"
             )
         return group
-
-    def close(self) -> None:
-        """Let other ranks end, if there are any."""
-        if self._group is not None:
-            atexit.unregister(self._group.close)
-            self._group.close()
 
     def engine(
         self, mode: Mode | None = None, *, warm: SamplingParams | None = None, each_kind: bool = False
@@ -271,6 +316,7 @@ class Runtime:
                 self.config.draft,
             ),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
+            self.streamed and (self.streamed.stream.blocks, len(self.streamed.stream.slots)),
             (torch.cuda.get_device_name(self.device), settings.kernels_version())
             if self.device.type == "cuda"
             else None,
@@ -287,6 +333,8 @@ class Runtime:
             compile_seconds=self.compile_seconds.get(mode, 0.0),
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
+            resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
+            predicted=self._predicted,
         )
 
     def _choose_widths(self) -> tuple[int, ...] | None:
@@ -338,20 +386,29 @@ class Runtime:
             return check_rows(self._step, self.cache, widths, trees=self._wants_trees)
         first = shallow(target)
         if isinstance(target.run_stack, NativeStack):
-            first.run_stack = self._native_stack(target, 1)
+            first.run_stack = self._native_stack(first)
         cache = first.new_cache(self.config.max_batch, self._slots)
         return check_rows(first, cache, widths, trees=self._wants_trees)
 
-    def _native_stack(self, model: Decoder, num_blocks: int | None = None) -> NativeStack:
-        """All blocks, or the first few, and the last norm. Raises Unsuited."""
+    def close(self) -> None:
+        """End what goes on beside decoding: weights that do not stay are not fetched any more, and other ranks end."""
+        if self.streamed is not None:
+            self.streamed.stream.close()
+        if self._group is not None:
+            atexit.unregister(self._group.close)
+            self._group.close()
+
+    def _native_stack(self, model: Decoder) -> NativeStack:
+        """All blocks and the last norm. Raises Unsuited."""
         config = model.config
         return NativeStack(
-            model.blocks[:num_blocks],
+            model.blocks,
             tables=model.rope_tables,
-            ropes=[kind.rope for kind in config.layers][:num_blocks],
+            ropes=[kind.rope for kind in config.layers],
             activation=config.activation,
             norm=model.norm,
             low=partial(getattr, self._switch, "low"),
+            ranges=model.ranges,
             gather=None if self._group is None or model is not self.target else partial(gather_columns, self._group),
         )
 
@@ -360,7 +417,14 @@ class Runtime:
             return sampling.native_gumbel
         return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
 
-    def _load(self, folder: Path, tensors: Tensors | None = None, part: Part = WHOLE) -> CausalModel:
+    def _load(
+        self,
+        folder: Path,
+        tensors: Tensors | None = None,
+        each_block: EachBlock | None = None,
+        map_embedding: bool = False,
+        part: Part = WHOLE,
+    ) -> CausalModel:
         return load_model(
             folder,
             dtype=self.dtype,
@@ -368,6 +432,8 @@ class Runtime:
             trust_remote_code=self.config.trust_remote_code,
             progress=self._progress,
             tensors=tensors,
+            each_block=each_block,
+            map_embedding=map_embedding,
             part=part,
         )
 
@@ -379,9 +445,9 @@ class Runtime:
 
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
-        if "eagle" in self._needs:
+        for mode in sorted(self._needs & {*HEADS}):
             if self.config.head is None:
-                raise ValueError("mode eagle needs a trained head; give one (--head FOLDER)")
+                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
             self._head_folder = resolve(self.config.head, progress=progress)
 
     def _load_head(self) -> Head:
@@ -389,31 +455,66 @@ class Runtime:
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
+        fits = mode_of(head.config.kind)
+        for mode in sorted(self._needs & {*HEADS} - {fits}):
+            raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
+        quant = self.config.head_quant
+        if quant is not None:
+            if quant.head_bits is not None and head.lm_head is None:
+                head.lm_head = self.target.head  # which stays as it is
+            names: dict[str, Any] = {"head_name": "lm_head", "layer_of": lambda _: 0}
+            self._report(fits, make_low(head, quant, **self._quantizing(quant, folder=self._head_folder, **names)))
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
         self._head_bytes = _num_bytes(head)
         if self.device.type == "cpu":
             pack_linears(head)
             weights_on_huge_pages(head)
-        if self.compile == "native":
-            head.run_block = native_block(head)
         return head
 
-    def _quantize(self, how: Callable[..., QuantReport], model: CausalModel, *extra: object) -> QuantReport:
+    def _quantizer(self, model: Decoder, switch: Switch | None = None) -> LinearQuantizer:
+        options = self._quantizing(self.config.quant, **self._names(model))
+        return LinearQuantizer(model, self.config.quant, switch, **options, device=self.device)
+
+    def _quantize_whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
+        """Each linear in place: a switched one, or without a switch the quantized one alone."""
         assert isinstance(model, nn.Module)
-        if self.device.type == "cuda" and self.config.quant.method == "hqq":
-            load_configs(cache_root() / "settings")
-        report = how(
-            model,
-            self.config.quant,
-            *extra,
-            head_name=_head_name(model),
-            layer_of=_layer_of,
-            progress=lambda done, total, _: self._progress("quantizing", done, total),
-            solving=_solving(self.device, None if self._tensors else self._folder, model),
-            build=self._build_low(),
-        )
+        options = self._quantizing(self.config.quant, **self._names(model))
+        if switch is None:
+            return make_low(model, self.config.quant, **options)
+        return quantize_linears(model, self.config.quant, switch, **options)
+
+    def _report(self, mode: str, report: QuantReport) -> None:
+        self._reports[mode] = report
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
-        return report
+
+    def _native_head(self, head: FeatureHead) -> NativeHead | None:
+        """The head's steps in the CPU kernel, once it and the target are packed."""
+        try:
+            return native_head(head)
+        except Unsuited as reason:
+            if self.config.compile == "native":
+                raise
+            log.warning("%s; the head runs without it, which is slower", reason)
+            return None
+
+    def _names(self, model: CausalModel) -> dict[str, Any]:
+        """Where the target's weights, or those of its copy, come from, which part it is, and what they are called."""
+        assert isinstance(model, nn.Module)
+        folder, part = None if self._tensors else self._folder, getattr(model, "part", WHOLE)
+        return {"folder": folder, "part": part, "head_name": _head_name(model), "layer_of": _layer_of}
+
+    def _quantizing(
+        self, config: QuantConfig, *, folder: Path | None, part: Part = WHOLE, **names: Any
+    ) -> dict[str, Any]:
+        """How linears are quantized here, in terms of `LinearQuantizer`."""
+        if self.device.type == "cuda" and config.method == "hqq":
+            load_configs(cache_root() / "settings")
+        return {
+            "progress": lambda done, total, _: self._progress("quantizing", done, total),
+            "solving": _solving(self.device, folder, part),
+            "build": self._build_low(),
+            **names,
+        }
 
     def _build_low(self) -> Build | None:
         """What makes quantized linears, where it is not the choice of `quant`."""
@@ -428,7 +529,14 @@ class Runtime:
             return
         if self.device.type == "cpu":
             pack_linears(model)
-            weights_on_huge_pages(model)
+            if model is self.target and self._offload is not None:
+                low = partial(getattr, self._switch, "low") if "share" in self._needs else None
+                self.streamed = StreamedBlocks(model, *self._offload(model), low)
+                model.ranges = self.streamed.ranges
+            if model is self.target and self._placed is not None:
+                weights_on_huge_pages(self.target.get_submodule("head"))  # blocks are there already
+            else:
+                weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
         elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
 
@@ -520,7 +628,8 @@ class Runtime:
                 raise ValueError("rows of trees do not have the bits of chains here; drop --tree, or add --no-exact")
             raise ValueError(f"{self.target.name} takes chains only; drop --tree")
         top = self.config.tree[0] if self.config.tree else 1
-        shapes = shapes_of(*self.config.tree) if self.config.tree else chains(num_nodes)
+        lengths = chains(num_nodes) if self.streamed is None else ladder(num_nodes)
+        shapes = shapes_of(*self.config.tree) if self.config.tree else lengths
         if mode == "share":
             low_bytes = self._reports["share"].low_bytes
             return ShareDrafter(
@@ -531,9 +640,16 @@ class Runtime:
                 low_bytes=low_bytes,
                 top=top,
             )
-        if mode == "eagle":
-            assert self._head is not None
-            return EagleDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+        if mode in ("eagle", "glide"):
+            kind = GlideDrafter if mode == "glide" else EagleDrafter
+            return kind(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+        if mode == "parallel":
+            assert isinstance(self._head, Parallel)
+            most = self._head.config.draft_length
+            depth = self.config.tree[1] if self.config.tree else self.config.num_draft or 1
+            if depth > most:
+                raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
+            return ParallelDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:
@@ -577,8 +693,13 @@ class Runtime:
                     "give a draft model of the target's family"
                 )
         else:
-            model = self._load(self._folder, self._tensors)
-            self._reports["classic"] = self._quantize(make_low, model)
+            quantized = QuantizedWhileRead(self._quantizer)
+            if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
+                model = self._load(self._folder, self._tensors, quantized, map_embedding=self._placed is not None)
+                self._report("classic", quantized.finish())
+            else:
+                model = self._load(self._folder)
+                self._report("classic", self._quantize_whole(model))
         self._pack(model)
         if model.max_context < self.max_context:
             raise ValueError(
@@ -608,6 +729,7 @@ class Runtime:
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,
             ahead=self._graphs is not None,
+            traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
         )
 
 
@@ -632,13 +754,13 @@ def _num_bytes(model: CausalModel | Head) -> int:
     assert isinstance(model, nn.Module)
     sizes: dict[int, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        place = tensor.untyped_storage().data_ptr()
-        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)
+        place = tensor.data_ptr() or id(tensor)
+        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)  # a tied head may be the embedding's first rows
     return sum(sizes.values())
 
 
-def _solving(device: torch.device, folder: Path | None, model: CausalModel) -> Solving:
-    """How the linears of a model from the checkpoint in a folder (None: of tensors in memory) are solved.
+def _solving(device: torch.device, folder: Path | None, part: Part) -> Solving:
+    """How the linears of a part of the checkpoint in a folder (None: of tensors in memory) are solved.
 
     On a GPU anew at each start: that takes seconds, and less than to read codes, compare their checksum and copy them.
     """
@@ -646,7 +768,6 @@ def _solving(device: torch.device, folder: Path | None, model: CausalModel) -> S
         return Solving()
     if folder is None:
         return Solving(solve=_solve)
-    part = getattr(model, "part", WHOLE)
     name = identity(folder) if part == WHOLE else f"{identity(folder)} {part}"
     return Solving(solve=_solve, cache_dir=cache_root() / "quant", identity=name)
 

@@ -203,6 +203,7 @@ class OracleDrafter:
     on_host = False
     reads = False
     ahead = True
+    at_once = False
 
     def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:
         """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""

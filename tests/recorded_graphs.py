@@ -20,11 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import compile.attention
+import compile.grow
+import compile.topk
 import sharesd.decoding.cache
 from compile.graphs import Graphs
 from compile.rotary import rotate
-from sharesd.drafters import hybrid
+from sharesd.drafters import grown, hybrid
 from sharesd.models import decoder
+from sharesd.models.heads import glide
 from sharesd.sampling import acceptance, logits, sampler
 
 T = TypeVar("T")
@@ -162,8 +165,8 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         k_BTKd: Tensor,
         v_BTKd: Tensor,
         *old: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        norms: Any,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        norms: Any = None,
         **how: Any,
     ) -> Tensor:
         if norms is not None:
@@ -173,7 +176,8 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
             q_BTHd, k_BTKd = rotate(q_BTHd, *turn), rotate(k_BTKd, *turn)
         return compile.attention.attend_reference(q_BTHd, k_BTKd, v_BTKd, *old, **how)
 
-    patch.setattr(decoder, "attend", attend)
+    for module in (decoder, glide):
+        patch.setattr(module, "attend", attend)
     patch.setattr(sharesd.decoding.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
     patch.setattr(
         sharesd.decoding.cache,
@@ -181,8 +185,11 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )
     patch.setattr(logits, "arg_max", lambda x: x.argmax(-1))
-    for module in (sampler, logits, hybrid):
+    for module in (logits, hybrid):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
+    patch.setattr(sampler, "top_logp", compile.topk.top_logp_reference)
+    patch.setattr(grown, "grow", compile.grow.grow_reference)
+    patch.setattr(grown, "choose", compile.grow.choose_reference)
     walk = acceptance.accept_tree_reference
     patch.setattr(sampler, "accept_tree", lambda tree, target_BT: walk(tree, tree.branches, target_BT))
 

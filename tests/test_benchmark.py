@@ -520,3 +520,28 @@ def test_table_fits_80_columns() -> None:
     screen = io.StringIO()
     Console(file=screen, width=80).print(rich_table({"settings": settings, "modes": modes}))
     assert "…" not in screen.getvalue() and "123.46 GB" in screen.getvalue()
+
+
+@pytest.mark.slow
+def test_replicas_share_the_questions(run: Run) -> None:
+    """Every turn once, with the texts of one process; what is missing is answered on --resume."""
+    given, out = ("--mode", "naive,ngram"), Path("out")
+
+    def texts(folder: Path) -> dict[str, dict[Key, str]]:
+        return {
+            mode: {key: one.text for key, one in records.read(folder, mode).items()} for mode in given[1].split(",")
+        }
+
+    assert run(*given, "--out-dir", "alone")[0] == 0
+    status, _, err = run(*given, "--replicas", "2")
+    assert status == 0, err
+    assert texts(out) == texts(Path("alone"))
+    state = json.loads((out / "run.json").read_text())
+    assert state["settings"]["replicas"] == 2 and 1 <= len(state["sessions"]) <= 2
+    assert "2 processes shared the questions" in (out / "report.md").read_text()
+    lines = (out / "answers-ngram.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    (out / "answers-ngram.jsonl").write_text("".join(lines[:1]))
+    assert run(*given, "--replicas", "2", "--resume")[0] == 0
+    assert texts(out) == texts(Path("alone")) and (out / "answers-ngram.jsonl").read_text().startswith(lines[0])
+    assert "replicas was 2 in out and is None now" in run(*given, "--resume")[2]

@@ -1,35 +1,52 @@
-"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's."""
+"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's.
+
+What heads that guess in one pass have of their own is in test_parallel.py.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import VOCAB, kv_of, new_engine, shapes_for, tiny_decoder
+from oracle import VOCAB, kv_of, new_engine, placed, shapes_for, tiny_decoder
 from test_compile import compiled
 from tiny import make_checkpoint
-from tiny_heads import make_head
+from tiny_heads import logits_of, make_head
 from torch import Tensor
 
 from compile.linear import pack_linears
+from quant.config import QuantConfig
 from sharesd.config import EngineConfig, SamplingParams
+from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.engine import Engine
 from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.tables.ngram import NgramTable
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
+from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.glide import Glide
+from sharesd.models.heads.head import FeatureHead, Head
+from sharesd.models.heads.native import native_head
 from sharesd.models.weights import decoder_config
+from sharesd.sampling.sampler import Sampler
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
 IDS = sorted({7, 3, 31, 12, 0, 39, 22, 9, 14, 15, 16, 17, 28})
 TREE = (2, 3, 6)
+DRAFTERS: dict[str, Any] = {
+    "eagle": EagleDrafter,
+    "eagle3": EagleDrafter,
+    "parallel": ParallelDrafter,
+    "glide": GlideDrafter,
+}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -45,7 +62,7 @@ def built(
 ) -> Engine:
     cache = target.new_cache(batch, 160, head.config.taps)
     top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
-    drafter: Any = EagleDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+    drafter: Any = DRAFTERS[head.config.kind](head, cache, shapes=shapes, weight_bytes=0, top=top)
     if mixed:
         table = NgramTable(num_draft, 1, 4)
         drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)
@@ -64,7 +81,7 @@ def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_texts_are_those_of_plain_decoding(
     kind: str, tree: Any, batch: int, params: SamplingParams, tmp_path: Path
 ) -> None:
@@ -75,18 +92,28 @@ def test_texts_are_those_of_plain_decoding(
     assert engine.stats.drafted_tokens > 60
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_compiled_steps_do_not_change_the_text(kind: str, tmp_path: Path) -> None:
     """All in kernels, in bfloat16; several rows, some of which end early."""
     target = tiny_decoder(3, dtype=torch.bfloat16, hidden_size=64)
     head = head_for(target, tmp_path, kind, ids=IDS)
     compiled(target, "native")
     pack_linears(head)
-    head.run_block = native_block(head)
+    if isinstance(head, FeatureHead):
+        head.native = native_head(head)
     for params in (GREEDY, SAMPLED):
         want = texts(new_engine(target, batch=2), PROMPTS, params)
         assert texts(built(head, target, batch=2), PROMPTS, params) == want
         assert texts(built(head, target, batch=2, tree=TREE), PROMPTS, params) == want
+
+
+def features_of(head: Head, cache: StaticKVCache, row: int, num: int) -> Tensor:
+    """What a head reads of the target's first tokens in a row [1, num, F]."""
+    if isinstance(head, Glide):
+        pairs = [part[row] for layer in head.config.target_layers for part in cache.kv(layer, num)]
+        return torch.cat([part.transpose(0, 1).flatten(1) for part in pairs], 1)[None]
+    assert cache.features is not None
+    return cache.features[row : row + 1, :num]
 
 
 # ---- a head that knows the target
@@ -144,7 +171,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
     def children(path: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
         known = torch.nn.functional.pad(features, (0, 0, 0, len(path)))  # a chain needs none of its guesses
         states = head.unroll(torch.tensor([[*text[1:], *path]]), known, steps=1 + len(path))
-        best = head.logits(states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
+        best = logits_of(head, states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
         return [(p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
 
     front, found = [(0.0, ())], []
@@ -156,7 +183,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize(("top", "depth", "budget"), [(1, 4, 4), (2, 3, 6), (3, 4, 16)])
 def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     kind: str, top: int, depth: int, budget: int, tmp_path: Path
@@ -165,7 +192,7 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind, ids=IDS), target, tree=(top, depth, budget) if top > 1 else None)
     drafter, request = engine.drafter, engine.add(PROMPTS[1], GREEDY)
-    assert isinstance(drafter, EagleDrafter) and engine.cache.features is not None
+    assert isinstance(drafter, EagleDrafter)
     for _ in range(3):
         engine.step()
         drafter.catch_up({0: request.tokens}, False)
@@ -177,13 +204,14 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
             depths, rows = (part[0].tolist() for part in draft.branches)
             paths = [rows[row][: depths[row] + 1] for row in range(len(tokens))]
         ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
-        assert ours == likeliest(drafter.head, request.tokens, engine.cache.features[:, :num], top, depth, budget)
+        features = features_of(drafter.head, engine.cache, 0, num)
+        assert ours == likeliest(drafter.head, request.tokens, features, top, depth, budget)
 
 
 # ---- what it reads
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
     """Plain rounds in between, few and many: what the head holds is what it would have read at once."""
     target = tiny_decoder(3)
@@ -203,20 +231,20 @@ def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
 
 def check(engine: Engine, row: int) -> None:
     drafter = engine.drafter
-    assert isinstance(drafter, EagleDrafter) and engine.cache.features is not None
+    assert isinstance(drafter, EagleDrafter)
     held = drafter.cache.held[row]
     assert len(held) > 15
     fresh = drafter.head.new_cache(1, 160)
-    features = engine.cache.features[row : row + 1, : len(held) - 1]
     with torch.inference_mode():
-        drafter.head(torch.tensor([held[1:]]), drafter.head.fuse(features), fresh)
+        drafter._read(torch.tensor([held]), engine.cache.rows(row, row + 1), len(held) - 1, fresh)
     for ours, read in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
         torch.testing.assert_close(ours[row, :, : len(held) - 1], read[0, :, : len(held) - 1])
 
 
-def test_chats_reuse_what_the_head_has_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "glide"])
+def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine, plain = built(head_for(target, tmp_path, "eagle3"), target, batch=2), new_engine(target, batch=2)
+    engine, plain = built(head_for(target, tmp_path, kind), target, batch=2), new_engine(target, batch=2)
     chat = list(PROMPTS[1])
     for turn in range(3):
         answer = texts(engine, [chat], SAMPLED, reuse=True)[0]
@@ -225,9 +253,10 @@ def test_chats_reuse_what_the_head_has_read(tmp_path: Path) -> None:
         chat += [*answer, 4, turn]
 
 
-def test_requests_join_and_leave(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "parallel", "glide"])
+def test_requests_join_and_leave(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, "eagle"), target, batch=2, prefill_chunk=3)
+    engine = built(head_for(target, tmp_path, kind), target, batch=2, prefill_chunk=3)
     alone = [texts(new_engine(target), [prompt], params)[0] for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
     jobs = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
     requests = []
@@ -239,9 +268,10 @@ def test_requests_join_and_leave(tmp_path: Path) -> None:
     assert [request.tokens[len(request.prompt_ids) :] for request in requests] == alone
 
 
-def test_hybrid_mixes_a_head_with_tables(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "glide"])
+def test_hybrid_mixes_a_head_with_tables(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, "eagle3"), target, batch=2, mixed=True)
+    engine = built(head_for(target, tmp_path, kind), target, batch=2, mixed=True)
     prompts = [PROMPTS[1] * 3, PROMPTS[0] * 5]
     for params in (GREEDY, SAMPLED):
         assert texts(engine, prompts, params) == texts(new_engine(target, batch=2), prompts, params)
@@ -255,38 +285,118 @@ def test_other_rules_of_acceptance_take_its_probabilities(tmp_path: Path) -> Non
     assert engine.stats.alpha > 0.02
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, top_k=5), replace(SAMPLED, logit_bias={3: 9.0})])
+def test_logits_over_fewer_tokens_choose_what_those_over_all_do(params: SamplingParams) -> None:
+    dice = torch.Generator().manual_seed(2)
+    logits, ids = torch.randn(2, 4, len(IDS), generator=dice), torch.tensor(IDS)
+    wide = torch.full((2, 4, VOCAB), -torch.inf).index_copy(2, ids, logits)
+    none, at = torch.full((2, 3), -1), torch.tensor([7, 40])
+
+    def chosen(logits: Tensor, *ids: Tensor) -> list[Tensor]:
+        sampler = Sampler(*placed([params] * 2, VOCAB))
+        one, _ = sampler.draft(logits[:, 0], none, at, at - 1, *ids)
+        return [one, *sampler.spread(logits, 3, at, none, None, *ids)]
+
+    for ours, theirs in zip(chosen(logits, ids), chosen(wide), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_policy_is_told_what_was_missed(tmp_path: Path) -> None:
+    """And reading it again for the clock changes nothing."""
+    target = tiny_decoder(3)
+    engine = built(head_for(target, tmp_path, "eagle3"), target)
+    policy, drafter = engine.way(GREEDY).policy, engine.drafter
+    assert isinstance(drafter, EagleDrafter)
+    pinned = policy.pinned
+    request = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=60))
+    missed = []
+    for step in range(60):
+        policy.pinned = pinned._replace(depth=0, nodes=0) if step < 9 else pinned  # type: ignore[union-attr]
+        if step == 12:
+            round_ = engine.way(GREEDY).round()
+            assert drafter.rehearse(round_.drafting, 20)
+        if not engine.step():
+            break
+        missed.append(policy.missed)
+    assert max(missed) == missed[9] >= 5 and missed[10] == 0, missed
+    want = texts(new_engine(target), [PROMPTS[1]], SamplingParams(max_new_tokens=60))
+    assert [request.tokens[len(PROMPTS[1]) :]] == want
+
+
 # ---- put together
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(("kind", "compile"), [("eagle", "native"), ("eagle3", "native"), ("eagle3", "off")])
-def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "compile", "quant"),
+    [
+        ("eagle", "native", None),
+        ("eagle3", "native", None),
+        ("eagle3", "off", None),
+        ("parallel", "native", None),
+        ("glide", "native", None),
+        ("eagle", "native", "hqq:4:32,head=8"),
+        ("eagle3", "native", "hqq:8:64,fc=4"),
+        ("parallel", "native", "hqq:4:32"),
+    ],
+)
+def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: str | None, tmp_path: Path) -> None:
     """Loaded as users do; with naive and hybrid on the same target and cache."""
     checkpoint = make_checkpoint(tmp_path / "target")
-    make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16)
+    make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16, mlp=64)
+    mode: Any = mode_of(kind)  # type: ignore[arg-type]
     config = EngineConfig(
         target=str(checkpoint),
         head=str(tmp_path / "head"),
-        mode="eagle",
-        hybrid_with=("eagle", "suffix"),
+        head_quant=None if quant is None else QuantConfig.parse(quant),
+        mode=mode,
+        hybrid_with=(mode, "suffix"),
         compile=compile,
         device="cpu",
         max_context=128,
         max_batch=2,
         num_draft=3,
     )
-    runtime = Runtime(config, ("naive", "eagle", "hybrid"))
+    runtime = Runtime(config, ("naive", mode, "hybrid"))
     prompts = ["the cat sat on the mat and the cat", "a dog ran"]
     for params in (GREEDY, SAMPLED):
         want = texts(runtime.engine("naive"), prompts, params)
-        for mode in ("eagle", "hybrid"):
-            engine = runtime.engine(mode, warm=params)  # type: ignore[arg-type]
+        for one in (mode, "hybrid"):
+            engine = runtime.engine(one, warm=params)
             assert texts(engine, prompts, params) == want
-    engine = runtime.engine("eagle")
-    assert engine.drafter is not None and engine.cache.features is not None
+    engine = runtime.engine(mode)
+    assert engine.drafter is not None
     weights, kv = engine.drafter.extra_bytes()
-    assert weights > 384 // 3 * 64 * 2 and kv > engine.cache.features.nbytes
+    assert weights > 384 // 3 * 64
+    assert (engine.cache.features is None) == (kind == "glide") and kv > getattr(engine.cache.features, "nbytes", 0)
     assert engine.stats.drafted_tokens > 0
+    assert (getattr(runtime._head, "native", None) is not None) == (compile == "native" and kind != "glide")
+    report = runtime.report(mode).quant
+    assert (report is None) == (quant is None)
+    if report is not None:
+        assert report.num_linears == 5 + ("head" in report.spec)
+        assert weights < report.full_bytes
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "target")
+    make_head(tmp_path / "head", decoder_config(checkpoint), "eagle", dtype=torch.bfloat16, mlp=64)
+    kinds: dict[str | None, int] = {}
+    for quant in (None, "hqq:4:32", "hqq:4:32,head=4"):
+        config = EngineConfig(
+            target=str(checkpoint),
+            head=str(tmp_path / "head"),
+            head_quant=quant and QuantConfig.parse(quant),  # type: ignore[arg-type]
+            mode="eagle",
+            device="cpu",
+            max_context=128,
+            num_draft=3,
+        )
+        runtime = Runtime(config, ("naive", "eagle"))
+        assert texts(runtime.engine("eagle"), PROMPTS, GREEDY) == texts(runtime.engine("naive"), PROMPTS, GREEDY)
+        kinds[quant] = runtime.engine("eagle").drafter.extra_bytes()[0]  # type: ignore[union-attr]
+    assert kinds["hqq:4:32"] < kinds["hqq:4:32,head=4"] < kinds[None]
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
@@ -294,6 +404,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         EngineConfig(mode="eagle")
     with pytest.raises(ValueError, match="mode eagle needs a trained head"):
         EngineConfig(mode="hybrid", hybrid_with=("eagle", "suffix"))
+    with pytest.raises(ValueError, match="there is no head"):
+        EngineConfig(mode="naive", head_quant=QuantConfig())
     checkpoint = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
         Runtime(EngineConfig(target=str(checkpoint), head=str(checkpoint), mode="eagle", device="cpu"))

@@ -21,10 +21,10 @@ from tiny_tokenizer import SPECIAL, WORDS
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.prompts import conversation, read_prompts, records
 from train.__main__ import main
 from train.generate import read
 from train.masks import masked
-from train.prompts import conversation, read_prompts, records
 from train.shards import Shard, answers_in
 
 ROOT = Path(__file__).parents[1]
@@ -172,6 +172,16 @@ def test_neither_drafts_nor_the_number_at_once_change_an_answer(
 ) -> None:
     assert generate(model, prompts, tmp_path, "--max-batch", "3", mode="hybrid") == 0
     assert answers(tmp_path) == answers(whole)
+
+
+def test_replicas_share_the_work(
+    whole: Path, model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(model, prompts, tmp_path, "--replicas", "2", "--max-batch", "2") == 0
+    assert answers(tmp_path) == answers(whole)
+    said = capsys.readouterr().out
+    assert f"{2 * len(RECORDS)} written (0 of them before) + {2 * len(BAD)} skipped + 0 failed" in said
+    assert "skipped 2: too long for the context" in said and "the start of 2 replicas included" in said
 
 
 def test_written_skipped_and_failed_are_all(
@@ -349,6 +359,15 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
         (["--max-new-tokens", "25"], {}, "says max_new_tokens 24 and now it is 25"),
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2"),
         ([], {"RANK": "x"}, "RANK is x and WORLD_SIZE None"),
+        (["--replicas", "0"], {}, "--replicas is 0; it must be at least 1"),
+        (["--replicas", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "a launcher has started 2 processes; take one of two"),
+        (
+            ["--tensor-parallel", "2"],
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "--tensor-parallel is 2 and a launcher has started",
+        ),
+        (["--replicas", "2", "--tensor-parallel", "3"], {}, "--replicas is 2 and --tensor-parallel 3; drop one of the"),
+        (["--replicas", "2", "--gpu-index", "0"], {}, "--gpu-index is 0 and --replicas 2, which take a GPU each"),
     ],
 )
 def test_mistakes_are_one_line(

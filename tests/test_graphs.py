@@ -27,7 +27,9 @@ from sharesd.decoding.engine import Engine
 from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import SuffixTable
@@ -181,6 +183,10 @@ CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
     ("eagle", SAMPLED, 2),
     ("eagle3", replace(SAMPLED, acceptance="rejection"), 1),
     ("eagle3 tree", GREEDY, 2),
+    ("glide", SAMPLED, 2),
+    ("glide tree", GREEDY, 1),
+    ("parallel", SAMPLED, 2),
+    ("parallel tree", PENALISED, 2),
     ("suffix", SAMPLED, 2),
     ("suffix", replace(SAMPLED, acceptance="rejection"), 2),
     ("suffix", replace(SAMPLED, acceptance="block"), 1),
@@ -222,10 +228,11 @@ def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
     if name == "classic":
         return classic_engine(model, noisy(3).to(*place), num_draft=6, tree=tree, **options)
     shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
-    if "eagle" in name:
-        head = random_head(model, name, ids=range(3, 40, 2))
+    if "eagle" in name or name in ("parallel", "glide"):
+        head = random_head(model, name, ids=range(3, 40, 2), draft_length=6)
         cache = model.new_cache(batch, 160, head.config.taps)
-        drafter = EagleDrafter(head, cache, shapes=shapes, weight_bytes=0, top=top)
+        drafts: Any = {"parallel": ParallelDrafter, "glide": GlideDrafter}.get(name, EagleDrafter)
+        drafter = drafts(head, cache, shapes=shapes, weight_bytes=0, top=top)
         return new_engine(model, drafter, cache=cache, **options)
     cache = model.new_cache(batch, 160)
     inner: Any = None

@@ -23,7 +23,9 @@ from oracle import (
 )
 from test_policy import live
 from tiny import make_checkpoint
+from torch import Tensor
 
+from compile.grow import Draft, Front, Nodes, choose, choose_reference, grow, grow_reference
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.costs import Costs
@@ -197,3 +199,39 @@ def test_rows_that_have_ended_have_room_for_the_trees_of_others(tmp_path: Path) 
     config = EngineConfig(target=target, compile="native", max_context=64, tree=(top, depth, budget))
     runtime = Runtime(config, ("naive", "share"))
     assert runtime._slots >= runtime.max_context + (1 + budget) + (2 + top * depth)
+
+
+@pytest.mark.parametrize("top, levels, deepest, wanted, most", [(3, 4, 5, 11, 15), (1, 2, 2, 1, 3), (4, 2, 3, 36, 40)])
+def test_the_kernel_grows_trees_as_tensor_operations_do(
+    top: int, levels: int, deepest: int, wanted: int, most: int
+) -> None:
+    C = top + (deepest - 1) * top**2
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(2, *shape, dtype=torch.int64)
+
+    def state() -> tuple[Tensor, Nodes, Front, Draft]:
+        nodes = Nodes(zeros(C) - 1, torch.full((2, C), -torch.inf), zeros(C, deepest), zeros(C) + 77)
+        front = Front(zeros(top), torch.zeros(2, top), zeros(top, deepest), zeros(top, deepest), zeros(top))
+        return (
+            zeros(),
+            nodes,
+            front,
+            Draft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
+        )
+
+    (level, nodes, front, draft), (levels_B, *theirs) = state(), state()
+    dice = torch.Generator().manual_seed(0)
+    for step in range(levels):
+        num = 1 if step == 0 else top
+        logp, new = -torch.rand(2, num, top, generator=dice), torch.randint(99, (2, num, top), generator=dice)
+        logp[0, 0, -1] = -torch.inf  # a banned token
+        grow(level, nodes, front, new, logp)
+        grow_reference(levels_B, *theirs[:2], new, logp)
+        for a, b in zip((level, *nodes, *front), (levels_B, *theirs[0], *theirs[1]), strict=True):
+            assert torch.equal(a, b)
+    choose(torch.tensor([wanted]), top, nodes, draft)
+    choose_reference(torch.tensor([wanted]), top, theirs[0], theirs[2])
+    read = torch.arange(1 + most) <= draft.depth_BT[..., None]
+    for a, b in zip(draft, theirs[2], strict=True):
+        assert torch.equal(a.where(read, 0), b.where(read, 0)) if a.ndim == 3 else torch.equal(a, b)

@@ -9,7 +9,7 @@ import ctypes
 import faulthandler
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -20,13 +20,14 @@ from torch import Tensor
 
 from compile.attention import Branches, attend, new_kv, row_keeper
 from compile.find import finder
+from compile.grow import Draft, Front, Nodes, choose, grow
 from compile.linear import LowPackedLinear, PackedLinear, pack_linears
 from compile.noise import hashed_gumbel
 from compile.solve import solve_groups
 from compile.stack import NativeStack
-from compile.topk import arg_max, top_k
+from compile.topk import arg_max, top_k, top_logp
 from compile.walk import walk
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
 
 pytestmark = [
     pytest.mark.kernels,
@@ -142,6 +143,16 @@ def test_linears(dtype: torch.dtype) -> None:
         every_region_is_guarded(call)
 
 
+def hand_all(modules: Iterable[tuple[str, torch.nn.Module]], hand: Hand, but: str = "") -> None:
+    """Parameters and buffers of modules."""
+    for path, module in modules:
+        for of, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None and name != but:
+                    handed = hand(f"{path}.{name}", tensor.detach())
+                    tensors[name] = torch.nn.Parameter(handed, False) if of == "parameter" else handed
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
@@ -150,12 +161,7 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
         pack_linears(model.blocks)
         cache = model.new_cache(1, 64, (2, 3))
         last = {"norm": model.norm} if normed else {}
-        for path, module in (*model.blocks.named_modules(), *last.items()):
-            for of, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        handed = hand(f"{path}.{name}", tensor.detach())
-                        tensors[name] = torch.nn.Parameter(handed, False) if of == "parameter" else handed
+        hand_all((*model.blocks.named_modules(), *last.items()), hand)
         tables = [(hand("cosines", cos), hand("sines", sin)) for cos, sin in model.rope_tables]
         cache.k = [hand(f"k {i}", k) for i, k in enumerate(cache.k)]
         cache.v = [hand(f"v {i}", v) for i, v in enumerate(cache.v)]
@@ -174,22 +180,62 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_block_of_a_head(dtype: torch.dtype) -> None:
-    """Whose queries have inputs of their own, wider than the residual stream."""
-    head = random_head(tiny_decoder(0, dtype=dtype), "eagle3")
-    pack_linears(head)
-    head.run_block = native_block(head)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head(dtype: torch.dtype, kind: str) -> None:
+    """Places up to the last slot, then a chain and a tree behind them."""
+    behind = os.environ["GUARD_PAGES"] == "behind"
 
     def call(hand: Hand) -> None:
+        target = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
+        head = random_head(target, kind, ids=range(0, 40, 2), own_embed=True, dtype=dtype)
+        pack_linears(head)
+        hand_all(head.named_modules(), hand, but="ids")
         cache = head.new_cache(1, 64)
         cache.k, cache.v = [hand("k", cache.k[0])], [hand("v", cache.v[0])]
-        cache.lengths = hand("lengths", torch.tensor([57]))
-        inputs = hand("inputs", random(dtype, 1, 7, 64))
-        assert head.run_block is not None
-        head.run_block(hand("x", random(dtype, 1, 7, 32)), cache, None, inputs)
+        cache.lengths = hand("lengths", torch.tensor([0]))
+        native = native_head(head)
+        tokens = torch.arange(64).fmod(40)[None]
+        tokens = hand("tokens", tokens) if behind else tokens  # the first one no place reads
+        features = hand("features", random(dtype, 1, 64, 64 if kind == "eagle3" else 32))
+        states = hand("states", random(dtype, 1, 4, 32))
+        native.read(tokens, features, 7, cache)
+        cache.lengths.fill_(64 - 7)
+        native.read(tokens, features, 7, cache, hand("ends", torch.tensor([64])), states)
+        cache.lengths.fill_(64 - 4)
+        native.go_on(hand("guess", torch.tensor([[39]])), states, cache)
+        path = torch.tensor([[[2], [2]]] if behind else [[[0, 0], [1, 0]]])
+        branches = Branches(hand("depth", torch.zeros(1, 2, dtype=torch.int64)), hand("path", path))
+        native.go_on(hand("nodes", torch.tensor([[0, 39]])), states, cache, branches)
 
     with torch.inference_mode():
         every_region_is_guarded(call)
+
+
+def test_growing_trees() -> None:
+    def call(hand: Hand) -> None:
+        def zeros(name: str, *size: int) -> Tensor:
+            return hand(name, torch.zeros(1, *size, dtype=torch.int64))
+
+        level, C = zeros("level"), 2 + 4
+        nodes = Nodes(
+            zeros("tokens", C), hand("scores", torch.zeros(1, C)), zeros("ancestors", C, 2), zeros("places", C)
+        )
+        front = Front(*(hand(f"front {name}", part) for name, part in zip(Front._fields, front_of(2, 2), strict=True)))
+        for num in (1, 2):
+            new, logp = torch.ones(1, num, 2, dtype=torch.int64), -torch.rand(1, num, 2)
+            grow(level, nodes, front, hand(f"new {num}", new), hand(f"logp {num}", logp))
+        places = torch.zeros(1, 7, dtype=torch.int64)  # the root's is left alone
+        places = hand("draft places", places) if os.environ["GUARD_PAGES"] == "behind" else places
+        draft = Draft(zeros("draft tokens", 6), zeros("draft depth", 7), zeros("draft path", 7, 7), places)
+        choose(hand("wanted", torch.tensor([6])), 2, nodes, draft)
+
+    every_region_is_guarded(call)
+
+
+def front_of(top: int, deepest: int) -> Front:
+    tokens, depth = (torch.zeros(1, top, dtype=torch.int64) for _ in range(2))
+    paths, slots = (torch.zeros(1, top, deepest, dtype=torch.int64) for _ in range(2))
+    return Front(tokens, torch.zeros(1, top), paths, slots, depth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -209,10 +255,15 @@ def test_the_largest(dtype: torch.dtype) -> None:
 
     every_region_is_guarded(call)
     every_region_is_guarded(lambda hand: arg_max(hand("x", x.clone())))
+    every_region_is_guarded(lambda hand: top_logp(hand("x", x.clone()), 5))
 
 
 def test_noise() -> None:
-    every_region_is_guarded(lambda hand: hashed_gumbel(hand("keys", torch.arange(6).view(3, 2)), [3, 5], 100))
+    def call(hand: Hand) -> None:
+        seeds, places = hand("seeds", torch.arange(3)), hand("places", torch.arange(3))
+        hashed_gumbel(seeds, places, 100, multipliers=[3, 5], salts=[[1, 2], [3, 4]], rounds=2)
+
+    every_region_is_guarded(call)
 
 
 def test_the_walk() -> None:

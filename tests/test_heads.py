@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import VOCAB, tiny_decoder
 from safetensors.torch import load_file, save_file
-from tiny_heads import make_head
+from tiny_heads import logits_of, make_head, random_head
 from torch import Tensor
 
 from compile.attention import Branches
@@ -18,7 +18,7 @@ from compile.linear import pack_linears
 from sharesd.models.heads.config import HeadConfig
 from sharesd.models.heads.files import load_head, new_head, save_head
 from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_block
+from sharesd.models.heads.native import native_head
 
 KINDS = ("eagle", "eagle3")
 IDS = sorted({7, 3, 31, 12, 0, 39, 22})
@@ -37,27 +37,35 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def block(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
-    """One decoder block over a whole text [T, D], head by head and place by place."""
+def rotated(x: Tensor, first: int = 0) -> Tensor:
+    """Vectors of a head [T, 8] at positions `first` and behind it."""
+    angles = torch.arange(first, first + len(x))[:, None] * (1 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
+    turn = torch.complex(angles.cos().double(), angles.sin().double())  # tables are made in float32
+    z = torch.complex(x[:, :4].contiguous(), x[:, 4:].contiguous()) * turn
+    return torch.cat([z.real, z.imag], 1)
+
+
+def self_attention(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
+    """Over a whole text [T, D], head by head and place by place."""
     q, k, v = (inputs @ t[f"self_attn.{name}_proj.weight"].T for name in "qkv")
     out = torch.zeros(len(x), 32, dtype=x.dtype)
-    angles = torch.arange(len(x))[:, None] * (1 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
-    turn = torch.complex(angles.cos().double(), angles.sin().double())  # tables are made in float32
-
-    def rotated(y: Tensor) -> Tensor:
-        z = torch.complex(y[:, :4].contiguous(), y[:, 4:].contiguous()) * turn
-        return torch.cat([z.real, z.imag], 1)
-
     for h in range(4):
         of_q, of_kv = slice(8 * h, 8 * h + 8), slice(8 * (h // 2), 8 * (h // 2) + 8)
         queries, keys = rotated(q[:, of_q]), rotated(k[:, of_kv])
         for i in range(len(x)):
             weights = (keys[: i + 1] @ queries[i] / 8**0.5).softmax(0)
             out[i, of_q] = weights @ v[: i + 1, of_kv]
-    x = x + out @ t["self_attn.o_proj.weight"].T
+    return x + out @ t["self_attn.o_proj.weight"].T
+
+
+def mlp(t: Mapping[str, Tensor], x: Tensor) -> Tensor:
     normed = rms(x, t["post_attention_layernorm.weight"])
     gate, up = (normed @ t[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     return x + (torch.nn.functional.silu(gate) * up) @ t["mlp.down_proj.weight"].T
+
+
+def block(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
+    return mlp(t, self_attention(t, x, inputs))
 
 
 def chain(folder: Path, embed: Tensor, tokens: list[int], features: Tensor, guessed: int) -> Tensor:
@@ -98,41 +106,93 @@ def test_states_and_logits_are_those_of_the_papers(kind: str, tmp_path: Path) ->
     narrow = (rms(last, t["norm.weight"]) if kind == "eagle3" else last) @ t["lm_head.weight"].T
     wide = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
     wide[IDS] = narrow
-    torch.testing.assert_close(head.logits(unrolled[0])[0, -1], wide)
+    torch.testing.assert_close(logits_of(head, unrolled[0])[0, -1], wide)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("how", ["off", "native"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_steps_agree_with_training(kind: str, how: str, tmp_path: Path) -> None:
-    """Texts in two pieces, then a chain, and the same as the path of a tree."""
-    head, dice = loaded(tmp_path, kind, own_embed=True), torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB, (2, 9), generator=dice)
-    features = torch.randn(2, 9, 64 if kind == "eagle3" else 32, generator=dice, dtype=torch.float64)
-    unrolled = head.unroll(tokens, features, steps=3)
+    """Texts in two pieces, the second shorter in one row; then a chain, and the same as the path of a tree."""
+    head, dice = loaded(tmp_path, kind, own_embed=True, ids=IDS), torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (2, 64), generator=dice)
+    features = torch.randn(2, 64, 64 if kind == "eagle3" else 32, generator=dice, dtype=torch.float64)
+    unrolled = head.unroll(tokens[:, 1:10], features[:, :9], steps=3)
     if how == "native":
         pack_linears(head)
-        head.run_block = native_block(head)
-    cache = head.new_cache(2, 64)
-    fused = head.fuse(features)
-    for first, end in ((0, 4), (4, 7)):
-        cache.lengths.fill_(first)
-        states = head(tokens[:, first:end], fused[:, first:end], cache)
-        torch.testing.assert_close(states, unrolled[0][:, first:end])
-    root = states[:, -1:]
+        head.native = native_head(head)
+    cache, ends = head.new_cache(2, 64), torch.tensor([7, 6])
+    states = torch.randn(2, 5, 32, generator=dice, dtype=torch.float64)
+    assert head.read(tokens, features, 4, cache) is None
+    cache.lengths.fill_(4)
+    logits = head.read(tokens, features, 3, cache, ends, states)
+    assert logits is not None
+
+    def check(step: int, state: int, logits: Tensor) -> None:
+        want = torch.stack([unrolled[step][row, end - 1 + step] for row, end in enumerate(ends.tolist())])
+        torch.testing.assert_close(states[:, state], want)
+        torch.testing.assert_close(logits, head.draft_logits(want))
+
+    check(0, 0, logits[:, 0])
+    root = states.clone()
+    rows = torch.arange(2)
     for step in (1, 2):
-        cache.lengths.fill_(6 + step)
-        states = head(tokens[:, 6 + step, None], states[:, -1:], cache)
-        torch.testing.assert_close(states[:, 0], unrolled[step][:, 6 + step])
-    cache.lengths.fill_(7)
-    other = torch.full_like(tokens[:, 7:8], 5)
+        cache.lengths.copy_(ends + step - 1)
+        logits = head.go_on(tokens[rows, ends + step][:, None].contiguous(), states, cache)
+        check(step, 0, logits[:, 0])
+    states.copy_(root)
+    cache.lengths.copy_(ends)
+    level = torch.stack([torch.full_like(ends, 5), tokens[rows, ends + 1]], 1)
     paths = torch.tensor([[[0, 0], [1, 0]]] * 2)
-    level = head(
-        torch.cat([other, tokens[:, 7:8]], 1), root.expand(-1, 2, -1), cache, Branches(paths[..., 0] * 0, paths)
-    )
-    paths = torch.tensor([[[1, 2]]] * 2)
-    deeper = head(tokens[:, 8:9], level[:, 1:], cache, Branches(torch.ones(2, 1, dtype=torch.int64), paths))
-    torch.testing.assert_close(deeper[:, 0], unrolled[2][:, 8])
+    check(1, 2, head.go_on(level, states, cache, Branches(torch.zeros(2, 2, dtype=torch.int64), paths))[:, 1])
+    branches = Branches(torch.ones(2, 1, dtype=torch.int64), torch.tensor([[[1, 2]]] * 2))
+    check(2, 3, head.go_on(tokens[rows, ends + 2][:, None].contiguous(), states, cache, branches)[:, 0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_same_bits_however_they_are_read(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Alone or with others, in one piece or several, as a chain or in a tree, by any number of threads."""
+    target = tiny_decoder(3, dtype=dtype)
+    head, dice = random_head(target, kind, ids=IDS, dtype=dtype), torch.Generator().manual_seed(1)
+    pack_linears(head), pack_linears(target)
+    head.native = native_head(head)
+    tokens = torch.randint(VOCAB, (3, 64), generator=dice)
+    features = torch.randn(3, 64, 64 if kind == "eagle3" else 32, generator=dice).to(dtype)
+
+    def drafted(rows: slice, cuts: list[int], threads: int, tree: bool) -> list[Tensor]:
+        """Logits behind a text of 40 tokens, and behind a chain of two guesses."""
+        torch.set_num_threads(threads)
+        B = len(tokens[rows])
+        cache, states = head.new_cache(B, 64), torch.zeros(B, 7, 32, dtype=dtype)
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            cache.lengths.fill_(first)
+            ends = torch.full((B,), end) if end == cuts[-1] else None
+            logits = head.read(tokens[rows], features[rows], end - first, cache, ends, states if end == 40 else None)
+        assert logits is not None
+        made = [logits[:, 0]]
+        for step in range(2):
+            branches = None
+            cache.lengths.fill_(40 if tree else 40 + step)
+            guess = torch.full((B, 1), 7 + step)
+            if tree:
+                guess = torch.tensor([[3, 7 + step, 9]] * B)
+                path = torch.tensor([[[0, 0], [1, 0], [2, 0]], [[0, 3], [1, 4], [2, 5]]][step]).repeat(B, 1, 1)
+                branches = Branches(torch.full((B, 3), step), path)
+            made.append(head.go_on(guess, states, cache, branches)[:, 1 if tree else 0])
+        return made
+
+    before = torch.get_num_threads()
+    want = drafted(slice(0, 3), [0, 40], 1, False)
+    for rows, cuts, threads, tree in (
+        (slice(0, 3), [0, 17, 39, 40], 2, True),
+        (slice(1, 2), [0, 31, 40], 3, False),
+        (slice(2, 3), [0, 40], 2, True),
+    ):
+        for ours, whole in zip(drafted(rows, cuts, threads, tree), want, strict=True):
+            assert torch.equal(ours, whole[rows])
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

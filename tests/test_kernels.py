@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from compile import native
 from compile.attention import CHUNK, SLOT_MULTIPLE, attend, attend_reference, new_kv, pack_kv, unpack_kv
 from compile.linear import LOW_INPUTS, LowPackedLinear, PackedLinear, pack_linears
-from compile.topk import top_k
+from compile.topk import top_k, top_logp, top_logp_reference
 
 pytestmark = pytest.mark.kernels
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -445,3 +445,19 @@ def test_the_largest_where_few_are_above_minus_infinity() -> None:
     x = torch.full((2, 2000), -torch.inf)
     x[0, 1999], x[1, 300] = 1.0, 2.0
     assert top_k(x, 3).tolist() == [[1999, 0, 1], [300, 0, 1]]
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("V", [5, 16, 1003])
+def test_log_probabilities_of_the_largest(V: int, dtype: torch.dtype) -> None:
+    x = (8 * torch.randn(7, V, generator=torch.Generator().manual_seed(V), dtype=torch.float64)).to(dtype)
+    x[1, : V - 5] = -torch.inf
+    best, logp = top_logp(x, 5)
+    want, want_logp = top_logp_reference(x, 5)
+    assert torch.equal(x.gather(1, best), x.gather(1, want)) and logp.dtype == want_logp.dtype
+    torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        for rows in (slice(0, 7), slice(2, 3)):
+            again = top_logp(x[rows], 5)
+            assert torch.equal(again[0], best[rows]) and torch.equal(again[1], logp[rows])

@@ -338,7 +338,7 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0
     [file] = settings.iterdir()
     kept = {"step": {"1": 1e-9, "9": 2e-9}, "step_slot": {"1": 0.0, "9": 0.0}, "draft": 3e-9, "level": 0.0}
-    kept |= {"draft_slot": 0.0, "level_slot": 0.0}
+    kept |= {"draft_slot": 0.0, "level_slot": 0.0, "read": 0.0}
     file.write_text(json.dumps([kept] * 3))
     again = Runtime(config, ("share",)).engine("share")
     assert again.way(SamplingParams()).policy.costs == typical(
@@ -364,3 +364,15 @@ def test_what_tables_promise_in_vain_is_remembered_from_text_to_text() -> None:
     for _ in range(200):
         promises.learn(4, 1.0, 1.0)
     assert promises.honesty > 0.8
+
+
+def test_reading_what_was_missed_is_shared_by_drafts_and_is_no_fault_of_theirs() -> None:
+    costs = Costs({1: 1.0, 9: 1.2}, 0.1, read=0.02)
+    policy = Policy(chains(8), costs=copy.deepcopy(costs))
+    live(policy, costs, {False: 0.7}, 100)
+    before, draft_s = policy.rate_of_shape(chain(4)), policy.live.draft(chain(4))
+    policy.missed = 100
+    assert 0.9 * before < policy.rate_of_shape(chain(4)) < before and policy.rate_of_shape(PLAIN) > 0
+    for _ in range(20):
+        policy.record(tree_of(chain(4)), [range(1, 4)], 0.4 + 2.0, costs.of_step(5), 4)
+    assert policy.live.draft(chain(4)) == pytest.approx(draft_s, rel=0.1)

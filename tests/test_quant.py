@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quant.attach import QuantReport, Solving, make_low, quantize_linears, quantized_copy
+from quant.attach import LinearQuantizer, QuantReport, Solving, make_low, quantize_linears, quantized_copy
 from quant.bnb import build_bnb
 from quant.config import QuantConfig, parse_quant
 from quant.kernels import GemliteLinear, Int4Linear, ReferenceLinear, build_low, check_low
@@ -588,9 +588,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if ".low." in name}
 
 
-def only_file(folder: Path) -> Path:
-    (file,) = folder.iterdir()
-    return file
+def kept_files(folder: Path) -> list[Path]:
+    """One for each of the model's three blocks."""
+    files = sorted(folder.iterdir())
+    assert len(files) == 3 and {file.suffix for file in files} == {".safetensors"}
+    return files
 
 
 def test_cache_hit_gives_identical_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,12 +624,12 @@ def damage_end(file: Path) -> None:
 )
 def test_damaged_file_is_rebuilt(damage, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attach(first := new_model(), solving=Solving(cache_dir=tmp_path))
-    damage(only_file(tmp_path))
+    damage(kept_files(tmp_path)[1])
     with caplog.at_level(logging.WARNING):
         _, report = attach(second := new_model(), solving=Solving(cache_dir=tmp_path))
     assert not report.from_cache and "quantizing again" in caplog.text
     _, report = attach(third := new_model(), solving=Solving(cache_dir=tmp_path))
-    assert report.from_cache and only_file(tmp_path).suffix == ".safetensors"
+    assert report.from_cache and kept_files(tmp_path)
     want, rebuilt, read = map(tensors_of, (first, second, third))
     assert all(torch.equal(want[name], rebuilt[name]) and torch.equal(want[name], read[name]) for name in want)
 
@@ -635,9 +637,29 @@ def test_damaged_file_is_rebuilt(damage, tmp_path: Path, caplog: pytest.LogCaptu
 def test_file_of_another_key_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attach(new_model(), solving=Solving(cache_dir=tmp_path / "a"))
     attach(new_model().double(), solving=Solving(cache_dir=tmp_path / "b"))
-    only_file(tmp_path / "b").write_bytes(only_file(tmp_path / "a").read_bytes())
+    kept_files(tmp_path / "b")[0].write_bytes(kept_files(tmp_path / "a")[0].read_bytes())
     _, report = attach(new_model().double(), solving=Solving(cache_dir=tmp_path / "b"))
     assert not report.from_cache and "quantizing again" in caplog.text
+
+
+def test_layers_are_kept_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights come when their turn comes, and what a killed program has solved is not solved again."""
+    attach(attached := new_model())
+    want, source = tensors_of(attached), new_model()
+    solving, model = Solving(cache_dir=tmp_path, identity="here"), new_model()
+    for block in model.blocks:
+        block.to_empty(device="meta")
+    options: dict[str, Any] = {"head_name": "head", "layer_of": layer_of, "solving": solving}
+    quantizer = LinearQuantizer(model, QuantConfig(), Switch(), **options, device=torch.device("cpu"))
+    assert quantizer.layers() == [0, 1, 2]
+    for layer in (2, 0):
+        model.blocks[layer] = source.blocks[layer]
+        quantizer.quantize(layer)
+    assert len(list(tmp_path.iterdir())) == 2 and quantizer.report().num_linears == 6
+    with caplog.at_level(logging.WARNING):
+        _, report = attach(again := new_model(), solving=solving)
+    assert not report.from_cache and not caplog.text and kept_files(tmp_path)
+    assert all(torch.equal(want[name], tensor) for name, tensor in tensors_of(again).items())
 
 
 def test_cache_that_cannot_be_written_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

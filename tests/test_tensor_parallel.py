@@ -22,11 +22,11 @@ from tensor_ranks import GREEDY, MODES, PROMPTS, SAMPLED, SMALL, Delayed, logits
 from tiny import make_checkpoint
 
 from multigpu.tensor import Part, require_even
-from sharesd.config import EngineConfig
+from sharesd.config import EngineConfig, OffloadConfig
 from sharesd.load import EAGER_TILE, Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.weights import _slots, check_cuts
+from sharesd.models.weights import check_cuts, decoder_slots
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -82,7 +82,7 @@ def test_logits_of_each_family(folder: Path, tmp_path: Path, family: str, compil
         parameter.data.copy_(torch.randn(parameter.shape, generator=dice) * parameter.shape[-1] ** -0.5)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        return _slots(whole)
+        return decoder_slots(whole)
 
     config = config_of(tmp_path, dtype="float32", compile=compile, max_batch=2)
     with threads(replace(config, tensor_parallel=2), tensors=tensors) as runtime:
@@ -166,7 +166,12 @@ def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
             "is 3, and the model's 4 key/value heads cannot be shared out evenly; take 2 or 4, or",
         ),
         ({"tensor_parallel": 2, "compile": "regional"}, "compile is 'regional' and tensor_parallel is 2"),
-        ({"tensor_parallel": 2, "mode": "eagle", "head": "."}, "trained heads run on one device"),
+        ({"tensor_parallel": 2, "mode": "eagle", "head": "."}, "trained heads run on one device; drop mode eagle"),
+        ({"tensor_parallel": 2, "mode": "glide", "head": "."}, "trained heads run on one device; drop mode glide"),
+        (
+            {"tensor_parallel": 2, "offload": OffloadConfig(host_memory=10**9)},
+            "tensor_parallel is 2, and ranks keep all of their weights; drop one of the two",
+        ),
     ],
 )
 def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None:

@@ -14,8 +14,8 @@ from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, EngineConfig, Sampli
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import build_datastore, open_datastore
 from sharesd.load import Runtime
+from sharesd.prompts import read_prompts
 from train.__main__ import main
-from train.prompts import read_prompts
 
 RECORDS = [
     {"instruction": "why is the sky blue", "input": ""},

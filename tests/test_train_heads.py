@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from oracle import VOCAB, new_engine, tiny_decoder
 from safetensors.torch import load_file
+from test_eagle import features_of
 from tiny import make_checkpoint
 from tiny_heads import random_head
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sharesd.config import SamplingParams
 from sharesd.decoding.costs import Costs
+from sharesd.models.heads.chains import attend_chains
 from sharesd.models.heads.eagle3 import Eagle3
 from sharesd.models.heads.files import load_head
+from sharesd.models.heads.glide import Glide
 from sharesd.models.heads.head import Head
 from sharesd.models.weights import load_decoder
 from train.__main__ import main
 from train.dataset import row_of
 from train.heads import losses as losses_file
+from train.heads import states
 from train.heads.checkpoint import read_state
 from train.heads.frozen import FrozenTarget
 from train.heads.held_out import Acceptance, acceptance, best_chain
@@ -48,6 +54,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def teacher_of(target: Any, ids_K: Tensor | None) -> Teacher:
     weight_VD = target.head.weight.clone()
     return Teacher(weight_VD if ids_K is None else weight_VD[ids_K], 0.0)
+
+
+def frozen_for(head: Head, target: Any) -> FrozenTarget:
+    return FrozenTarget(target, head.config.taps, 64, head.config.target_layers)
 
 
 def row(*texts: tuple[list[int], list[tuple[int, int]]]) -> dict[str, Tensor]:
@@ -89,9 +99,48 @@ def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
     assert not lessons[1].counted(9).any()
 
 
+def test_lessons_for_glide_are_keys_and_values_of_each_text_alone() -> None:
+    target = tiny_decoder(3)
+    head = random_head(target, "glide", target_layers=(1, 0))
+    alone = []
+    for tokens in ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9]):
+        cache = target.new_cache(1, 64)
+        target(torch.tensor([tokens]), cache)
+        alone.append(features_of(head, cache, 0, len(tokens) - 2))
+    frozen = frozen_for(head, target)
+    for lesson, features in zip(frozen.lessons(TEXTS), alone, strict=True):
+        torch.testing.assert_close(lesson.features_1TF, features)
+    assert frozen.bytes_per_token == (2 * 2 * 16 + 32) * 8
+
+
+@pytest.mark.parametrize(("step", "T"), [(0, 9), (1, 9), (3, 9), (3, 3)])
+def test_chains_attend_as_masks_say(step: int, T: int) -> None:
+    """Values and gradients in float64, beside one product over all steps with a mask."""
+    dice = torch.Generator().manual_seed(step)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(2, heads, T, 8, generator=dice, dtype=torch.float64).requires_grad_(True)
+
+    q, keys, values = random(6), [random(2) for _ in range(step + 1)], [random(2) for _ in range(step + 1)]
+    place = torch.arange(T)
+    back = place[:, None] - place
+    mask = torch.cat([back >= step, *(back == step - e for e in range(1, step + 1))], 1)
+    options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
+    want = scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), **options)[:, :, step:]
+    got = attend_chains(q, keys, values, 0.3)[:, :, step:]
+    assert attend_chains(q, keys, values, 0.3).isfinite().all()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    if step < T:
+        weights = torch.randn(want.shape, generator=dice, dtype=torch.float64)
+        for a, b in zip(
+            *(torch.autograd.grad((x * weights).sum(), [q, *keys, *values]) for x in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("logits", [2**24, 40], ids=["whole", "blocks"])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
-@pytest.mark.parametrize(("kind", "ids"), [("eagle", None), ("eagle", IDS), ("eagle3", IDS)])
+@pytest.mark.parametrize(("kind", "ids"), [("eagle", None), ("eagle", IDS), ("eagle3", IDS), ("glide", IDS)])
 def test_losses_are_those_of_their_definitions(
     kind: str, ids: Tensor | None, cap: float, logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,14 +150,15 @@ def test_losses_are_those_of_their_definitions(
     head = random_head(target, kind, ids=None if ids is None else ids.tolist()).requires_grad_(True)
     teacher = teacher_of(target, ids)._replace(softcap=cap)
     weight_VD = target.head.weight.clone()
-    lesson = FrozenTarget(target, head.config.taps, 64).lessons(TEXTS)[0]
+    lesson = frozen_for(head, target).lessons(TEXTS)[0]
     weights = [0.5, 0.25, 0.1]
-    found = losses(head, lesson, teacher, weights)
-    (found.divergence + 0.3 * found.feature).backward()
+    assert losses(head, lesson, teacher, weights).rejection == 0
+    found = losses(head, lesson, teacher, weights, rejection=True)
+    (found.divergence + 0.3 * found.feature + 0.7 * found.rejection).backward()
     got = [parameter.grad.clone() for parameter in head.parameters()]
     head.zero_grad()
 
-    divergence, feature = torch.zeros(2, dtype=torch.float64)
+    divergence, feature, rejection = torch.zeros(3, dtype=torch.float64)
     unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, 3)
     for step, places in enumerate([[2, 3, 4, 8, 9], [3, 4, 9], [4]]):
         for t in places:
@@ -117,14 +167,16 @@ def test_losses_are_those_of_their_definitions(
             wanted = wanted if ids is None else wanted[ids]
             state = unrolled[step][0, t]
             own = weight_VD if head.lm_head is None else head.lm_head.weight
-            guess = (head.norm(state) if isinstance(head, Eagle3) else state) @ own.T
+            guess = (head.norm(state) if isinstance(head, Eagle3 | Glide) else state) @ own.T
             p, q = wanted.log_softmax(0), guess.log_softmax(0)
             divergence = divergence + weights[step] * (p.exp() * (p - q)).sum()
+            rejection = rejection + weights[step] * (p.exp() - q.exp()).abs().sum() / 2
             apart = (state - lesson.teacher_TD[t]).abs()
             feature = feature + weights[step] * torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
     torch.testing.assert_close(found.divergence, divergence)
     torch.testing.assert_close(found.feature, feature)
-    (divergence + 0.3 * feature).backward()
+    torch.testing.assert_close(found.rejection, rejection)
+    (divergence + 0.3 * feature + 0.7 * rejection).backward()
     for parameter, gradient in zip(head.parameters(), got, strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
 
@@ -139,7 +191,7 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     class Rows(list):
         def set_epoch(self, epoch: int) -> None: ...
 
-    recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=2, decay=0.5)
+    recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=(2,), decay=0.5)
     trainer = Trainer(head, frozen, teacher, Rows([TEXTS, TEXTS]), recipe)  # type: ignore[arg-type]
     want = sum(
         sum(losses(head, lesson, teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
@@ -149,6 +201,8 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["loss"] == pytest.approx(want) and found["places"] == 16
     rates = [Recipe(steps=100, batch=1, lr=1.0, warmup=0.1).lr_at(step) for step in range(101)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    growing = Recipe(steps=8, batch=1, lr=1.0, unroll=(1, 2, 4))
+    assert [growing.unroll_at(step) for step in range(9)] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
     assert rates[10] == 1.0 and rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.1)
 
 
@@ -186,6 +240,22 @@ def test_a_new_eagle_head_is_the_targets_last_block_between_norms() -> None:
     torch.testing.assert_close(added, wanted, rtol=1e-3, atol=1e-3)
 
 
+@torch.no_grad()
+def test_a_new_glide_head_begins_as_the_first_block_and_looks_as_the_last_does() -> None:
+    target, tokens = tiny_decoder(3), torch.tensor([[3, 17, 9, 4]])
+    head = initial_head("glide", RAW, target, tokens[0], ids_K=IDS)
+    assert isinstance(head, Glide)
+    embeds, cache, own = target.embed(tokens), target.new_cache(1, 64), head.new_cache(1, 64)
+    first, last = target.blocks
+    of_block = (*target.rope_tables[0], cache.k[0], cache.v[0], cache.lengths)
+    want = first.attn(embeds, *of_block, norm=first.attn_norm, residual=embeds)
+    torch.testing.assert_close(head._remember(tokens, own), want)
+    [cross] = head.block.cross
+    torch.testing.assert_close(cross.q(head.block.cross_norm(embeds)), last.attn.qkv(last.attn_norm(embeds))[..., :32])
+    assert torch.equal(cross.o.weight, last.attn.o.weight) and torch.equal(head.norm.weight, target.norm.weight)
+    torch.testing.assert_close(head.block.mlp(embeds, head.block.mlp_norm), last.mlp(embeds, last.mlp_norm))
+
+
 def test_draft_tokens_are_what_is_said_most_often() -> None:
     assert most_frequent([TEXTS, TEXTS], VOCAB, 5).tolist() == [2, 4, 6, 7, 8]
     with pytest.raises(ValueError, match="--draft-vocab is 41 and the target knows 40 tokens"):
@@ -200,25 +270,30 @@ def chains_by_hand(head: Head, target: Any, text: list[int], said: list[bool], l
     found = Acceptance([0] * length, [0] * length)
     memory = target.new_cache(1, 64, head.config.taps)
     choices = target(torch.tensor([text]), memory)[0].argmax(1).tolist()
-    features = head.fuse(memory.features[:, : len(text)])
-    for root in range(1, len(text)):
+    tokens, states = torch.tensor([text]), torch.zeros(1, 1, 32, dtype=torch.float64)
+    for root in reversed(range(1, len(text))):  # drafts may write behind it
         cache = head.new_cache(1, 64)
-        states = head(torch.tensor([text[1 : root + 1]]), features[:, :root], cache)[:, -1:]
+        memory.lengths.fill_(root)
+        if isinstance(head, Glide):
+            logits = head.read(tokens, root, cache, memory)
+        else:
+            logits = head.read(tokens, memory.features, root, cache, memory.lengths, states)
         for k in range(length):
             if root + k + 1 >= len(text) or not all(said[root : root + k + 2]):
                 break
-            guess = int(head.logits(states)[0, 0].argmax())
+            guess = int(logits[0, 0].argmax())  # draft tokens are the first of all
             found.reached[k] += 1
             found.accepted[k] += guess == choices[root + k]
             if not guess == choices[root + k] == text[root + k + 1]:
                 break
             cache.lengths.fill_(root + k)
-            states = head(torch.tensor([[guess]]), states, cache)
+            read = torch.tensor([[guess]])
+            logits = head.go_on(read, *((cache, memory) if isinstance(head, Glide) else (states, cache)))
     return found
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "glide"])
 def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
     target = tiny_decoder(3, num_hidden_layers=2)
     for layer in target.blocks:
@@ -234,7 +309,7 @@ def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
         want.reached = [a + b for a, b in zip(want.reached, by_hand.reached, strict=True)]
         want.accepted = [a + b for a, b in zip(want.accepted, by_hand.accepted, strict=True)]
     rows = [row((text, [(3, len(text))])) for text in texts]
-    found = acceptance(head, FrozenTarget(target, head.config.taps, 64), rows, 4)
+    found = acceptance(head, frozen_for(head, target), rows, 4)
     assert found == want
     assert found.accepted[0] < found.reached[0] and found.reached[1] > 0
 
@@ -270,7 +345,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, data: Path, out: Path, *more: str) -> int:
     sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
-    sizes += ["--taps", "1,2,3", "--draft-vocab", "100"] if kind == "eagle3" else []
+    sizes += ["--draft-vocab", "100"] if kind in ("eagle3", "parallel", "glide") else []
+    sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
+    sizes += ["--target-layers", "3,1"] if kind == "glide" else []
+    sizes += ["--unroll", "2,3", "--chain", "3", "--layers", "2"] if kind == "parallel" else []
     given = [
         "--data",
         str(data / "answers"),
@@ -291,16 +369,26 @@ def curve(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-@pytest.mark.parametrize(("kind", "after"), [("eagle", 5), ("eagle", 0), ("eagle3", 4)])
+@pytest.mark.parametrize(
+    ("kind", "after", "more"),
+    [
+        ("eagle", 5, ()),
+        ("eagle", 0, ("--optimizer", "muon")),
+        ("eagle3", 4, ("--unroll", "1,3", "--precision", "bf16")),
+        ("parallel", 5, ()),
+        ("glide", 4, ("--optimizer", "muon")),
+    ],
+)
 def test_an_interruption_at_any_step_changes_no_bit(
     kind: str,
     after: int,
+    more: tuple[str, ...],
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert train(kind, data, tmp_path / "whole") == 0
+    assert train(kind, data, tmp_path / "whole", *more) == 0
     assert "step 7 of 7: held out, accepted by position" in capsys.readouterr().out
     advance = Trainer.advance
 
@@ -310,10 +398,10 @@ def test_an_interruption_at_any_step_changes_no_bit(
         return advance(self)
 
     monkeypatch.setattr(Trainer, "advance", killed)
-    assert train(kind, data, tmp_path / "broken") == 130
+    assert train(kind, data, tmp_path / "broken", *more) == 130
     monkeypatch.setattr(Trainer, "advance", advance)
     assert len([line for line in curve(tmp_path / "broken") if "loss" in line]) == after
-    assert train(kind, data, tmp_path / "broken", "--resume") == 0
+    assert train(kind, data, tmp_path / "broken", "--resume", *more) == 0
     assert curve(tmp_path / "whole") == curve(tmp_path / "broken")
     for name in ("last", "best"):
         whole, broken = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "broken"))
@@ -325,9 +413,47 @@ def test_an_interruption_at_any_step_changes_no_bit(
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
     assert (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
     head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
-    assert head.config.draft_vocab_size == (100 if kind == "eagle3" else 384)
-    first, *_, last = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
-    assert last < first
+    assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
+    assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
+    losses = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
+    assert losses[3] < losses[0], "while chains are as long"
+
+
+def test_training_goes_on_from_a_trained_head(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("eagle3", data, tmp_path / "first", "--steps", "20") == 0
+    assert train("eagle3", data, tmp_path / "more", "--steps", "1", "--init", str(tmp_path / "first" / "last")) == 0
+    begun, gone_on = ([line["loss"] for line in curve(tmp_path / run) if "loss" in line] for run in ("first", "more"))
+    assert gone_on[0] < (begun[0] + begun[-1]) / 2
+    a, b = (load_file(tmp_path / run / "last" / "model.safetensors")["d2t"] for run in ("first", "more"))
+    assert torch.equal(a, b)
+    assert train("eagle", data, tmp_path / "other", "--init", str(tmp_path / "first" / "last")) == 2
+    assert "is a head of kind eagle3, not eagle" in capsys.readouterr().err
+
+
+def test_stored_states_are_those_that_are_read(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(states, "SHARD", 20_000)
+    store, more = tmp_path / "states", ("--states", str(tmp_path / "states"))
+    assert train("eagle3", data, tmp_path / "dry", "--dry-run", *more) == 0
+    num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it there" in capsys.readouterr().out
+    assert not store.exists()
+    assert train("eagle3", data, tmp_path / "read") == 0
+    assert train("eagle3", data, tmp_path / "storing", *more) == 0
+    assert len(list(store.iterdir())) > 3 and num_bytes <= sum(path.stat().st_size for path in store.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenTarget, "_read", lambda *_: pytest.fail("the target reads again"))
+        assert train("eagle3", data, tmp_path / "stored", *more) == 0
+    assert curve(tmp_path / "read") == curve(tmp_path / "storing") == curve(tmp_path / "stored")
+    assert train("eagle", data, tmp_path / "other", *more) == 2
+    assert "says depths [1, 2, 3, 5] and now it is [5]" in capsys.readouterr().err
+    (store / "states-00000.safetensors").write_bytes(b"")
+    assert train("eagle3", data, tmp_path / "broken", *more) == 2
+    assert "states-00000.safetensors cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(states.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert train("eagle3", data, tmp_path / "full", "--states", str(tmp_path / "new")) == 2
+    assert "0.0 GB are free" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
@@ -343,9 +469,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     ("more", "message"),
     [
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--unroll", "1,0"], "--unroll is 1,0; it must be at least 1"),
         (["--lr", "0"], "--lr is 0.0; it must be above 0"),
         (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
-        (["--kl-weight", "0", "--feature-weight", "0"], "give at least one above 0"),
+        (["--kl-weight", "0", "--feature-weight", "0"], "give none below 0 and at least one above"),
         (["--costs", "0.1"], "--costs is '0.1'; give two numbers, for example 0.1,1.5"),
         (["--draft-vocab", "9999"], "--draft-vocab is 9999 and the target knows 384 tokens"),
         (["--max-length", "600"], "--max-length is 600 and the target takes 512 tokens"),

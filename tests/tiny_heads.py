@@ -29,17 +29,24 @@ def make_head(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     bias: bool = True,
+    mlp: int = 48,
+    layers: int = 1,
+    draft_length: int = 4,
+    target_layers: tuple[int, ...] = (),
     **changes: Any,
 ) -> Path:
-    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens."""
+    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens. `layers` and
+    `draft_length` are for kind `parallel`, `target_layers` (none: the last one) for `glide`.
+    """
     D, H, K, d, V = target.hidden_size, 4, 2, 8, target.vocab_size
+    name = {"eagle": "Eagle", "eagle3": "Eagle3", "parallel": "Parallel", "glide": "Glide"}[kind]
     config = {
-        "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"],
+        "architectures": [f"LlamaForCausalLM{name}"],
         "model_type": "llama",
         "vocab_size": V,
         "hidden_size": D,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
         "num_attention_heads": H,
         "num_key_value_heads": K,
         "head_dim": d,
@@ -54,26 +61,50 @@ def make_head(
         gain = 2.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3
         return (torch.randn(shape, generator=dice, dtype=torch.float64) * gain + (len(shape) == 1)).to(dtype)
 
-    layer, wide = ("midlayer", 2 * D) if kind == "eagle3" else ("layers.0", D)
-    tensors = {
-        "fc.weight": random(D, len(taps) * D if kind == "eagle3" else 2 * D),
-        f"{layer}.self_attn.q_proj.weight": random(H * d, wide),
-        f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
-        f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
-        f"{layer}.self_attn.o_proj.weight": random(D, H * d),
-        f"{layer}.mlp.gate_proj.weight": random(48, D),
-        f"{layer}.mlp.up_proj.weight": random(48, D),
-        f"{layer}.mlp.down_proj.weight": random(D, 48),
-        f"{layer}.post_attention_layernorm.weight": random(D),
-    }
-    if kind == "eagle3":
+    fused = kind in ("eagle3", "parallel")
+    tensors = {} if kind == "glide" else {"fc.weight": random(D, len(taps) * D if fused else 2 * D)}
+    for number in range(layers):
+        layer = "midlayer" if kind == "eagle3" else f"layers.{number}"
+        wide = 2 * D if fused and number == 0 else D
+        tensors |= {
+            f"{layer}.self_attn.q_proj.weight": random(H * d, wide),
+            f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
+            f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
+            f"{layer}.self_attn.o_proj.weight": random(D, H * d),
+            f"{layer}.mlp.gate_proj.weight": random(mlp, D),
+            f"{layer}.mlp.up_proj.weight": random(mlp, D),
+            f"{layer}.mlp.down_proj.weight": random(D, mlp),
+            f"{layer}.post_attention_layernorm.weight": random(D),
+        }
+        if fused:
+            tensors[f"{layer}.input_layernorm.weight"] = random(D)
+            tensors |= {} if number else {f"{layer}.hidden_norm.weight": random(D)}
+    if fused:
         config |= {"draft_vocab_size": len(ids or range(V)), "target_hidden_size": D}
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
-        for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
-            tensors[f"{name}.weight"] = random(D)
-    elif bias:
+        tensors["norm.weight"] = random(D)
+    elif bias and kind == "eagle":
         tensors["fc.bias"] = random(D) - 1
-    if kind == "eagle3" or ids is not None:
+    if kind == "glide":
+        width = target.num_heads * target.head_dim
+        config["glide_config"] = {
+            "target_layer_ids": list(target_layers or [len(target.layers) - 1]),
+            "target_num_hidden_layers": len(target.layers),
+            "target_num_attention_heads": target.num_heads,
+            "target_num_key_value_heads": target.num_kv_heads,
+            "target_head_dim": target.head_dim,
+        }
+        for i in config["glide_config"]["target_layer_ids"]:
+            cross = f"{layer}.cross_attn.{i}"
+            tensors |= {f"{cross}.q_proj.weight": random(width, D), f"{cross}.o_proj.weight": random(D, width)}
+            if target.qk_norm:
+                tensors[f"{cross}.q_norm.weight"] = random(target.head_dim)
+        for norm in (f"{layer}.input_layernorm", f"{layer}.cross_attention_layernorm", "norm"):
+            tensors[f"{norm}.weight"] = random(D)
+    if kind == "parallel":
+        config["draft_length"] = draft_length
+        tensors |= {"mask_embeds": random(draft_length - 1, D), "mask_states": random(draft_length - 1, D)}
+    if fused or ids is not None:
         config["draft_vocab_size"] = len(ids or range(V))
         tensors["lm_head.weight"] = random(len(ids or range(V)), D)
     if ids is not None:
@@ -85,6 +116,15 @@ def make_head(
     (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def logits_of(head: Head, states_BTD: Tensor) -> Tensor:
+    """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
+    narrow_BTK = head.draft_logits(states_BTD)
+    if head.ids is None:
+        return narrow_BTK
+    wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], head.config.block.vocab_size), -torch.inf)
+    return wide_BTV.index_copy_(2, head.get_buffer("ids"), narrow_BTK)
 
 
 def random_head(target: Decoder, kind: str, **options: Any) -> Head:

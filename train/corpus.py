@@ -13,8 +13,8 @@ from typing import Any
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
 from sharesd.config import SamplingParams
+from sharesd.prompts import read_prompts
 from train.answers import BATCH, add_prompt_options, answered, check
-from train.prompts import read_prompts
 
 
 def add_parser(subparsers: Any) -> None:

@@ -1,15 +1,14 @@
-"""Conversations in which the target gives every answer: what is asked next, and the loop that decodes them together."""
+"""Conversations in which the target gives every answer: what is asked next, and what is kept of it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sharesd.config import SamplingParams
+from sharesd.prompts import Message
 from train.masks import Turn, join
-from train.prompts import Message
 
 if TYPE_CHECKING:
     from sharesd.decoding.engine import Engine
@@ -101,35 +100,3 @@ class Dialogue:
 def seed_of(seed: int, index: int, sample: int) -> int:
     """A seed of its own for every answer, whoever gives it and when."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index} {sample}".encode()).digest()[:8]) >> 1
-
-
-def converse(
-    engine: Engine, dialogues: Iterator[Dialogue], refused: Callable[[Dialogue, ValueError], None]
-) -> Iterator[Dialogue]:
-    """Have the dialogues, as many at once as the cache has rows; yields each when it has ended.
-
-    Those whose first question cannot be asked are `refused` instead; where a later one cannot, the dialogue ends.
-    """
-    asked: dict[Request, Dialogue] = {}
-
-    def ask(dialogue: Dialogue) -> bool:
-        try:
-            asked[dialogue.ask(engine)] = dialogue
-        except ValueError as reason:
-            if not dialogue.turns:
-                refused(dialogue, reason)
-            return False
-        return True
-
-    while True:
-        while len(asked) < engine.cache.batch and (dialogue := next(dialogues, None)) is not None:
-            ask(dialogue)
-        if not asked:
-            return
-        for chunk in engine.step():
-            dialogue = asked[chunk.request]
-            dialogue.take(chunk)
-            if chunk.finish_reason is not None:
-                del asked[chunk.request]
-                if not (dialogue.goes_on and ask(dialogue)):
-                    yield dialogue

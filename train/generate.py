@@ -9,25 +9,27 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count, starmap
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu.places import environments
+from multigpu.ranks import rank_and_world
+from multigpu.replicas import Numbered, Tasks, start
 from sharesd.cli import options
-from sharesd.cli.console import console, loading_bars
+from sharesd.cli.answering import answering
+from sharesd.cli.console import console, set_up_logging
 from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
-from train.dialogues import Dialogue, Unfit, converse, questions_of, seed_of
-from train.prompts import Message, conversation, records
+from sharesd.decoding.converse import CHUNK, converse
+from sharesd.models.progress import Progress, silent
+from sharesd.prompts import Message, conversation, records
+from train.dialogues import Dialogue, Unfit, questions_of, seed_of
 from train.shards import Shard, answers_in, keep_settings
 
 Key = tuple[int, int]
 """Number of a record in the input, and which of its answers."""
-
-CHUNK = 512
-"""Tokens of a prompt that are read at a time: nobody waits for the others' next tokens. With small pieces, as a server
-reads them, eight conversations at once, of 64 new tokens, took a sixth more processor time."""
 
 
 class Wanted(NamedTuple):
@@ -41,13 +43,26 @@ class Wanted(NamedTuple):
     """Why it is left out."""
 
 
+WORK = "train.generate:answer"
+
+
+class Work(NamedTuple):
+    """What whoever answers is told."""
+
+    config: EngineConfig
+    mode: Mode
+    warm: SamplingParams
+    """With the highest temperature of all answers."""
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "generate",
         help="have the target answer prompts, as data for draft heads",
         description="Let the target answer prompts, one user turn after the other, and keep its tokens. Run it again "
-        "to go on after an end of any kind; several processes (torchrun, accelerate launch) share the prompts.",
+        "to go on after an end of any kind; several processes (--replicas, torchrun, accelerate launch) share the "
+        "prompts.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
@@ -73,6 +88,7 @@ def add_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("decoding (which changes no answer)")
     group.add_argument("--mode", default="hybrid", help=", ".join(MODES))
     group.add_argument("--max-batch", type=int, default=8, metavar="N", help="conversations that are had at once")
+    options.add_replicas_option(group)
     group.add_argument(
         "--gpu-index", type=int, metavar="N", help="GPU to use (default: LOCAL_RANK, where a launcher sets it)"
     )
@@ -81,9 +97,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer what is not answered yet; returns the exit status."""
     temperatures, params = _sampling(args)
-    rank, world = _share()
+    rank, world = rank_and_world()
     mode = options.mode_of(args)
     config = replace(options.engine_config(args, modes=(mode,)), max_batch=args.max_batch, prefill_chunk=CHUNK)
+    options.check_launched(args, world)
+    places = _places(args, config)
     config = replace(config, device=_device(args, config))
     wanted = read(args.prompts, args.num_prompts, args.seed)
     every = [(record, sample) for record in wanted for sample in range(args.samples)][rank::world]
@@ -101,14 +119,12 @@ def run(args: argparse.Namespace) -> int:
         sampling = replace(params, temperature=temperature, seed=seed, top_p=args.top_p if temperature else 1.0)
         return Dialogue(record.number, sample, record.source, *record.talk, sampling)
 
-    def refused(dialogue: Dialogue, reason: ValueError) -> None:
-        (skipped if isinstance(reason, Unfit) else failed)[str(reason)] += 1
-
     with Shard(folder, rank, world) as shard:
         before = written(folder, keys)
         left = [one for one in every if one[0].talk is not None and (one[0].number, one[1]) not in before]
-        warm = replace(params, temperature=max(temperatures))
-        speed = _answer(config, mode, warm, len(left), starmap(dialogue, left), shard, refused) if left else ""
+        work = Work(config, mode, replace(params, temperature=max(temperatures)))
+        dialogues = [(number, dialogue(*one)) for number, one in enumerate(left)]
+        speed = _answer(work, dialogues, places, shard, skipped, failed) if left else ""
     after = written(folder, keys)
     if len(after) + skipped.total() + failed.total() != len(every):
         raise RuntimeError(
@@ -132,28 +148,41 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(
-    config: EngineConfig,
-    mode: Mode,
-    warm: SamplingParams,
-    total: int,
-    dialogues: Iterator[Dialogue],
+    work: Work,
+    dialogues: list[tuple[int, Dialogue]],
+    places: list[dict[str, str]],
     shard: Shard,
-    refused: Callable[[Dialogue, ValueError], None],
+    skipped: Counter[str],
+    failed: Counter[str],
 ) -> str:
-    """Have the dialogues and write them down; returns a line that says how fast."""
-    num_tokens = 0
-    with loading_bars() as progress:
-        from sharesd.load import Runtime  # torch takes seconds, mistakes should not
-
-        engine = Runtime(config, (mode,), progress=progress).engine(mode, warm=warm, each_kind=True)
+    """Have the dialogues, here or in replicas, and write them down; returns a line that says how fast."""
+    num_tokens, replicas = 0, start(WORK, work, places) if places else None
+    with answering(WORK, work, dialogues, replicas, at_once=work.config.max_batch) as results:
         started = time.perf_counter()
-        progress("answering", 0, total)
-        for number, dialogue in enumerate(converse(engine, dialogues, refused), 1):
-            shard.add(dialogue.record())
-            num_tokens += sum(len(turn.answer_ids) for turn in dialogue.turns)
-            progress("answering", number, total)
+        for _, result in results:
+            if isinstance(result, ValueError):
+                (skipped if isinstance(result, Unfit) else failed)[str(result)] += 1
+            else:
+                shard.add(result)
+                spans = (span for sequence in result["sequences"] for span in sequence["loss_spans"])
+                num_tokens += sum(end - begin for begin, end in spans)
         seconds = time.perf_counter() - started
-    return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, prompts included"
+    what = f"prompts and the start of {len(places)} replicas" if places else "prompts"
+    return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, {what} included"
+
+
+def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterator[Numbered]:
+    """Load the engine, and have the dialogues that are the tasks: records, or why the first question is not asked.
+
+    Without `progress` it is a replica that does so.
+    """
+    if progress is None:
+        set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
+    from sharesd.load import Runtime  # torch takes seconds, mistakes should not
+
+    runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
+    engine = runtime.engine(work.mode, warm=work.warm, each_kind=True)
+    return ((number, reason or talk.record()) for number, talk, reason in converse(engine, tasks.take))
 
 
 def read(files: Sequence[str], most: int | None, seed: int) -> list[Wanted]:
@@ -214,18 +243,13 @@ def _sampling(args: argparse.Namespace) -> tuple[list[float], SamplingParams]:
     return temperatures, params
 
 
-def _share() -> tuple[int, int]:
-    """This process's number and how many there are, as launchers say."""
-    try:
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        rank, world = -1, 0
-    if not 0 <= rank < world:
-        raise ValueError(
-            f"RANK is {os.environ.get('RANK')} and WORLD_SIZE {os.environ.get('WORLD_SIZE')}; launchers set both, "
-            "ranks from 0"
-        )
-    return rank, world
+def _places(args: argparse.Namespace, config: EngineConfig) -> list[dict[str, str]]:
+    """The environments of replicas; none where this process answers itself."""
+    if args.replicas is None:
+        return []
+    if args.gpu_index is not None:
+        raise ValueError(f"--gpu-index is {args.gpu_index} and --replicas {args.replicas}, which take a GPU each")
+    return environments(args.replicas, config.device)
 
 
 def _device(args: argparse.Namespace, config: EngineConfig) -> str:

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from sharesd.cli.console import console
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.prompts import conversation, records
 from train.masks import Example, masked
-from train.prompts import conversation, records
 from train.shards import SETTINGS, SHARDS, lines_of, settings_of
 
 IN_LOSS = "bold green"

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sharesd.models.tokenizer import Tokenizer
-from train.prompts import Message
+from sharesd.prompts import Message
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

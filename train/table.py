@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
 from sharesd.config import SamplingParams
+from sharesd.prompts import read_prompts
 from train.answers import BATCH, add_prompt_options, answered, check
-from train.prompts import read_prompts
 
 if TYPE_CHECKING:
     from sharesd.decoding.engine import Engine

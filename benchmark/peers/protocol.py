@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from quant.config import QuantConfig
-from sharesd.config import EngineConfig
+from sharesd.config import EngineConfig, OffloadConfig
 
 Batch = list[list[int]]
 
@@ -43,7 +43,11 @@ class Settings:
         """What `to_json` made."""
         quant = values["config"]["quant"]
         fields = {**values["config"], "hybrid_with": tuple(values["config"]["hybrid_with"])}
-        config = EngineConfig(**{**fields, "quant": QuantConfig.parse(quant["spec"], quant["skips"])})
+        parsed = {
+            "quant": QuantConfig.parse(quant["spec"], quant["skips"]),
+            "offload": OffloadConfig(**fields["offload"]),
+        }
+        config = EngineConfig(**{**fields, **parsed})
         return cls(**{**values, "config": config})
 
 

@@ -41,6 +41,7 @@ def add_parser(subparsers: Any) -> None:
         group.add_argument("--runs", type=_count, default=1, metavar="R", help="measure R times; report the median")
         group.add_argument("--out-dir", metavar="DIR", help=f"where results go (default: results/{name}-DATE-TIME)")
         group.add_argument("--log-dir", metavar="DIR", help="also write a log file into this folder")
+        options.add_replicas_option(group)
         group.add_argument("--resume", action="store_true", help="continue the measurement in --out-dir")
         options.add_model_options(parser)
         options.add_sampling_options(parser)
@@ -54,16 +55,17 @@ def run(args: argparse.Namespace) -> int:
         mode: records.read(job.out_dir, mode) if job.resume else {} for mode in job.modes
     }
     with _stoppable():
+        from benchmark.questions.replicas import measure_on_replicas
         from benchmark.questions.session import measure_session
         from benchmark.reports.results import write_results  # torch and matplotlib take seconds, mistakes should not
 
         missing = sum(key not in found for found in done.values() for key in job.keys)
         interrupted = False
         if state is None or missing:
-            state, interrupted = measure_session(job, state, done)
+            state, interrupted = (measure_on_replicas if job.places else measure_session)(job, state, done)
         else:
             err_console.print("nothing is missing: only the report is written again", highlight=False)
-        if any(done.values()):
+        if state is not None and any(done.values()):
             write_results(job, state, done)
     if interrupted:
         err_console.print(

@@ -16,6 +16,7 @@ from benchmark.questions import questions as question_files
 from benchmark.questions import records
 from benchmark.questions.questions import Question, QuestionSet
 from benchmark.questions.records import Key
+from multigpu.places import environments
 from sharesd.cli import options
 from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
 
@@ -41,6 +42,8 @@ class Job:
     out_dir: Path
     log_dir: Path | None
     resume: bool
+    places: list[dict[str, str]]
+    """The environments of replicas that share the questions; none where this process answers them all."""
     settings: dict[str, Any]
     """For the report, and to be compared on --resume; everything in it can be written as JSON."""
 
@@ -73,6 +76,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "target": config.target,
         "draft": config.draft,
         "head": config.head,
+        "head_quant": config.head_quant and str(config.head_quant),
         "modes": list(modes),
         "questions": {
             "label": found.label,
@@ -83,6 +87,7 @@ def job_of(args: argparse.Namespace) -> Job:
             "sha256": _fingerprint(chosen),
         },
         "runs": args.runs,
+        "replicas": args.replicas,
         "dtype": config.dtype,
         "device": config.device,
         "quant": str(config.quant),
@@ -108,6 +113,7 @@ def job_of(args: argparse.Namespace) -> Job:
         out_dir=_out_dir(args),
         log_dir=None if args.log_dir is None else _writable(Path(args.log_dir), "--log-dir"),
         resume=args.resume,
+        places=[] if args.replicas is None else environments(args.replicas, config.device),
         settings=settings,
     )
 

@@ -44,9 +44,23 @@ def measure(
     """
     for run in range(1, runs + 1):
         for index, question in enumerate(questions):
-            for mode in _rotated(list(engines), index + run - 1):
-                _answer(mode, engines[mode], run, index, question, params, done[mode], watcher)
-            watcher.answered(run, index, question)
+            measure_question(engines, run, index, question, params, done=done, watcher=watcher)
+
+
+def measure_question(
+    engines: Mapping[Mode, Engine],
+    run: int,
+    index: int,
+    question: Question,
+    params: SamplingParams,
+    *,
+    done: Mapping[str, dict[Key, TurnRecord]],
+    watcher: Watcher,
+) -> None:
+    """The turns of one question that `done` lacks."""
+    for mode in _rotated(list(engines), index + run - 1):
+        _answer(mode, engines[mode], run, index, question, params, done[mode], watcher)
+    watcher.answered(run, index, question)
 
 
 def _answer(

@@ -36,7 +36,7 @@ def measure_session(
 
     Returns the new state and whether the user interrupted. Nothing is written before all is loaded and warmed up.
     """
-    _announce(job)
+    announce(job)
     with loading_bars() as progress:
         runtime = Runtime(job.config, job.modes, progress=progress)
     questions = job.questions.questions
@@ -45,8 +45,8 @@ def measure_session(
     )
     machine = environment.environment(str(runtime.device))
     if state is not None:
-        _require_same_machine(state["environment"], machine, job.out_dir)
-    engines = _warm_engines(job, runtime)
+        require_same_machine(state["environment"], machine, job.out_dir)
+    engines = warm_engines(job, runtime)
     state = state or {"settings": job.settings, "environment": machine, "sessions": []}
     recorder = _Recorder(job, runtime, engines, state, done)
     name = f"{job.settings['benchmark']}-{datetime.now():%Y%m%d-%H%M%S}.log"
@@ -76,7 +76,7 @@ class _Recorder:
     ) -> None:
         self._out_dir, self._state, self._device = job.out_dir, state, str(runtime.device)
         self._graphs_before = environment.num_compiled_graphs()
-        self.session = _session(runtime, engines)
+        self.session = session_facts(runtime, engines)
         self.display = Display(done, num_questions=len(job.questions.questions), num_turns=len(job.keys), runs=job.runs)
         state["sessions"].append(self.session)
         job.out_dir.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,8 @@ class _Recorder:
         self.display.answered(run, index, question)
 
 
-def _announce(job: Job) -> None:
+def announce(job: Job) -> None:
+    """Say what is measured."""
     questions = job.settings["questions"]
     runs = f", {job.runs} runs" if job.runs > 1 else ""
     err_console.print(
@@ -116,21 +117,23 @@ def _announce(job: Job) -> None:
     )
 
 
-def _warm_engines(job: Job, runtime: Runtime) -> dict[Mode, Engine]:
+def warm_engines(job: Job, runtime: Runtime, *, quiet: bool = False) -> dict[Mode, Engine]:
     """Engines that have seen every shape: compiled by the runtime, and one real prompt each."""
     engines: dict[Mode, Engine] = {}
     prompt = prompt_ids(runtime.tokenizer, job.questions.questions[0], [])
     short = replace(job.params, max_new_tokens=min(WARM_UP_TOKENS, job.params.max_new_tokens))
     for mode in job.modes:
-        with err_console.status(f"compiling and warming up {mode}"):
+        with nullcontext() if quiet else err_console.status(f"compiling and warming up {mode}"):
             engines[mode] = runtime.engine(mode, warm=job.params)
             engines[mode].complete([prompt], short)
+    if quiet:
+        return engines
     compiled = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in engines)
     err_console.print(f"loaded in {runtime.load_seconds:.1f} s; warmed up: {compiled}", highlight=False, soft_wrap=True)
     return engines
 
 
-def _session(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str, Any]:
+def session_facts(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str, Any]:
     """The facts of this process."""
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -159,6 +162,7 @@ def _mode_facts(runtime: Runtime, mode: Mode, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _require_same_machine(old: dict[str, Any], new: dict[str, Any], out_dir: Path) -> None:
+def require_same_machine(old: dict[str, Any], new: dict[str, Any], out_dir: Path) -> None:
+    """ValueError where a measurement that is resumed ran on another machine."""
     before, now = ({name: machine.get(name) for name in environment.IDENTITY} for machine in (old, new))
     require_same(before, now, out_dir)

@@ -17,12 +17,14 @@ COLOURS = {
     "classic": "#E69F00",
     "share": "#0072B2",
     "eagle": "#332288",
+    "parallel": "#882255",
+    "glide": "#AA4499",
     "ngram": "#F0E442",
     "suffix": "#009E73",
     "recycle": "#D55E00",
     "hybrid": "#56B4E9",
 }
-"""Of the palette of Okabe and Ito (2008); eagle's of Tol's (2021)."""
+"""Of the palette of Okabe and Ito (2008); those of heads of Tol's (2021)."""
 SPARE_COLOUR = "#CC79A7"
 HATCHES = {"classic": "//"}
 """So that prints without colours can be read."""

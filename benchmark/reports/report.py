@@ -63,6 +63,11 @@ def _introduction(summary: Mapping[str, Any]) -> str:
         text += f" {tables}"
     if settings["runs"] > 1:
         text += f" {settings['runs']} runs; figures are medians of runs."
+    if settings.get("replicas"):
+        text += (
+            f" {settings['replicas']} processes shared the questions, at the same time on one machine; speeds are "
+            "those of one of them."
+        )
     if not status["complete"]:
         text += (
             f"\n\n**Not complete:** {status['num_missing_turns']} turns are missing; "

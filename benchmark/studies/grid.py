@@ -24,12 +24,12 @@ from benchmark.reports.text import number, percent, times
 from benchmark.studies.neighbours import busy_neighbours
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import HEADS, EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
     from benchmark.studies.interleave import Comparison
 
-MODES = ("share", "suffix", "recycle", "classic", "hybrid")
+MODES = ("share", "suffix", "recycle", "classic", *HEADS, "hybrid")
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 5
 LEAST_SPEEDUP = 0.98
 """Below this a cell counts as lost."""
@@ -83,9 +83,9 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--modes",
         dest="mode",
-        default=",".join(MODES),
+        default="all",
         metavar="LIST",
-        help="what is measured against naive, with commas",
+        help=f"what is measured against naive, with commas; all: {', '.join(MODES)} (of heads the one that is given)",
     )
     group.add_argument(
         "--contexts", type=arguments.numbers, default="200,2000,6000", metavar="LIST", help="tokens of prompts"

@@ -1,5 +1,6 @@
 // What Python calls to choose and to guess tokens.
 #include "find.h"
+#include "grow.h"
 #include "noise.h"
 #include "topk.h"
 #include "walk.h"
@@ -11,20 +12,35 @@
   extern "C" void top_k_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t k,            \
                                int64_t threads) {                                                                      \
     sharesd::top_k(x, out, R, V, k, static_cast<int>(threads));                                                        \
+  }                                                                                                                    \
+  extern "C" void top_logp_##NAME(const sharesd::names::NAME* x, int64_t* out,                                          \
+                                  sharesd::Wide<sharesd::names::NAME>::type* logp, int64_t R, int64_t V, int64_t k,     \
+                                  int64_t threads) {                                                                   \
+    sharesd::top_logp(x, out, logp, R, V, k, static_cast<int>(threads));                                               \
   }
 EXPORT(bfloat16)
 EXPORT(float16)
 EXPORT(float32)
 EXPORT(float64)
 
-extern "C" void gumbel_float32(const int64_t* keys, const int64_t* multipliers, float* out, int64_t R, int64_t J, int64_t V,
-                               int64_t threads) {
-  sharesd::gumbel(keys, multipliers, out, R, J, V, static_cast<int>(threads));
+extern "C" void gumbel_float32(const int64_t* seeds, const int64_t* places, const int64_t* multipliers, const int64_t* salts,
+                               int64_t num_salts, int64_t J, float* out, int64_t R, int64_t V, int64_t threads) {
+  sharesd::gumbel(seeds, places, {multipliers, salts, num_salts}, J, out, R, V, static_cast<int>(threads));
 }
 
 extern "C" void walk_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,
                            int64_t* out, int64_t B, int64_t T, int64_t P) {
   sharesd::walk(tokens, depth, path, target, out, B, T, P);
+}
+
+extern "C" void grow_int64(int64_t* levels, const sharesd::Nodes* nodes, const sharesd::Front* front, const int64_t* tokens,
+                           const float* logp, int64_t B, int64_t F, int64_t k, int64_t C, int64_t D) {
+  sharesd::grow(levels, *nodes, *front, tokens, logp, B, F, k, C, D);
+}
+
+extern "C" void choose_int64(const int64_t* wanted, int64_t k, const sharesd::Nodes* nodes, const sharesd::Draft* draft,
+                             int64_t B, int64_t C, int64_t D, int64_t N) {
+  sharesd::choose(*wanted, k, *nodes, *draft, B, C, D, N);
 }
 
 extern "C" void find_int32(const uint8_t* backward, const uint8_t* order, const int32_t* wanted, int64_t n, int64_t N,

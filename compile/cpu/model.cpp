@@ -1,5 +1,6 @@
 // What Python calls of a model, for one dtype: build with -DDTYPE=bfloat16, float16, float32 or float64.
 #include "attention.h"
+#include "head.h"
 #include "linear.h"
 #include "lowbit.h"
 #include "solve.h"
@@ -30,7 +31,10 @@
     sharesd::solve(weights, codes, scales, zeros, N, K, G, bits, static_cast<int>(threads));                           \
   }                                                                                                                    \
   extern "C" void run_stack_##NAME(const sharesd::Step* step, double eps, double scale, double softcap) {               \
-    sharesd::run_stack<T>(*step, eps, scale, softcap);                                                                 \
+    sharesd::run_stack<T>(*step, {eps, scale, softcap});                                                               \
+  }                                                                                                                    \
+  extern "C" void run_head_##NAME(const sharesd::HeadStep* step, double eps, double scale, double softcap) {            \
+    sharesd::run_head<T>(*step, {eps, scale, softcap});                                                                \
   }
 #define EXPORT_NAMED(NAME) EXPORT(NAME, sharesd::names::NAME)
 EXPORT_NAMED(DTYPE)

@@ -1,5 +1,5 @@
 // Gumbel noise of a counter-based hash: one word of 32 bits for each token of the vocabulary, and two logarithms of it. The
-// rounds of the hash are the caller's (keys and multipliers); the formula is that of sharesd/sampling.py.
+// numbers of the hash are the caller's (salts and multipliers); the formula is that of sharesd/sampling/noise.py.
 #pragma once
 #include "lowbit.h"
 
@@ -27,22 +27,47 @@ inline vfloat gumbel_of(vuint word) {
   return -log_pos(d == zero ? w : scaled);  // -log1p(-w), exact for small w too (Kahan)
 }
 
-// out [R, V]; keys [R, J] and multipliers [J] below 2^32.
-inline void gumbel(const int64_t* keys, const int64_t* multipliers, float* out, int64_t R, int64_t J, int64_t V,
+typedef uint64_t words __attribute__((vector_size(64)));
+constexpr uint64_t kWord = 0xffffffffu;
+
+inline words times(const words& x, uint64_t multiplier) {  // both below 2^32
+#if defined(__AVX512F__)
+  return (words)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(static_cast<int64_t>(multiplier)));
+#else
+  return x * multiplier;
+#endif
+}
+
+// The hash: x -> ((x ^ key) * multiplier >> 16) mod 2^32 for each of its rounds.
+struct Hash {
+  const int64_t* multipliers;  // [rounds], below 2^32
+  const int64_t* salts;        // [2, num_salts]: a word of a key is the hash of its place by the halves of the seed and these
+  int64_t num_salts;
+
+  uint64_t word(int64_t seed, int64_t place, const int64_t* salt) const {
+    const uint64_t halves[] = {static_cast<uint64_t>(seed) & kWord, static_cast<uint64_t>(seed) >> 32};
+    uint64_t x = place;
+    for (int64_t j = 0; j < num_salts; ++j)
+      x = ((x ^ halves[j % 2] ^ static_cast<uint64_t>(salt[j])) * static_cast<uint64_t>(multipliers[j]) >> 16) & kWord;
+    return x;
+  }
+};
+
+// out [R, V] of seeds and places [R]: the hashes of 0..V-1 by J rounds, with the two words of the key by turns.
+inline void gumbel(const int64_t* seeds, const int64_t* places, const Hash& hash, int64_t J, float* out, int64_t R, int64_t V,
                    int threads) {
-  typedef uint64_t words __attribute__((vector_size(64)));
   typedef uint32_t half __attribute__((vector_size(32)));
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
   for (int64_t r = 0; r < R; ++r)
     for (int64_t block = 0; block < (V + 1023) / 1024; ++block) {
+      const uint64_t keys[] = {hash.word(seeds[r], places[r], hash.salts),
+                               hash.word(seeds[r], places[r], hash.salts + hash.num_salts)};
       const int64_t end = std::min(V, (block + 1) * 1024);
       for (int64_t v = block * 1024; v < end; v += 16) {
         words x[2];
         for (int i = 0; i < 16; ++i) x[i / 8][i % 8] = v + i;
         for (int64_t j = 0; j < J; ++j)
-          for (words& half_x : x)
-            half_x = (((half_x ^ static_cast<uint64_t>(keys[r * J + j])) * static_cast<uint64_t>(multipliers[j])) >> 16) &
-                     0xffffffffu;
+          for (words& half_x : x) half_x = (times(half_x ^ keys[j % 2], hash.multipliers[j]) >> 16) & kWord;
         const half low = __builtin_convertvector(x[0], half), high = __builtin_convertvector(x[1], half);
         vuint word;
         std::memcpy(&word, &low, 32);

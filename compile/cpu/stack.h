@@ -8,8 +8,6 @@
 #include "barrier.h"
 #include "lowbit.h"
 
-#include <memory>
-
 namespace sharesd {
 
 // The descriptions below are written by stack.py as int64 words; keep both in step.
@@ -29,26 +27,25 @@ struct Block {
   int64_t window, rope;  // rope: which table of angles, -1 = none
 };
 struct Step {
-  const Block* blocks;
+  const Block* blocks;  // that run in this call, all of a decoder's or some next to each other
   int64_t num_blocks;
-  const int64_t* kv;  // addresses: k of every block, then v
+  const int64_t* kv;  // addresses: k and v of every block
   const int64_t* angles;  // addresses [positions, r]: cosines of every rope, then sines
   int64_t num_ropes, positions;
   const int64_t* lengths;
   void* x;  // [B * T, D], replaced by the result
-  Norm norm;  // of the result
+  Norm norm;  // of the result; where these are not the last blocks there is none
   int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads, recent;
   Branches tree;
   void* features;  // [B, S, num_taps * D]: rows behind so many blocks are copied to their slots, null: none
   int64_t num_taps;
-  const int64_t* taps;  // one more than there are blocks: behind the norm, too
-  const void* inputs;  // [B * T, K of qkv]: of attentions without a norm before them
+  const int64_t* taps;  // counted from the first of these blocks; one more than there are: behind the norm
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
   // Where ranks share the blocks, each with some outputs of every linear (H, K and mlp are then its own numbers):
   // fills `whole` with the rows of all ranks' parts side by side. Null: there is one rank.
   void (*gather)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 32 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "stack.py writes these words");
 
 template <typename W> inline W activate(W x, int64_t kind) {
   if (kind == 0) {  // silu
@@ -111,45 +108,136 @@ void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, i
   }
 }
 
-template <typename T>
-void run_stack(const Step& s, double eps, double scale, double softcap) {
-  using W = typename Wide<T>::type;
-  const int64_t M = s.B * s.T, heads = s.H + 2 * s.K, row = heads * s.d;
-  const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
-  const Plan plan(z, s.lengths, s.threads);
-  Aligned<W> parts(num_parts<T>(z, plan));
-  const int64_t o = s.blocks->linears[0][1].N, attended_whole = s.blocks->linears[0][1].K;
-  const int64_t down = s.blocks->linears[0][3].N, hidden_whole = s.blocks->linears[0][3].K;
-  std::vector<T> qkv(M * row), attended(M * s.H * s.d), out(M * s.D), gate_up(M * 2 * s.mlp), hidden(M * s.mlp);
-  std::vector<T> whole(s.gather ? M * std::max({attended_whole, hidden_whole, s.D}) : 0);
+struct Numbers { double eps, scale, softcap; };
+
+// What threads make for each other: of all new rows queries, keys and values, and of `kept` rows the rest.
+template <typename T> struct Shared {
+  std::vector<T> qkv, attended, out, gate_up, hidden;
+  std::vector<T> whole;  // one of these from all ranks
+  Shared(const Step& s, int64_t kept)
+      : qkv(s.B * s.T * (s.H + 2 * s.K) * s.d), attended(kept * s.H * s.d), out(kept * s.D), gate_up(kept * 2 * s.mlp),
+        hidden(kept * s.mlp) {
+    const Linear* linears = s.blocks->linears[0];
+    if (s.gather) whole.resize(kept * std::max({linears[1].K, linears[3].K, s.D}));
+  }
+};
+
+// Has work(me, all, barrier) done by so many threads together; returns the nanoseconds that they lost (see barrier.h).
+template <typename Work> int64_t together(int64_t threads, Work&& work) {
   std::unique_ptr<Barrier> barrier;
-#pragma omp parallel num_threads(static_cast<int>(s.threads))
+#pragma omp parallel num_threads(static_cast<int>(threads))
   {
     const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
 #pragma omp single
     barrier = std::make_unique<Barrier>(all);
+    work(me, all, *barrier);
+  }
+  return barrier->lost();
+}
+
+// One of the threads that run blocks.
+template <typename T> struct Worker {
+  const Step& s;
+  const Numbers& n;
+  Shared<T>& shared;
+  Barrier& barrier;
+  int64_t me, all;
+  RoundedRows rounded{};
+
+  void multiply(const Linear& l, const Linear* next, const T* x, T* y, int64_t M) {
+    product(l, next, x, y, M, me, all, rounded);
+    barrier.wait();
+  }
+
+  // Rows of which all threads have written their share of this rank's part: `width` of `whole_width` columns.
+  const T* gathered(const std::vector<T>& part, int64_t width, int64_t whole_width, int64_t M) {
+    if (!s.gather) return part.data();
+    if (me == 0) s.gather(part.data(), shared.whole.data(), M, width * sizeof(T), whole_width * sizeof(T));
+    barrier.wait(false);
+    return shared.whole.data();
+  }
+
+  // x += out, perhaps normalised.
+  void add(const T* out, const Norm& how, int64_t M, T* x, T* h) {
+    for (int64_t m = 0; m < M; ++m) {
+      const T* y = out + m * s.D;
+      if (how.weight) {
+        norm(how, y, h + m * s.D, s.D, n.eps);
+        y = h + m * s.D;
+      }
+      T* xm = x + m * s.D;
+      for (int64_t i = 0; i < s.D; ++i) narrow(widen(xm[i]) + widen(y[i]), xm + i);
+    }
+  }
+
+  // Queries, keys and values of all new rows from `inputs` [B * T, K of qkv]; keys and values into their slots.
+  void project(int64_t index, const T* inputs) {
+    const Block& block = s.blocks[index];
+    const Linear* linears = block.linears[s.low];
+    const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
+    const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
+    T* k_cache = reinterpret_cast<T*>(s.kv[2 * index]);
+    T* v_cache = reinterpret_cast<T*>(s.kv[2 * index + 1]);
+    multiply(linears[0], &linears[1], inputs, shared.qkv.data(), M);
+    for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
+      const int64_t m = item / (s.H + s.K), head = item % (s.H + s.K);
+      T* vector = shared.qkv.data() + m * row + head * s.d;
+      const Norm& how = head < s.H ? block.q_norm : block.k_norm;
+      if (how.weight) norm(how, vector, vector, s.d, n.eps);
+      if (block.rope >= 0) {
+        const int64_t ahead = s.tree.path ? s.tree.depth[m] : m % s.T;
+        const int64_t at = std::min(s.lengths[m / s.T] + ahead, s.positions - 1) * s.r;  // padding may lie beyond
+        rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at,
+               reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at, s.r);
+      }
+      if (head >= s.H)
+        store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + z.place(m / s.T, m % s.T), vector, vector + s.K * s.d, k_cache, v_cache);
+    }
+    barrier.wait();
+  }
+
+  // The rest of a block, for rows that see what `a` says. x [rows, D] is the residual stream, h memory for as much.
+  void finish(int64_t index, const Attention<T>& a, const Plan& plan, typename Wide<T>::type* parts, Scratch<T>& scratch,
+              const Linear* next, T* x, T* h) {
+    using W = typename Wide<T>::type;
+    const Block& block = s.blocks[index];
+    const Linear* linears = block.linears[s.low];
+    const int64_t M = a.z.B * a.z.T;
+    attend_share(a, plan, me, all, parts, scratch, [&] { barrier.wait(); });
+    barrier.wait();
+    multiply(linears[1], &linears[2], gathered(shared.attended, s.H * s.d, linears[1].K, M), shared.out.data(), M);
+    add(gathered(shared.out, linears[1].N, s.D, M), block.attn_out_norm, M, x, h);
+
+    for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x + m * s.D, h + m * s.D, s.D, n.eps);
+    multiply(linears[2], &linears[3], h, shared.gate_up.data(), M);
+    for (int64_t m = 0; m < M; ++m) {
+      const T* gate = shared.gate_up.data() + m * 2 * s.mlp;
+      const T* up = gate + s.mlp;
+      T* to = shared.hidden.data() + m * s.mlp;
+      const int64_t begin = share(s.mlp, me, all), end = share(s.mlp, me + 1, all);
+      if (s.activation == 0)
+        for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), 0) * widen(up[i]), to + i);
+      else
+        for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
+    }
+    barrier.wait();
+    multiply(linears[3], next, gathered(shared.hidden, s.mlp, linears[3].K, M), shared.out.data(), M);
+    add(gathered(shared.out, linears[3].N, s.D, M), block.mlp_out_norm, M, x, h);
+  }
+};
+
+template <typename T>
+void run_stack(const Step& s, const Numbers& n) {
+  using W = typename Wide<T>::type;
+  const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
+  const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
+  const Plan plan(z, s.lengths, s.threads);
+  Aligned<W> parts(num_parts<T>(z, plan));
+  Shared<T> shared(s, M);
+  *s.lost += together(s.threads, [&](int64_t me, int64_t all, Barrier& barrier) {
     std::vector<T> x(static_cast<const T*>(s.x), static_cast<const T*>(s.x) + M * s.D), h(M * s.D);
     Scratch<T> scratch(z, plan);
-    RoundedRows rounded;
-    // What all ranks have of it, once all threads have written their share.
-    auto gathered = [&](const std::vector<T>& part, int64_t width, int64_t whole_width) {
-      barrier->wait();
-      if (!s.gather) return part.data();
-      if (me == 0) s.gather(part.data(), whole.data(), M, width * sizeof(T), whole_width * sizeof(T));
-      barrier->wait(false);
-      return static_cast<const T*>(whole.data());
-    };
-    auto add = [&](const T* out, const Norm& how) {  // x += out, perhaps normalised
-      for (int64_t m = 0; m < M; ++m) {
-        const T* y = out + m * s.D;
-        if (how.weight) {
-          norm(how, y, h.data() + m * s.D, s.D, eps);
-          y = h.data() + m * s.D;
-        }
-        T* xm = x.data() + m * s.D;
-        for (int64_t i = 0; i < s.D; ++i) narrow(widen(xm[i]) + widen(y[i]), xm + i);
-      }
-    };
+    Worker<T> worker{s, n, shared, barrier, me, all};
     auto tap = [&](int64_t depth, int64_t m, const T* row) {
       const int64_t slot = s.lengths[m / s.T] + m % s.T;
       if (!s.features || slot < 0 || slot >= s.S) return;  // rows of ended texts, as in store_kv
@@ -160,64 +248,25 @@ void run_stack(const Step& s, double eps, double scale, double softcap) {
     const int64_t mine = share(M, me, all), mine_end = share(M, me + 1, all);
     for (int64_t index = 0; index < s.num_blocks; ++index) {
       const Block& block = s.blocks[index];
-      const Linear* linears = block.linears[s.low];
       const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.low] : nullptr;
-      T* k_cache = reinterpret_cast<T*>(s.kv[index]);
-      T* v_cache = reinterpret_cast<T*>(s.kv[s.num_blocks + index]);
-
-      if (block.attn_norm.weight)
-        for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
-      const T* inputs = block.attn_norm.weight ? h.data() : static_cast<const T*>(s.inputs);
-      product(linears[0], &linears[1], inputs, qkv.data(), M, me, all, rounded);
-      barrier->wait();
-      for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
-        const int64_t m = item / (s.H + s.K), head = item % (s.H + s.K);
-        T* vector = qkv.data() + m * row + head * s.d;
-        const Norm& how = head < s.H ? block.q_norm : block.k_norm;
-        if (how.weight) norm(how, vector, vector, s.d, eps);
-        if (block.rope >= 0) {
-          const int64_t ahead = s.tree.path ? s.tree.depth[m] : m % s.T;
-          const int64_t at = std::min(s.lengths[m / s.T] + ahead, s.positions - 1) * s.r;  // padding may lie beyond
-          rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at,
-                 reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at, s.r);
-        }
-        if (head >= s.H)
-          store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + z.place(m / s.T, m % s.T), vector, vector + s.K * s.d, k_cache, v_cache);
-      }
-      barrier->wait();
-      const Attention<T> a{z,       qkv.data(),      s.T * row, row,          k_cache,  v_cache,
-                           s.lengths, attended.data(), scale,     block.window, s.recent, softcap};
-      attend_share(a, plan, me, all, parts.data(), scratch, [&] { barrier->wait(); });
-      product(linears[1], &linears[2], gathered(attended, s.H * s.d, attended_whole), out.data(), M, me, all, rounded);
-      add(gathered(out, o, s.D), block.attn_out_norm);
-
-      for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, eps);
-      product(linears[2], &linears[3], h.data(), gate_up.data(), M, me, all, rounded);
-      barrier->wait();
-      for (int64_t m = 0; m < M; ++m) {
-        const T* gate = gate_up.data() + m * 2 * s.mlp;
-        const T* up = gate + s.mlp;
-        T* to = hidden.data() + m * s.mlp;
-        const int64_t begin = share(s.mlp, me, all), end = share(s.mlp, me + 1, all);
-        if (s.activation == 0)
-          for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), 0) * widen(up[i]), to + i);
-        else
-          for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
-      }
-      product(linears[3], next, gathered(hidden, s.mlp, hidden_whole), out.data(), M, me, all, rounded);
-      add(gathered(out, down, s.D), block.mlp_out_norm);
+      for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, n.eps);
+      worker.project(index, h.data());
+      const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<const T*>(s.kv[2 * index]),
+                           reinterpret_cast<const T*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
+                           n.scale, block.window, s.recent, n.softcap};
+      worker.finish(index, a, plan, parts.data(), scratch, next, x.data(), h.data());
       for (int64_t m = mine; m < mine_end; ++m) tap(index + 1, m, x.data() + m * s.D);
     }
     for (int64_t m = mine; m < mine_end; ++m) {
       T* to = static_cast<T*>(s.x) + m * s.D;
-      if (s.norm.weight)
-        norm(s.norm, x.data() + m * s.D, to, s.D, eps);
-      else
+      if (s.norm.weight) {
+        norm(s.norm, x.data() + m * s.D, to, s.D, n.eps);
+        tap(s.num_blocks + 1, m, to);
+      } else {
         std::memcpy(to, x.data() + m * s.D, s.D * sizeof(T));
-      tap(s.num_blocks + 1, m, to);
+      }
     }
-  }
-  *s.lost += barrier->lost();
+  });
 }
 
 }  // namespace sharesd

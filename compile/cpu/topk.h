@@ -49,6 +49,31 @@ void top_k(const T* x, int64_t* out, int64_t R, int64_t V, int64_t k, int thread
   }
 }
 
+// The same, and their log probabilities under the softmax of the row; k is at most V.
+template <typename T>
+void top_logp(const T* x, int64_t* out, typename Wide<T>::type* logp, int64_t R, int64_t V, int64_t k, int threads) {
+  using W = typename Wide<T>::type;
+  using Vw = typename Vec<W>::type;
+  constexpr int64_t L = 64 / sizeof(W);
+  top_k(x, out, R, V, k, threads);
+#pragma omp parallel for schedule(static) num_threads(R > 1 ? threads : 1)
+  for (int64_t r = 0; r < R; ++r) {
+    const T* row = x + r * V;
+    const W top = widen(row[out[r * k]]);
+    Vw sums = {};
+    int64_t v = 0;
+    for (; v + L <= V; v += L) {
+      Vw values;
+      load(row + v, &values);
+      sums += exp_or_0<W>(values - top);
+    }
+    W sum = sum_of(sums);
+    for (; v < V; ++v) sum += std::exp(widen(row[v]) - top);
+    const W norm = top + std::log(sum);
+    for (int64_t j = 0; j < k; ++j) logp[r * k + j] = widen(row[out[r * k + j]]) - norm;
+  }
+}
+
 // The index of the largest of each row, the first among equals.
 template <typename T>
 void arg_max(const T* x, int64_t* out, int64_t R, int64_t V, int threads) {

@@ -34,6 +34,7 @@ PARTS = {
     "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so", "tmp????????")),
     "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}", _PARTIAL)),
     "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors", f"hqq-{_KEY}*.tmp")),
+    "offload": Part(holds="blocks that come from a disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
     "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf", _PARTIAL)),
     "settings": Part(
         holds="measured settings",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.table import Table
 
+from sharesd.config import PlanOnly
 from sharesd.models.progress import Progress
 
 PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
@@ -32,11 +34,15 @@ def main_guard(main: Callable[[], int | None]) -> int:
     """Run a command; returns its exit status, 0 for None.
 
     ValueError, OSError, RuntimeError and running out of memory become one line on stderr and status 2 (with
-    LOGLEVEL=DEBUG also a traceback), Ctrl-C one line and 130, a reader of stdout that went away 141.
+    LOGLEVEL=DEBUG also a traceback), Ctrl-C one line and 130, a reader of stdout that went away 141. A plan that was
+    asked for alone is printed.
     """
     try:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
         return main() or 0
+    except PlanOnly as plan:
+        console.print(plan_table(plan.lines))
+        return 0
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except BrokenPipeError:
@@ -109,6 +115,14 @@ def loading_bars(enabled: bool = True) -> Iterator[Progress]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield progress
+
+
+def plan_table(lines: Sequence[tuple[str, str, str]]) -> Table:
+    """What of a model stays in memory and what does not: a line for each choice, and its reason."""
+    table = Table(title="plan", title_justify="left", box=None, show_header=False)
+    for what, choice, why in lines:
+        table.add_row(what, f"[bold]{choice}[/]", why)
+    return table
 
 
 def _say(line: str, status: int) -> int:

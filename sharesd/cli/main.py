@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from textwrap import shorten
-from typing import TYPE_CHECKING
 
 from sharesd import __version__
+from sharesd.cli import batch
 from sharesd.cli import cache as cache_command
+from sharesd.cli.asked import encode
 from sharesd.cli.console import err_console
 from sharesd.cli.options import (
     Parser,
@@ -25,13 +26,11 @@ from sharesd.cli.options import (
     engine_config,
     main_guard,
     mode_of,
+    mode_of_head,
     parse,
     sampling_params,
 )
-from sharesd.config import MODES, Mode
-
-if TYPE_CHECKING:
-    from sharesd.models.tokenizer import Tokenizer
+from sharesd.config import HEADS, MODES, Mode
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells expect it."""
@@ -56,10 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         "generate",
         help="answer prompts",
         description="Answer prompts and stream the text to stdout. A prompt is an instruction, put to the model "
-        "through its chat template if it has one; --raw takes it as the beginning of a text to go on with.",
+        "through its chat template if it has one; --raw takes it as the beginning of a text to go on with. Many "
+        "prompts are given as a file, and answered by several processes if you like.",
     )
     generate.set_defaults(run=_generate, parser=generate)
-    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text, or - for stdin; several run together")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text, or - for stdin; several run together")
     add_mode_option(generate, several=False)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--system", default=argparse.SUPPRESS, metavar="TEXT", help="system prompt")
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_model_options(generate)
     add_sampling_options(generate, max_new_tokens=512)
+    batch.add_options(generate)
 
     chat = commands.add_parser(
         "chat",
@@ -100,16 +101,20 @@ def _generate(args: argparse.Namespace) -> int:
     system = getattr(args, "system", None)
     if args.raw and system is not None:
         raise ValueError("--system has no effect on --raw; drop one of the two")
-    if args.logprobs and not args.json:
+    batch.check_options(args)
+    if args.logprobs and not args.json and args.file is None:
         raise ValueError("--logprobs has no effect on plain text; add --json or drop --logprobs")
     params = replace(sampling_params(args), logprobs=args.logprobs)
-    config = replace(engine_config(args, modes=(mode,)), max_batch=len(args.prompts))
+    config = engine_config(args, modes=(mode,))
+    if args.file is not None:
+        return batch.run(args, batch.Work(config, mode, params, args.raw, system))
+    config = replace(config, max_batch=len(args.prompts))
 
     from sharesd.cli.start import follows, load_runtime, start_engine
 
     prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # stdin is rank 0's
     runtime = load_runtime(config, (mode,))
-    ids = [_encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
+    ids = [encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
     engine = start_engine(runtime, mode, params)
 
     from sharesd.cli.answer import answer
@@ -142,23 +147,12 @@ def _read_prompts(given: Sequence[str]) -> list[str]:
     return prompts
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, *, raw: bool, system: str | None) -> list[int]:
-    if raw or not tokenizer.has_chat_template:
-        if system is not None:
-            raise ValueError(
-                "this checkpoint has no chat template, and so no place for --system; put it into the prompt"
-            )
-        return tokenizer.encode(prompt)
-    if system is None:
-        return tokenizer.ask(prompt)
-    return tokenizer.chat([{"role": "system", "content": system}, {"role": "user", "content": prompt}])
-
-
 def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
     # A model of its own is loaded where asked for, and so is a head.
-    asked = {"classic": mode == "classic" or hasattr(args, "draft"), "eagle": mode == "eagle" or hasattr(args, "head")}
+    asked = {"classic": mode == "classic" or hasattr(args, "draft")}
+    asked |= {name: name in (mode, mode_of_head(args)) for name in HEADS}
     modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 

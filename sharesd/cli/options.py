@@ -5,22 +5,29 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard
 from sharesd.config import (
+    GLIDE_HEAD,
+    HEADS,
     MODEL_DRAFTERS,
     MODES,
+    PARALLEL_HEAD,
     TABLES,
     Acceptance,
     CompileMode,
     DType,
     EngineConfig,
     Mode,
+    Offload,
+    OffloadConfig,
     SamplingParams,
 )
 
@@ -28,10 +35,13 @@ __all__ = [
     "Parser",
     "add_model_options",
     "add_mode_option",
+    "add_replicas_option",
     "add_sampling_options",
+    "check_launched",
     "engine_config",
     "main_guard",
     "mode_of",
+    "mode_of_head",
     "modes_of",
     "parse",
     "sampling_params",
@@ -41,6 +51,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 """Short names of dtypes."""
 MODE_ALIASES = {"sd-classic": "classic", "sd-share": "share"}
 """Names that users of the original project type."""
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DEFAULTS = EngineConfig()
 
 
@@ -106,7 +117,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="HEAD",
-        help="trained head of mode eagle: a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3",
+        help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or "
+        "of parallel or glide (a folder that `python -m train parallel` or `glide` wrote)",
+        default=argparse.SUPPRESS,
+    )
+    group.add_argument(
+        "--head-quant",
+        metavar="SPEC",
+        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of the head's linears, e.g. hqq:8:64 or hqq:4:64,head=4 (default: "
+        "full precision)",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -119,9 +138,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-draft",
         type=_whole,
-        default=_DEFAULTS.max_draft,
+        default=argparse.SUPPRESS,
         metavar="K",
-        help="draft tokens per round at most, with --num-draft auto",
+        help="draft tokens per round at most, with --num-draft auto "
+        f"(default: {_DEFAULTS.max_draft}; as the plan says where weights travel)",
     )
     group.add_argument(
         "--tree",
@@ -167,9 +187,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--quant",
-        default=_DEFAULTS.quant.spec,
+        default=argparse.SUPPRESS,
         metavar="SPEC",
-        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best",
+        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of drafts; auto: what `python -m benchmark calibrate` found best "
+        f"(default: {_DEFAULTS.quant.spec}; as the plan says where weights travel)",
     )
     group.add_argument(
         "--quant-skip",
@@ -221,6 +242,36 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run modelling code that a checkpoint brings along"
     )
+    _add_offload_options(parser.add_argument_group("models larger than memory"))
+
+
+def _add_offload_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--offload",
+        choices=get_args(Offload),
+        default=_DEFAULTS.offload.when,
+        help="auto: weights come from elsewhere if the model does not fit; plan-only: print the plan, and load nothing",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="what may be taken of a GPU's memory, for example 8GB or 8GiB (default: what is free)",
+    )
+    group.add_argument(
+        "--host-memory",
+        type=_bytes,
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="what may be taken of the host's memory (default: what is free)",
+    )
+    group.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="where blocks are kept that come from a disk (default: in the cache folder)",
+    )
 
 
 def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> None:
@@ -235,6 +286,24 @@ def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> Non
         )
     else:
         parser.add_argument("--mode", default=argparse.SUPPRESS, help=f"{names} (default: share)")
+
+
+def add_replicas_option(parser: argparse._ActionsContainer) -> None:
+    """`--replicas`: None where this process does all of the work."""
+    parser.add_argument(
+        "--replicas",
+        type=_whole,
+        metavar="N",
+        help="processes that share the prompts, each with a GPU of its own, or with its part of the CPU's cores",
+    )
+
+
+def check_launched(args: argparse.Namespace, world: int) -> None:
+    """ValueError where `world` processes of a launcher, which share prompts, shall start others besides."""
+    ranks = args.tensor_parallel if args.tensor_parallel > 1 else None
+    for flag, size in (("--replicas", args.replicas), ("--tensor-parallel", ranks)):
+        if world > 1 and size is not None:
+            raise ValueError(f"{flag} is {size} and a launcher has started {world} processes; take one of two")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int = 128) -> None:
@@ -279,10 +348,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
     """The modes asked for, each once, in the order of first mention; ValueError for an unknown one.
 
-    `all` are those of `default`, eagle only where a head is given.
+    `all` are those of `default`, of trained heads the one that is given.
     """
-    given = getattr(args, "mode", None)
-    offered: list[Mode] = [mode for mode in default if mode != "eagle" or hasattr(args, "head")]  # type: ignore[misc]
+    given, fitting = getattr(args, "mode", None), mode_of_head(args)
+    offered: list[Mode] = [mode for mode in default if mode not in HEADS or mode == fitting]  # type: ignore[misc]
     if given is None:
         return tuple(offered)
     modes: list[Mode] = []
@@ -292,6 +361,15 @@ def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode,
             raise ValueError(f"mode is {name!r}; choose one of {', '.join((*MODES, *MODE_ALIASES))}")
         modes += offered if plain == "all" else [plain]  # type: ignore[list-item]
     return tuple(dict.fromkeys(modes))
+
+
+def mode_of_head(args: argparse.Namespace) -> Mode | None:
+    """The mode that a given head drafts in, by its folder (hubs have those of eagle); None where there is none."""
+    if not hasattr(args, "head"):
+        return None
+    config = Path(args.head) / "config.json"
+    text = config.read_text("utf-8") if config.is_file() else ""
+    return "parallel" if PARALLEL_HEAD in text else "glide" if GLIDE_HEAD in text else "eagle"
 
 
 def mode_of(args: argparse.Namespace) -> Mode:
@@ -308,8 +386,11 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
     head, mixed = getattr(args, "head", None), [name.strip() for name in args.hybrid_with.split(",")]
-    if head is not None and "eagle" not in (*modes, *(mixed if "hybrid" in modes else ())):
-        raise ValueError(f"--head is {head!r} but no mode is eagle; add --mode eagle or drop --head")
+    if head is not None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
+        raise ValueError(f"--head is {head!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
+    head_quant = getattr(args, "head_quant", None)
+    if head_quant is not None and head is None:
+        raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
@@ -318,7 +399,12 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         raise ValueError(
             f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
         )
-    auto = args.quant == "auto"
+    replicas = getattr(args, "replicas", None)
+    if replicas is not None and args.tensor_parallel > 1:
+        raise ValueError(f"--replicas is {replicas} and --tensor-parallel {args.tensor_parallel}; drop one of the two")
+    quant = getattr(args, "quant", None)
+    auto = quant == "auto"
+    max_draft = getattr(args, "max_draft", None)
     if auto and args.quant_skip:
         raise ValueError(
             f"--quant auto chooses what to skip, and --quant-skip is {args.quant_skip[0]!r}; drop one of the two"
@@ -328,8 +414,9 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
         head=head,
+        head_quant=None if head_quant is None else QuantConfig.parse(head_quant),
         num_draft=None if args.num_draft == "auto" else args.num_draft,
-        max_draft=args.max_draft,
+        max_draft=_DEFAULTS.max_draft if max_draft is None else max_draft,
         draft_window=args.draft_window,
         tree=tree,
         hybrid_with=tuple(dict.fromkeys(mixed)),
@@ -341,13 +428,21 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         dtype=args.dtype,
         device=args.device,
         tensor_parallel=args.tensor_parallel,
-        quant=_DEFAULTS.quant if auto else QuantConfig.parse(args.quant, args.quant_skip),
+        quant=_DEFAULTS.quant if auto else QuantConfig.parse(quant or _DEFAULTS.quant.spec, args.quant_skip),
         compile=args.compile,
         exact=args.exact,
         steady_cublas=args.steady_cublas,
         threads=None if args.threads == "auto" else args.threads,
         max_context=args.max_context,
         trust_remote_code=args.trust_remote_code,
+        offload=OffloadConfig(
+            when=args.offload,
+            device_memory=getattr(args, "device_memory", None),
+            host_memory=getattr(args, "host_memory", None),
+            folder=getattr(args, "offload_dir", None),
+            choose_bits=quant is None,
+            choose_depth=max_draft is None,
+        ),
         progress=progress,
     )
     if auto:
@@ -415,6 +510,13 @@ def _tree(text: str) -> tuple[int, ...]:
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET; for example 2:4:8")
     return tuple(map(_whole, parts))
+
+
+def _bytes(text: str) -> int:
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?B)", text)
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 8GB or 8GiB")
+    return int(float(parts[1]) * _UNITS[parts[2]])
 
 
 def _number(text: str) -> float:

@@ -118,7 +118,7 @@ def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
     table.add_column()
     for name in columns:
         table.add_column(name, justify="right")
-    shown = [_shown(stats) for stats in columns.values()]
+    shown = [_shown(stats, report) for stats in columns.values()]
     for label in dict.fromkeys(label for rows in sorted(shown, key=len, reverse=True) for label in rows):
         table.add_row(label, *(rows.get(label, "") for rows in shown))
     table.add_section()
@@ -150,12 +150,13 @@ def stats_dict(stats: Stats, report: LoadReport) -> dict[str, Any]:
         "draft_ms": draft,
         "verify_ms": verify,
         "overhead_ms": overhead,
+        **_moved(stats, report),
         "load_seconds": report.load_seconds,
         "compile_seconds": report.compile_seconds,
     }
 
 
-def _shown(stats: Stats) -> dict[str, str]:
+def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
     draft, verify, overhead = _round_ms(stats)
     rows = {
         "prompt": f"{stats.prompt_tokens} tokens",
@@ -163,6 +164,13 @@ def _shown(stats: Stats) -> dict[str, str]:
         "answer": f"{stats.new_tokens} tokens",
         "speed": f"{stats.tokens_per_second:.1f} tok/s",
     }
+    moved = _moved(stats, report)
+    if moved:
+        rows["resident"] = f"{moved['resident_share']:.0%} of blocks"
+        rows["moved"] = f"{moved['bytes_per_token'] / 1e6:.1f} MB/token"
+        if report.predicted is not None:
+            rows["predicted"] = f"{report.predicted:.1f} tok/s"
+        rows["link in use"] = f"{moved['link_utilisation']:.0%}"
     if not stats.num_draft:
         return rows | {"verify": f"{verify:.1f} ms", "overhead": f"{overhead:.1f} ms"}
     return rows | {
@@ -170,8 +178,21 @@ def _shown(stats: Stats) -> dict[str, str]:
         "alpha (accepted)": f"{stats.alpha:.2f}",
         "by position": " ".join(f"{share:.2f}" for share in stats.acceptance_by_position),
         "draft": f"{draft:.1f} ms",
+        **({"draft step": f"{stats.draft_s / stats.draft_steps * 1e3:.2f} ms"} if stats.draft_steps else {}),
         "verify": f"{verify:.1f} ms",
         "overhead": f"{overhead:.1f} ms",
+    }
+
+
+def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
+    """Where weights travel: the share that does not, bytes moved per token, share of the time the link was busy."""
+    if stats.traffic is None:
+        return {}
+    predicted = {} if report.predicted is None else {"predicted_tokens_per_second": report.predicted}
+    return predicted | {
+        "resident_share": report.resident_share,
+        "bytes_per_token": stats.traffic.num_bytes / max(1, stats.new_tokens),
+        "link_utilisation": stats.traffic.utilisation,
     }
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sharesd.cli.console import err_console, loading_bars
+from sharesd.cli.console import err_console, loading_bars, plan_table
 from sharesd.config import EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ def follows() -> bool:
 
 
 def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
-    """The models that `modes` need, loaded; ValueError for whatever cannot be honoured.
+    """The models that `modes` need, loaded; ValueError for whatever cannot be honoured. Where there is a plan of what
+    stays in memory and what does not, it is printed before.
 
     Where this process is one of those that follow rank 0, it does that, and exits.
     """
@@ -31,8 +32,12 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
         sys.exit(follow(config.device))
     with err_console.status("importing torch"):
         from sharesd.load import Runtime
+        from sharesd.planning import plan_for
     with loading_bars() as progress:
-        return Runtime(config, modes, progress=progress)
+        offloading = plan_for(config, modes, progress=progress)
+        if offloading is not None and config.offload.when != "plan-only":
+            err_console.print(plan_table(offloading.plan.reasons))
+        return Runtime(config, modes, progress=progress, offloading=offloading)
 
 
 def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:

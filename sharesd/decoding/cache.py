@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compile.attention import new_kv, round_slots, row_keeper
+from compile.attention import new_kv, round_slots, row_keeper, unpack_kv
 from compile.pages import zeros_like
 
 
@@ -129,6 +129,13 @@ class StaticKVCache:
             tensor[row, :, :num].copy_(tensor[source, :, :num])
         if self.features is not None:
             self.features[row, :num_tokens].copy_(self.features[source, :num_tokens])
+
+    def kv(self, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, num_slots, d] of a layer's first slots; copies where they lie in another order."""
+        k, v = self.k[layer], self.v[layer]
+        if k.ndim > 4:
+            k, v = unpack_kv(k, v, self.sizes[layer])
+        return k[:, :, :num_slots], v[:, :, :num_slots]
 
     def _num_blocks(self, tensor: Tensor, num_tokens: int) -> int:
         """Blocks of slots in which so many tokens lie."""

@@ -40,6 +40,12 @@ BRIEFLY = 1
 costs as they go."""
 SLOWER = 1.3
 """Costs from a moment when plain steps took so many times as long as they do now are not used."""
+SHARE_OF_LONGEST = 4
+"""Where weights come through a slow link a pass may take a second, and hardly depends on its number of rows. So no more
+is timed than the longest draft and one so many times shorter, at one context, and a start makes do with a dozen passes.
+"""
+MISSED = 64
+"""Tokens that a drafter reads together while that is timed."""
 FAR = 2048
 """Live slots, at most, at which rounds are timed besides those right behind the text."""
 
@@ -55,9 +61,10 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     shapes = _shapes(engine, params)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
-    for shape in shapes:
+    for shape in [PLAIN] if engine.offloaded else shapes:
         policy.pinned = shape
-        engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=3 * (1 + shape.depth)))
+        num_tokens = 2 if engine.offloaded else 3 * (1 + shape.depth)
+        engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
     policy.pinned = before
     if engine.graphs is not None:
         _capture(engine, params)
@@ -65,7 +72,7 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
         _verify_tree(engine, params)
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
         fewest, *more = _batches(engine)
-        sweeps = {fewest: SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
+        sweeps = {fewest: BRIEFLY if engine.offloaded else SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
         measured = {rows: _costs(engine, params, rows, kept, sweeps[rows]) for rows in sweeps}
         policy.use(measured[engine.cache.batch], measured)
     engine.forget()
@@ -102,9 +109,10 @@ def _costs(engine: Engine, params: SamplingParams, rows: int, kept: Path | None,
 
 
 def _batches(engine: Engine) -> list[int]:
-    """Numbers of rows whose rounds are timed: 1, 2, 4 ... and all; only all where rounds never have less."""
+    """Numbers of rows whose rounds are timed: 1, 2, 4 ... and all; all alone if rounds have no less or hardly care."""
     batch = engine.cache.batch
-    return [*(2**i for i in range(batch.bit_length()) if 2**i < batch and engine.partial), batch]
+    several = engine.partial and not engine.offloaded
+    return [*(2**i for i in range(batch.bit_length()) if 2**i < batch and several), batch]
 
 
 @torch.inference_mode()
@@ -149,7 +157,7 @@ def measure_costs(
     before = {name: lengths_B.clone() for name, lengths_B in lengths.items()}
     near = float(engine.cache.lengths.double().mean())
     room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
-    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 else None
+    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
     timers = _timers(engine, params, rows)
     plain = _step(engine, params, 0, rows)
     ratios: dict[tuple[str, int, bool], list[float]] = {}
@@ -175,19 +183,23 @@ def measure_costs(
                 base = after
             for name, lengths_B in lengths.items():
                 lengths_B.copy_(before[name])
-    return _fit(ratios, bases, near, far), agree
+    return _fit(ratios, bases, near, far, model is not None and model.at_once), agree
 
 
 def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str, int], Callable[[], float]]:
     """What is compared with a plain step: kind and width, and a function that does it and tells the seconds it took."""
     model, drafting = _model_drafter(engine), engine.way(params).round(0, rows).drafting
     timers: dict[tuple[str, int], Callable[[], float]] = {}
-    for num_nodes in _lengths(engine.num_draft)[1:]:
+    most = engine.num_draft
+    few = sorted({max(1, most // SHARE_OF_LONGEST), most} - {0})
+    for num_nodes in few if engine.offloaded else _lengths(most)[1:]:
         timers["step", 1 + num_nodes] = partial(_timed, _step(engine, params, num_nodes, rows))
     if model is not None:
         timers["draft", 0] = partial(_seconds_per_step, model, drafting, chain(max(1, engine.num_draft // 2)))
         if model.shapes[-1].is_tree:
             timers["level", 0] = partial(_seconds_per_step, model, drafting, model.shapes[-1])
+        if model.rehearse(drafting, MISSED):
+            timers["read", 0] = lambda: _timed(partial(model.rehearse, drafting, MISSED)) / MISSED
     return timers
 
 
@@ -220,6 +232,7 @@ def _fit(
     bases: Mapping[bool, list[float]],
     near: float,
     far: float | None,
+    at_once: bool,
 ) -> Costs:
     """Lines through what was measured at both contexts; a wider step takes no less time than a narrower one."""
     plain = {is_far: min(times) for is_far, times in bases.items() if times}
@@ -232,7 +245,7 @@ def _fit(
         slot = max(0.0, at_far - at_near) / (far - near) if far is not None else 0.0
         return at_near - slot * near, slot
 
-    costs = Costs()
+    costs = Costs(at_once=at_once)
     for width in sorted({1, *(width for kind, width, _ in ratios if kind == "step")}):
         at, slot = line("step", width)
         costs.step[width] = max([at, *costs.step.values()])
@@ -241,6 +254,8 @@ def _fit(
         costs.draft, costs.draft_slot = line("draft", 0)
     if ("level", 0, False) in ratios:
         costs.level, costs.level_slot = line("level", 0)
+    if ("read", 0, False) in ratios:
+        costs.read = plain[False] * median(ratios["read", 0, False])
     return costs
 
 
@@ -261,11 +276,14 @@ def typical(measured: Sequence[Costs]) -> Costs:
         middles("step_slot"),
         middle(attrgetter("draft_slot")),
         middle(attrgetter("level_slot")),
+        middle(attrgetter("read")),
+        measured[0].at_once,
     )
 
 
 def _seconds_per_step(drafter: Drafter, drafting: Drafting, shape: Shape) -> float:
-    return _timed(lambda: drafter.draft(drafting, shape).tokens.tolist()) / shape.depth
+    seconds = _timed(lambda: drafter.draft(drafting, shape).tokens.tolist())
+    return seconds if drafter.at_once else seconds / shape.depth
 
 
 def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
@@ -293,12 +311,14 @@ def _read(file: Path) -> list[Costs]:
 
 def _checked(found: dict[str, Any]) -> Costs:
     step, step_slot = ({int(width): float(s) for width, s in found[name].items()} for name in ("step", "step_slot"))
-    draft, level, draft_slot, level_slot = (float(found[n]) for n in ("draft", "level", "draft_slot", "level_slot"))
-    if min(step.values()) <= 0 or min(draft, level, draft_slot, level_slot, *step_slot.values()) < 0:
+    others = [float(found[name]) for name in ("draft", "level", "draft_slot", "level_slot", "read")]
+    if min(step.values()) <= 0 or min(*others, *step_slot.values()) < 0:
         raise ValueError("times must be positive")
     if 1 not in step or step.keys() != step_slot.keys():
         raise ValueError("a width is missing")
-    return Costs(step, draft, level, step_slot, draft_slot, level_slot)
+    draft, level, draft_slot, level_slot, read = others
+    at_once = found.get("at_once", False)
+    return Costs(step, draft, level, step_slot, draft_slot, level_slot, read, at_once)
 
 
 def _write(file: Path, measured: Sequence[Costs]) -> None:

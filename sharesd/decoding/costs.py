@@ -47,6 +47,10 @@ class Costs:
     """The same for a draft step."""
     level_slot: float = 0.0
     """The same for a level."""
+    read: float = 0.0
+    """Reading a token that a drafter has missed, so that it can draft again; 0 where that is no work."""
+    at_once: bool = False
+    """Drafts take one step, or level, whatever their depth."""
 
     def of_step(self, width: float, context: float = 0.0) -> float:
         """Seconds of a step of this many tokens per row behind so many live slots.
@@ -70,8 +74,12 @@ class Costs:
         if shape.recent:
             context = min(context, shape.recent + SINKS)
         if shape.is_tree:
-            return shape.depth * (self.level + self.level_slot * context)
-        return shape.depth * (self.draft + self.draft_slot * context)
+            return self.num_steps(shape) * (self.level + self.level_slot * context)
+        return self.num_steps(shape) * (self.draft + self.draft_slot * context)
+
+    def num_steps(self, shape: Shape) -> int:
+        """Steps, or levels, that a model's draft of this shape takes."""
+        return min(shape.depth, 1) if self.at_once else shape.depth
 
     def shares(self, width: float) -> list[tuple[int, float]]:
         """The entries, one or two, between which a step of this many rows lies, and the share of each in its cost."""
@@ -192,7 +200,7 @@ class LiveCosts:
         if width > max(costs.step, default=0):
             costs.step[width] = step_s / self.drift
         if shape.nodes and not self.draft(shape):
-            setattr(costs, "level" if shape.is_tree else "draft", draft_s / shape.depth / self.drift)
+            setattr(costs, "level" if shape.is_tree else "draft", draft_s / costs.num_steps(shape) / self.drift)
         entries, step, draft = costs.shares(width), self.step(width), self.draft(shape)
         measured = step_s + (draft_s if shape.nodes else 0.0)
         settling = not self.settled  # entries would learn what the common factor has not yet

@@ -21,6 +21,7 @@ from torch import Tensor
 from compile.clock import Clock, Mark
 from compile.graphs import Graphs
 from compile.threads import CREW
+from offload.stream import Traffic
 from sharesd import sampling
 from sharesd.config import SamplingParams
 from sharesd.decoding.cache import StaticKVCache
@@ -83,6 +84,7 @@ class Engine:
         max_queue: int | None = None,
         prefill_chunk: int | None = None,
         ahead: bool = False,
+        traffic: Callable[[], Traffic] | None = None,
     ) -> None:
         """`cache` has a row per request decoded together; its slots must hold `max_context` and two verify steps
         (rows that have ended rest there, and others' rounds compute them too), with `ahead` three.
@@ -98,10 +100,14 @@ class Engine:
         of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
         number is for CPUs only).
         `ahead` launches each round before the last one is read, where nothing on the host decides about its draft.
+        `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
         self.max_context, self.graphs, self.max_queue = max_context, graphs, max_queue
         self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
+        self.offloaded = traffic is not None
+        """Whether weights come through a slow link for each pass of the target."""
+        self._traffic, self._traffic_before = traffic, traffic() if traffic else None
         self.stats = self._new_stats()
         """Of the last call of `generate`, or of all steps since."""
         self.gumbel = gumbel
@@ -116,7 +122,9 @@ class Engine:
         """Whether rounds are launched before the last one is read."""
         self.partial = self._device.type == "cpu" and graphs is None and widths is None and not target.step_widths
         """Whether a round runs over no more rows than it must: where nothing is made for one number of rows."""
-        self._reader = Reader(target, cache, drafter, reread=reread, prefill_chunk=prefill_chunk)
+        self._reader = Reader(
+            target, cache, drafter, reread=reread, prefill_chunk=prefill_chunk, offloaded=self.offloaded
+        )
         self._has_read = False  # in this step
         self._ways: dict[Kind, Way] = {}
         self._slots = Slots(cache, reread=reread, partial=self.partial)
@@ -232,7 +240,7 @@ class Engine:
         self._take_cache()
         use(self._device)
         turn = self._turn
-        self.stats = self._new_stats()
+        self.stats, self._traffic_before = self._new_stats(), self._traffic() if self._traffic else None
         requests = [self._enqueue(ids, params, i, reuse=reuse, call=turn) for i, ids in enumerate(rows)]
         self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
         try:
@@ -326,6 +334,7 @@ class Engine:
             if not whole:
                 break
         self.stats.prefill_s += time.perf_counter() - started
+        self._note_traffic()
         return chunks
 
     def _admit(self) -> Request:
@@ -400,13 +409,14 @@ class Engine:
         context = sum(len(held) for held in self.cache.held[first:end]) / (end - first) + 1
         policy.live.at(context, CREW.size, end - first)
         plain = [row for row, request in zip(rows, live, strict=True) if not request.params.speculate]
+        texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
+        policy.missed = self.drafter.missed(texts) if self.drafter is not None else 0
         shape = way.shape(self._num_idle) if len(plain) < len(live) else PLAIN
         round_.drafting.sampler.begin_draft()  # of an earlier one that was never verified
         tree = DraftTree(round_.drafting.root_B[:, None][:, :0])
         marks = [self._clock.mark()]
         if shape.nodes:
             assert self.drafter is not None
-            texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
             self.drafter.catch_up(texts, self._num_idle > 0, plain)
             tree = self.drafter.draft(round_.drafting, shape)
         marks.append(self._clock.mark())
@@ -463,7 +473,12 @@ class Engine:
         stats.draft_s += draft_s
         stats.verify_s += verify_s
         stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
+        self._note_traffic()
         return chunks
+
+    def _note_traffic(self) -> None:
+        if self._traffic is not None and self._traffic_before is not None:
+            self.stats.traffic = self._traffic().since(self._traffic_before)
 
     def _emit(
         self,

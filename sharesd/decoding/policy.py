@@ -46,6 +46,9 @@ FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
 TRY_ROUNDS = 3
 """Rounds of a try."""
+REPAID = 16
+"""Rounds with drafts that share what it takes to read what a model missed: else what pays in the long run would never
+begin."""
 RECHECK = 4
 """Plain rounds after which it is looked whether a draft pays."""
 PAUSE, LOOKS = (8, 32), 16
@@ -173,6 +176,8 @@ class Policy:
         """Rows of the coming round whose tokens count, see `request.awaited`."""
         self.longest = inf
         """Plain steps that the coming round may take, see `request.bearable`."""
+        self.missed = 0
+        """Tokens that a model would have to read before the coming draft."""
         self.known_place = False
         """Whether tables know what comes next: a model is right more often there."""
         self._survivals: dict[object, Survival] = {}  # by place, and by kind of draft
@@ -248,7 +253,9 @@ class Policy:
         """What a round with this draft takes, in units that are the same for all rounds."""
         if not self.live.known:
             return 1.0
-        return self.live.draft(model_shape(tree)) + self.live.step(1 + tree.tokens.shape[1])
+        shape = model_shape(tree)
+        catching_up = self._catching_up if shape.nodes else 0.0
+        return catching_up + self.live.draft(shape) + self.live.step(1 + tree.tokens.shape[1])
 
     def must_probe(self, promise: float) -> bool:
         """Whether a plain step is due, to learn what it takes; `promise`: of the draft, over a plain step."""
@@ -258,7 +265,7 @@ class Policy:
     def affords(self, shape: Shape) -> bool:
         """Whether a try of this shape, which does not seem to pay, can be afforded, and might turn out to pay."""
         plain = self.live.step(1)
-        took = (self.live.draft(shape) + self.live.step(1 + shape.nodes)) / plain
+        took = (self._catching_up + self.live.draft(shape) + self.live.step(1 + shape.nodes)) / plain
         loss = took * (1 - self.rate_of_shape(shape) / self.rate_of_shape(PLAIN))
         usual, best = (FIRST_TREE_ALPHA, HOPED_TREE_ALPHA) if shape.is_tree else (FIRST_ALPHA, HOPED_ALPHA)
         hoped = usual + (best - usual) / len(self.awaited) ** 0.5  # a mean over many rows is seldom far from the usual
@@ -334,7 +341,13 @@ class Policy:
 
     def _rate_of(self, shape: Shape, survival: list[float]) -> float:
         extra, nodes = self._beside.per_round if shape.nodes else (0.0, 0.0)
-        return self._rate(self._gain(shape, survival) + extra, shape.nodes + nodes, self.live.draft(shape))
+        draft_s = self.live.draft(shape) + (self._catching_up / REPAID if shape.nodes else 0.0)
+        return self._rate(self._gain(shape, survival) + extra, shape.nodes + nodes, draft_s)
+
+    @property
+    def _catching_up(self) -> float:
+        """Seconds of reading what a model missed, but for the drift."""
+        return self.missed * self.costs.read
 
     def _gain(self, shape: Shape, survival: list[float]) -> float:
         gain = sum(survival[: shape.depth])
@@ -417,7 +430,8 @@ class Policy:
         if self._looked and not shape.nodes:
             self._num_looks = min(LOOKS, self._num_looks + 1)
             self._look_s += (draft_s - self._look_s) / self._num_looks
-        self.live.learn(shape, 1 + num_nodes, draft_s, step_s)
+        drafting_s = draft_s - self._catching_up * self.live.drift if shape.nodes else draft_s
+        self.live.learn(shape, 1 + num_nodes, max(drafting_s, draft_s / 2), step_s)
         self._since_plain = self._since_plain + 1 if num_nodes else 0
         if paths and self.live.settled:
             plain, gain = self.live.step(1) * self.live.drift, 0.0

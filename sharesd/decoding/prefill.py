@@ -17,6 +17,8 @@ from sharesd.models.base import CausalModel
 
 CHUNK = 512
 """Tokens per forward pass at most: long enough for full matrix speed, short enough for little memory."""
+LONG_CHUNK = 2048
+"""In place of CHUNK where weights come through a slow link for each pass, however many tokens it reads."""
 PIECES = (MAX_STEP, 128, 256, CHUNK)
 """Numbers of rows of a forward pass on a GPU, where kernels are chosen, planned and compiled for each number. The
 shortest is the longest that steps' attention takes, which reads no slots but live ones."""

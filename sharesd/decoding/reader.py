@@ -12,7 +12,15 @@ from statistics import median
 from torch import Tensor
 
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.prefill import CHUNK, next_padded_piece, next_piece, read_piece, reads_in_pieces, whole_chunks
+from sharesd.decoding.prefill import (
+    CHUNK,
+    LONG_CHUNK,
+    next_padded_piece,
+    next_piece,
+    read_piece,
+    reads_in_pieces,
+    whole_chunks,
+)
 from sharesd.decoding.request import Request
 from sharesd.decoding.score import MOST_ROWS, score
 from sharesd.drafters.base import Drafter
@@ -36,15 +44,19 @@ class Reader:
         *,
         reread: bool,
         prefill_chunk: int | None,
+        offloaded: bool = False,
     ) -> None:
-        """As `Engine` has them. Raises ValueError for a `prefill_chunk` that cannot be honoured."""
+        """As `Engine` has them. Where weights are `offloaded` a pass takes as long for many tokens as for few: so many
+        are read at a time. Raises ValueError for a `prefill_chunk` that cannot be honoured.
+        """
         self._target, self._cache, self._drafter = target, cache, drafter
         self._in_pieces = reread or reads_in_pieces(cache)
         if self._in_pieces and prefill_chunk not in (None, CHUNK):
             raise ValueError(
                 f"prefill_chunk is {prefill_chunk}, and this target reads prompts in pieces of {CHUNK}; leave it out"
             )
-        self._prefill_chunk = prefill_chunk
+        self._most = LONG_CHUNK if offloaded else CHUNK
+        self._prefill_chunk = prefill_chunk or (LONG_CHUNK if offloaded else None)
         self.request: Request | None = None
         """Whose prompt is being read."""
         self._round_s: deque[float] = deque(maxlen=RECENT)
@@ -60,7 +72,7 @@ class Reader:
         if self._in_pieces:
             piece = next_padded_piece(self._target, cache, request.num_read, len(prompt))
         else:
-            most = (self._prefill_chunk or self._bearable()) if waited_for else CHUNK
+            most = (self._prefill_chunk or self._bearable()) if waited_for else self._most
             most = min(most, MOST_ROWS) if request.params.prompt_logprobs else most
             piece = next_piece(self._target, cache, request.num_read, len(prompt), most)
         started = time.perf_counter()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.attention import Branches, pack_kv
+from compile.ranges import Range
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
@@ -37,11 +38,14 @@ class RowBits(NamedTuple):
 
 
 def shallow(model: Decoder) -> Decoder:
-    """The model with its first block alone, which runs as it does in the model (but for `run_stack`)."""
+    """The model with its first block alone, which runs as it does in the model (but for `run_stack`). Weights of that
+    block which travel stay where they are from step to step, since no others need the place.
+    """
     twin = copy.copy(model)
     twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
     twin.config = replace(model.config, layers=model.config.layers[:1])
     twin.run_stack = None
+    twin.ranges = lambda: [Range(each.first, each.num_blocks, each.before, moves=each.moves) for each in model.ranges()]
     return twin
 
 

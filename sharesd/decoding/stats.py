@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from offload.stream import Traffic
+
 
 @dataclass(slots=True)
 class Stats:
@@ -41,6 +43,8 @@ class Stats:
     """Verifying, accepting and committing."""
     overhead_s: float = 0.0
     """What is left of the rounds: synchronising, stop rules, text."""
+    traffic: Traffic | None = None
+    """What was moved meanwhile of weights that do not stay; None = all stay."""
 
     @property
     def decode_s(self) -> float:
@@ -97,3 +101,5 @@ class Stats:
         self.accepted_at = [a + b for a, b in zip(*pad, strict=True)]
         self.accept_lengths += other.accept_lengths
         self.sources.update(other.sources)
+        if other.traffic is not None:
+            self.traffic = other.traffic if self.traffic is None else self.traffic + other.traffic

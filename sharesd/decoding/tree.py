@@ -47,6 +47,14 @@ def chains(most: int) -> tuple[Shape, ...]:
     return tuple(map(chain, range(1, most + 1)))
 
 
+RUNGS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+
+
+def ladder(most: int) -> tuple[Shape, ...]:
+    """Chains of a few lengths up to `most`: where a pass takes long, one token more or less matters little."""
+    return tuple(map(chain, (*(rung for rung in RUNGS if rung < most), most)))
+
+
 def shapes_of(top: int, depth: int, budget: int) -> tuple[Shape, ...]:
     """Chains of at most `budget` tokens, and trees of that many or half of it, up to `depth` levels; the largest last.
 

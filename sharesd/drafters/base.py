@@ -52,6 +52,7 @@ class Drafter(Protocol):
     trees: bool  # whether drafts may be trees
     reads: bool  # must read what it missed while it was idle, which takes time
     ahead: bool  # can draft before the host has read the last round
+    at_once: bool  # guesses in one pass: drafts take as long, whatever their depth
     on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
@@ -60,6 +61,18 @@ class Drafter(Protocol):
 
     def read(self, row: int, tokens: list[int]) -> None:
         """Read the row's text up to here. Long texts come piece by piece: each time from the beginning, further on."""
+        ...
+
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        """How many tokens it would have to read before a draft, beyond what its first step reads: what `rehearse` does
+        to one of them.
+        """
+        ...
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        """Read so many tokens behind the text of the first row, to be timed, as if they had been missed; False where it
+        reads none. What becomes of the text is as before.
+        """
         ...
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:

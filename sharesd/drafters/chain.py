@@ -48,7 +48,9 @@ class ChainDraft:
 
     def _guess(self, logits_B1V: Tensor) -> None:
         buffers, next_at_B, root_at_B = self._drafting.buffers, self._guesser.next_at_B, self._guesser.root_at_B
-        token_B, probs_BV = self._drafting.sampler.draft(logits_B1V[:, 0], buffers.tokens_BN, next_at_B, root_at_B)
+        token_B, probs_BV = self._drafting.sampler.draft(
+            logits_B1V[:, 0], buffers.tokens_BN, next_at_B, root_at_B, self._guesser.ids
+        )
         note_token(token_B, next_at_B, root_at_B, self._last_B1, buffers.tokens_BN)
         if probs_BV is not None:
             at_B1V = (next_at_B - root_at_B - 1)[:, None, None].expand(-1, 1, probs_BV.shape[1])

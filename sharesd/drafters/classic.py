@@ -27,6 +27,7 @@ class ClassicDrafter:
     on_host = False
     reads = True
     ahead = False
+    at_once = False
 
     def __init__(
         self, model: CausalModel, *, batch: int, slots: int, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
@@ -53,6 +54,12 @@ class ClassicDrafter:
             num_read = piece.end
         self.cache.held[row] = list(tokens)
         self._before_B[row : row + 1].fill_(tokens[-1])
+
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        return 0  # it waits for rounds in which nothing is missing (`reads`)
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        return False
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         for row, text in texts.items():

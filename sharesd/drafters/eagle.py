@@ -1,4 +1,5 @@
-"""A trained head drafts, from the hidden states that the target keeps beside its KV (EAGLE, EAGLE-2 and EAGLE-3).
+"""A trained head drafts step by step, from the hidden states that the target keeps beside its KV (EAGLE, EAGLE-2 and
+EAGLE-3).
 
 Place t of the head's own cache holds what it makes of the target's features of token t and of the token behind it. All
 that is known of a text the head has read from the target's own features, whoever drafted meanwhile; what it wrote above
@@ -12,6 +13,7 @@ size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,8 @@ from sharesd.decoding.prefill import CHUNK
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
-from sharesd.models.heads.head import Head
+from sharesd.drafters.guesser import Guesser
+from sharesd.models.heads.head import FeatureHead, Head
 
 
 class EagleDrafter:
@@ -32,9 +35,10 @@ class EagleDrafter:
     on_host = False
     reads = False  # a pass of one block over the missed tokens
     ahead = False  # the host tells it the tokens of other drafters' rounds
+    at_once = False
 
     def __init__(
-        self, head: Head, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
+        self, head: Any, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
     ) -> None:
         """`target` is the target's cache, with the features that the head reads. `top` is the number of nodes that a
         tree expands on each level, and of their children.
@@ -56,13 +60,28 @@ class EagleDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         held = self.cache.held[row]
         own, target = self.cache.rows(row, row + 1), self._target.rows(row, row + 1)
-        assert target.features is not None
         for first in range(max(0, len(held) - 1), len(tokens) - 1, CHUNK):
             end = min(first + CHUNK, len(tokens) - 1)
             own.lengths.fill_(first)
-            tokens_1T = self._tokens_BS[row : row + 1, first + 1 : end + 1]
-            self.head(tokens_1T, self.head.fuse(target.features[:, first:end]), own)
+            self._read(self._tokens_BS[row : row + 1], target, end - first, own)
         held += tokens[len(held) :]
+
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        missing = (len(text) - len(self.cache.held[row]) for row, text in texts.items())
+        return sum(num - 1 for num in missing if num > self._most_lead)
+
+    @torch.inference_mode()
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        row, target = drafting.first, self._target.rows(drafting.first, drafting.first + 1)
+        ahead = self.cache.rows(row, row + 1).ahead()
+        ahead.lengths.copy_(target.lengths.clamp(max=target.slots - num - 1))
+        self._read(self._tokens_BS[row : row + 1], target, num, ahead)
+        return True
+
+    def _read(self, tokens_BS: Tensor, target: StaticKVCache, num: int, own: StaticKVCache) -> None:
+        """Have the head read so many places."""
+        assert target.features is not None
+        self.head.read(tokens_BS, target.features, num, own)
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._lead = 1
@@ -82,16 +101,20 @@ class EagleDrafter:
         if self not in drafting.kept:
             rows = drafting.first, drafting.end
             replayed = drafting.graphs is not None  # and of one size, then
-            guesser = _HeadGuesser(
+            guesser = self._guesser(
+                replayed,
                 self.head,
                 self.cache.rows(*rows),
                 self._target.rows(*rows),
                 self._tokens_BS[slice(*rows)],
                 lambda: self._most_lead if replayed else self._lead,
-                num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0),
             )
             drafting.kept[self] = ModelDraft(guesser, drafting, shapes=self.shapes, top=self._top)
         return drafting.kept[self].draft(shape)._replace(drafter=self.name)
+
+    def _guesser(self, replayed: bool, *reading: Any) -> Guesser:
+        """How the head guesses; `reading` is for `HeadGuesser`."""
+        return _StepGuesser(*reading, num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0))
 
     def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass  # the target has kept the features, and the host knows the tokens
@@ -107,57 +130,53 @@ class EagleDrafter:
         return self._weight_bytes, self.cache.nbytes + (0 if features is None else features.nbytes)
 
 
-class _HeadGuesser:
-    """The head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
+class HeadGuesser:
+    """What reads the last places of some rows, from the target's features, before it guesses."""
 
     def __init__(
-        self,
-        head: Head,
-        own: StaticKVCache,
-        target: StaticKVCache,
-        tokens_BS: Tensor,
-        lead: Callable[[], int],
-        num_states: int,
+        self, head: Head, own: StaticKVCache, target: StaticKVCache, tokens_BS: Tensor, lead: Callable[[], int]
     ) -> None:
         """`lead`: how many of the last places the first step reads."""
-        self._head, self._target, self._tokens_BS, self._lead = head, target, tokens_BS, lead
+        self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
+        self.ids: Tensor | None = None if head.ids is None else head.get_buffer("ids")
         self._ahead = own.ahead()
         self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
-        D = head.config.block.hidden_size
-        self._states_BPD = torch.zeros(own.batch, num_states, D, **head.place)
+
+    def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
+        """Tokens and features by slot, how many places are read, the cache from whose lengths on, and where they end:
+        what `FeatureHead.read` is given.
+        """
+        num = self._begin()
+        assert self._target.features is not None
+        return self._tokens_BS, self._target.features, num, self._ahead, self.root_at_B
+
+    def _begin(self) -> int:
+        """How many places are read, from the lengths of `_ahead` on."""
+        places_B, num = self._ahead.lengths, self._lead()
+        torch.sub(self.root_at_B, num, out=places_B)
+        places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
+        torch.add(self.root_at_B, 1, out=self.next_at_B)
+        return num
+
+
+class _StepGuesser(HeadGuesser):
+    """A head as `sharesd.drafters.guesser.Guesser`: where the target has no features yet, its own states go on."""
+
+    def __init__(self, head: FeatureHead, *reading: Any, num_states: int) -> None:
+        super().__init__(head, *reading)
+        self._head, D = head, head.config.block.hidden_size
+        self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **head.place)
         """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
 
     def start(self) -> Tensor:
-        at_B, places_B, R = self.root_at_B, self._ahead.lengths, self._lead()
-        assert self._target.features is not None
-        torch.sub(at_B, R, out=places_B)
-        places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
-        places_BR = places_B[:, None] + torch.arange(R, device=at_B.device)
-        tokens_BR = self._tokens_BS.gather(1, places_BR + 1)
-        features_BRF = self._target.features.gather(1, _each(places_BR, self._target.features))
-        states_BRD = self._head(tokens_BR, self._head.fuse(features_BRF), self._ahead)
-        last_B1 = (at_B - 1 - places_B).clamp(min=0)[:, None]
-        self._states_BPD[:, :1] = states_BRD.gather(1, _each(last_B1, states_BRD))
-        places_B.copy_(at_B)
-        torch.add(at_B, 1, out=self.next_at_B)
-        return self._head.logits(self._states_BPD[:, :1])
+        logits_B1K = self._head.read(*self._news(), self._states_BPD)
+        assert logits_B1K is not None
+        self._ahead.lengths.copy_(self.root_at_B)
+        return logits_B1K
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        states_BPD = self._states_BPD
+        logits_BFK = self._head.go_on(tokens_BF, self._states_BPD, self._ahead, branches)
         if branches is None:
-            states_BPD[:, :1] = self._head(tokens_BF, states_BPD[:, :1], self._ahead)
             self._ahead.lengths += 1
             self.next_at_B += 1
-            return self._head.logits(states_BPD[:, :1])
-        depth_BF, path_BFP = branches
-        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
-        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
-        above_BF = above_BF.where(depth_BF > 0, 0)
-        states_BFD = self._head(tokens_BF, states_BPD.gather(1, _each(above_BF, states_BPD)), self._ahead, branches)
-        states_BPD.scatter_(1, _each(own_BF, states_BPD), states_BFD)
-        return self._head.logits(states_BFD)
-
-
-def _each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
-    """Indices [B, X, Z] of whole entries."""
-    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
+        return logits_BFK

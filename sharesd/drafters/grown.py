@@ -107,15 +107,13 @@ class TreeDraft:
     def _add(self, logits_BFV: Tensor, paths_BFD: Tensor | None) -> None:
         """Children of nodes with these paths (None: of the root)."""
         sampler, nodes, seen_BFC = self._drafting.sampler, self._nodes, None
+        num = 1 if paths_BFD is None else self._top
         if sampler.kind.penalized:
             seen_BFC = _seen(paths_BFD, self._level_B, nodes.tokens_BC)
+            logits_BFV = logits_BFV.expand(-1, num, -1)
         positions_B = self._guesser.next_at_B + self._level_B
-        grow(
-            self._level_B,
-            nodes,
-            self._front,
-            *sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC),
-        )
+        children = sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC, self._guesser.ids)
+        grow(self._level_B, nodes, self._front, *(part_BFk.expand(-1, num, -1) for part_BFk in children))
 
     def _choose(self) -> None:
         """The best of all nodes into the buffers."""

@@ -1,6 +1,6 @@
 """What guesses, as chains and trees of guesses use it.
 
-Legend: B rows, F tokens that are read in one step, V vocabulary.
+Legend: B rows, F tokens that are read in one step, V tokens that can be guessed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ class Guesser(Protocol):
 
     root_at_B: Tensor  # int64: the position of each root
     next_at_B: Tensor  # int64: that of a chain's next guess; of trees that of the first level
+    ids: Tensor | None  # int64 [V]: the target's ids of the tokens that logits are about; None = all
 
     def start(self) -> Tensor:
         """Read the root, and what leads up to it and has not been read yet. Logits [B, 1, V] of the first guess."""
         ...
 
     def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, V] behind them."""
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, V] behind them, or [B, 1, V]
+        where they are the same behind all.
+        """
         ...
 
 
@@ -41,6 +44,7 @@ class ModelGuesser:
         `recent`: how far steps look back, 0 = all.
         """
         self._model, self._lead, self._ahead = model, lead, cache.ahead(recent)
+        self.ids: Tensor | None = None
         self.root_at_B, self.next_at_B = cache.lengths, self._ahead.lengths
 
     def start(self) -> Tensor:

@@ -25,6 +25,7 @@ class HybridDrafter:
     on_host = True
     reads = False
     ahead = False
+    at_once = False
 
     def __init__(
         self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_nodes: int, trees: bool
@@ -53,6 +54,12 @@ class HybridDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         if self.model_drafter is not None:
             self.model_drafter.read(row, tokens)
+
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        return 0 if self.model_drafter is None else self.model_drafter.missed(texts)
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        return self.model_drafter is not None and self.model_drafter.rehearse(drafting, num)
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._idle += idle

@@ -30,6 +30,7 @@ class ShareDrafter:
     on_host = False
     reads = False
     ahead = True
+    at_once = False
 
     def __init__(
         self,
@@ -51,6 +52,12 @@ class ShareDrafter:
 
     def read(self, row: int, tokens: list[int]) -> None:
         pass  # the target's own steps write what it reads
+
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        return 0
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        return False
 
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         pass

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compile.attention import Branches, attend
 from compile.fused import project
+from compile.ranges import Range, Ranges, first_blocks
 from multigpu.tensor import WHOLE, Part
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
@@ -165,10 +166,12 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        block_device: torch.device | str | None = None,
         part: Part = WHOLE,
     ) -> None:
-        """`part`: what this rank has of heads and of each linear's outputs; what `o`, `down` and the head give is
-        gathered by whoever puts that in their place.
+        """`block_device`: of the blocks, if it is another: on `meta` they take no memory before they are replaced.
+        `part`: what this rank has of heads and of each linear's outputs; what `o`, `down` and the head give is gathered
+        by whoever puts that in their place.
         """
         super().__init__()
         self.config, self.part = config, part
@@ -178,7 +181,8 @@ class Decoder(nn.Module):
         self.step_widths: frozenset[int] = frozenset()
         table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embed = nn.Embedding.from_pretrained(table_VD)
-        self.blocks = nn.ModuleList(Block(config, kind, part, dtype=dtype, device=device) for kind in config.layers)
+        place = device if block_device is None else block_device
+        self.blocks = nn.ModuleList(Block(config, kind, part, dtype=dtype, device=place) for kind in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
         self.head = nn.Linear(config.hidden_size, part.of(config.vocab_size), bias=False, dtype=dtype, device="meta")
         head_VD = self.embed.weight if part == WHOLE else nn.Parameter(table_VD[part.rows(config.vocab_size)])
@@ -190,8 +194,9 @@ class Decoder(nn.Module):
             self.register_buffer(f"cos_{i}", cos, persistent=False)
             self.register_buffer(f"sin_{i}", sin, persistent=False)
         self.run_block: Callable[..., Tensor] = call_block
-        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x. Compilation and offloading put
-        theirs."""
+        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x. Compilation puts its own here."""
+        self.ranges: Ranges = lambda: (Range(0, len(config.layers)),)
+        """How blocks run, at each call, one by one: offloading puts its own here."""
         self.run_stack: Callable[..., Tensor] | None = None
         """(x, cache, branches) -> x: all blocks and the last norm, where compilation puts something of its own here."""
 
@@ -244,11 +249,14 @@ class Decoder(nn.Module):
 
     def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None) -> Tensor:
         tables = self.rope_tables
-        layers = zip(self.blocks, self.config.layers, cache.k, cache.v, strict=True)
-        for depth, (block, kind, k_BKSd, v_BKSd) in enumerate(layers, 1):
-            tensors = (*tables[max(kind.rope, 0)], k_BKSd, v_BKSd, cache.lengths, *(branches or ()))
-            x_BTD = self.run_block(block, x_BTD, *tensors, recent=cache.recent)
-            cache.tap(depth, x_BTD)
+        for each in first_blocks(self.ranges(), len(self.blocks)):
+            each.before()
+            for index in range(each.first, each.first + each.num_blocks):
+                rotary = tables[max(self.config.layers[index].rope, 0)]
+                tensors = (*rotary, cache.k[index], cache.v[index], cache.lengths, *(branches or ()))
+                x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=cache.recent)
+                cache.tap(index + 1, x_BTD)
+            each.after()
         if self._norm_in_head and self.normed_depth not in cache.taps:
             return x_BTD
         normed_BTD = self.norm(x_BTD)

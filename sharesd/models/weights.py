@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from multigpu.tensor import TILE, WHOLE, Part, require_even
 from sharesd.models import folder as files
 from sharesd.models.base import CausalModel
-from sharesd.models.decoder import Decoder, RMSNorm
+from sharesd.models.decoder import Block, Decoder, RMSNorm
 from sharesd.models.decoder_config import DecoderConfig, Unsupported
 from sharesd.models.progress import Progress, silent
 from sharesd.models.resolve import resolve
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 """Makes a checkpoint's tensors anew, one after the other: names and values."""
+EachBlock = Callable[[Decoder, int], None]
+"""Called with a decoder and the number of a block that has its weights now: it may quantize them, or move them away,
+before the next block takes memory. The order is that of the checkpoint."""
+EMBEDDING = "model.embed_tokens.weight"
+_LAYERS = "model.layers."
 
 
 def load_model(
@@ -35,25 +41,46 @@ def load_model(
     trust_remote_code: bool = False,
     progress: Progress = silent,
     tensors: Tensors | None = None,
+    each_block: EachBlock | None = None,
+    map_embedding: bool = False,
     part: Part = WHOLE,
 ) -> CausalModel:
     """The native decoder where it serves the checkpoint exactly, else transformers' own model.
 
-    `tensors` stand in for the folder's weight files, which it need not have then; only the native decoder takes them,
-    and only that is read in parts.
+    `tensors` stand in for the folder's weight files, which it need not have then. Only the native decoder takes these
+    and the options that follow, see `load_decoder`.
     Raises ValueError, naming the architecture, where neither does, and for damaged or incomplete checkpoints.
     """
     try:
         config = decoder_config(folder)
     except Unsupported as reason:
-        if tensors is not None or part != WHOLE:
+        if tensors is not None or each_block is not None or part != WHOLE:
             raise
         from sharesd.models.hf import load_hf
 
         log.info("%s; using the transformers fallback", reason)
         return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     log.info("%s: native decoder", config.architecture)
-    return load_decoder(folder, dtype=dtype, device=device, progress=progress, tensors=tensors, part=part)
+    return load_decoder(
+        folder,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        tensors=tensors,
+        each_block=each_block,
+        map_embedding=map_embedding,
+        part=part,
+    )
+
+
+def embedding_dtype(folder: Path) -> torch.dtype | None:
+    """In which the embedding is stored; None where that takes more than reading a header."""
+    for file in files.weight_files(folder):
+        if file.suffix == ".safetensors":
+            for name, tensor in files.read_tensors(file):
+                if _plain_name(name) == EMBEDDING:
+                    return tensor.dtype
+    return None
 
 
 def decoder_config(folder: Path) -> DecoderConfig:
@@ -72,26 +99,53 @@ def load_decoder(
     device: torch.device | str = "cpu",
     progress: Progress = silent,
     tensors: Tensors | None = None,
+    each_block: EachBlock | None = None,
+    map_embedding: bool = False,
     part: Part = WHOLE,
 ) -> Decoder:
-    """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, one tensor at
-    a time, and of each the rows of this part.
+    """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, and of each
+    linear the rows of this part.
 
-    Raises ValueError naming missing, unexpected or wrongly shaped tensors, and what cannot be cut into such parts.
+    A block takes memory when the last of its tensors has been found (until then those stay in their files). With
+    `map_embedding` the embedding takes none, if it has the right dtype: its rows stay in the file, which the system
+    reads as they are needed. Raises ValueError naming missing, unexpected or wrongly shaped tensors, and what cannot be
+    cut into such parts.
     """
     config = decoder_config(folder)
     check_cuts(config, part.size)
     stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
-    decoder = Decoder(config, dtype=dtype, device=device, part=part).eval().requires_grad_(False)
+    decoder = Decoder(config, dtype=dtype, device=device, block_device="meta", part=part).eval().requires_grad_(False)
     decoder.eos_ids = files.eos_ids(folder)
-    fill(
-        dict(_slots(decoder)),
-        _cut(_named(stored, config), config, part),
-        folder,
-        f"architecture {config.architecture!r}",
-        progress,
-    )
+    num_tensors = [len(list(block_slots(block, config))) for block in decoder.blocks]
+    found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of blocks which are not complete
+
+    def put(name: str, slot: Tensor, tensor: Tensor) -> None:
+        if map_embedding and name == EMBEDDING and tensor.dtype == dtype and tensor.device == slot.device:
+            decoder.embed.weight.data = tensor
+            if config.tied:
+                decoder.head.weight.data = tensor[part.rows(config.vocab_size)]
+            return
+        if not slot.is_meta:
+            slot.copy_(tensor)
+            return
+        number, _, rest = name.removeprefix(_LAYERS).partition(".")
+        index = int(number)
+        found[index][rest] = tensor
+        if len(found[index]) == num_tensors[index]:
+            values, block = found.pop(index), Block(config, config.layers[index], part, dtype=dtype, device=device)
+            for rest, place in block_slots(block, config):
+                place.copy_(values[rest])
+            decoder.blocks[index] = block.eval().requires_grad_(False)
+            if each_block is not None:
+                each_block(decoder, index)
+
+    what = f"architecture {config.architecture!r}"
+    fill(dict(decoder_slots(decoder)), _cut(_named(stored, config), config, part), folder, what, progress, put)
     return decoder
+
+
+def _copy(name: str, slot: Tensor, tensor: Tensor) -> None:
+    slot.copy_(tensor)
 
 
 def fill(
@@ -100,8 +154,10 @@ def fill(
     folder: Path,
     what: str,
     progress: Progress = silent,
+    put: Callable[[str, Tensor, Tensor], None] = _copy,
 ) -> None:
-    """Copy each tensor of a checkpoint (its name there, that of its slot, and its values) into its slot.
+    """Put each tensor of a checkpoint (its name there, that of its slot, and its values) into its slot: `put` gets the
+    slot's name, the slot, and the tensor.
 
     Raises ValueError naming missing, unexpected or wrongly shaped tensors.
     """
@@ -114,7 +170,7 @@ def fill(
         if slot.shape != tensor.shape:
             found, wanted = list(tensor.shape), list(slot.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
-        slot.copy_(tensor)
+        put(name, slot, tensor)
         progress("loading weights", num_slots - len(slots), num_slots)
     if slots or unexpected:
         problems = [
@@ -160,7 +216,7 @@ def _cut(
     outputs |= {"o_proj": (config.hidden_size,), "down_proj": (config.hidden_size,)}
     outputs |= {"gate_proj": (config.mlp_size,), "up_proj": (config.mlp_size,), "gate_up_proj": (config.mlp_size,) * 2}
     for stored_name, name, tensor in named:
-        rows = outputs.get(name.split(".")[-2])
+        rows = outputs.get(name.rpartition(".")[0].rpartition(".")[2])
         yield stored_name, name, tensor if rows is None else part.cut(tensor, rows)
 
 
@@ -176,15 +232,15 @@ def _plain_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+def decoder_slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Where each tensor of a checkpoint goes: its name and a view of the parameter (rows of it, where merged)."""
-    yield "model.embed_tokens.weight", decoder.embed.weight.data
+    yield EMBEDDING, decoder.embed.weight.data
     yield "model.norm.weight", decoder.norm.weight.data
     if not decoder.config.tied:
         yield "lm_head.weight", decoder.head.weight.data
     for i, block in enumerate(decoder.blocks):
         for name, tensor in block_slots(block, decoder.config):
-            yield f"model.layers.{i}.{name}", tensor
+            yield f"{_LAYERS}{i}.{name}", tensor
 
 
 def block_slots(block: Any, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:

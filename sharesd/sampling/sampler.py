@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches
-from compile.topk import top_k
+from compile.topk import top_logp
 from sharesd import sampling
 from sharesd.decoding.tree import DraftTree, Verdict
 from sharesd.sampling import Kind, RowSampling, Stream
@@ -57,35 +57,49 @@ class Sampler:
         self._noise.clear()
 
     def draft(
-        self, logits_BV: Tensor, drafted_BN: Tensor, positions_B: Tensor, root_at_B: Tensor
+        self,
+        logits_BV: Tensor,
+        drafted_BN: Tensor,
+        positions_B: Tensor,
+        root_at_B: Tensor,
+        ids_V: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """A model drafter's token [B] for these positions, after root and `drafted` (-1 = none yet); its distribution
-        [B, V] where acceptance asks for it.
+        [B, vocabulary] where acceptance asks for it. Its logits are about the tokens `ids` (None = all).
 
         With `match` it uses the target's own noise of that position, so that both choose alike where they can.
         """
         kind = self.kind
-        logits_B1V = self._process(logits_BV[:, None], drafted_BN)
+        logits_B1V, ids_V = self._narrow(logits_BV[:, None], ids_V)
+        logits_B1V = self._process(logits_B1V, drafted_BN)
         if kind.acceptance == "match":
-            return sampling.choose(logits_B1V, self._draw_ahead(positions_B))[:, 0], None
+            return _named(sampling.choose(logits_B1V, self._draw_ahead(positions_B, ids_V))[:, 0], ids_V), None
         probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
         noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
         return sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV
 
     def spread(
-        self, logits_BFV: Tensor, num: int, positions_B: Tensor, nodes_BC: Tensor, seen_BFC: Tensor | None
+        self,
+        logits_BFV: Tensor,
+        num: int,
+        positions_B: Tensor,
+        nodes_BC: Tensor,
+        seen_BFC: Tensor | None,
+        ids_V: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The `num` likeliest tokens [B, F, num] for these positions after F nodes, and their log probabilities.
 
         Sees the target's noise of that position: what is ranked is how likely the target's choice is, given it.
-        `nodes_BC` are all nodes so far (-1 = none yet), `seen_BFC` those on the path of each (for penalties only).
+        `nodes_BC` are all nodes so far (-1 = none yet), `seen_BFC` those on the path of each (for penalties only). The
+        logits are about the tokens `ids` (None = all).
         """
+        logits_BFV, ids_V = self._narrow(logits_BFV, ids_V)
         logits_BFV = self._process(logits_BFV, nodes_BC, seen_BFC)
-        noise_B1V = self._draw_ahead(positions_B)
+        noise_B1V = self._draw_ahead(positions_B, ids_V)
         scores_BFV = logits_BFV if noise_B1V is None else logits_BFV + noise_B1V
-        tokens_BFk = top_k(scores_BFV.flatten(0, 1), num).view(*scores_BFV.shape[:2], num)
-        wide_BFV = scores_BFV if scores_BFV.dtype == torch.float64 else scores_BFV.float()
-        return tokens_BFk, wide_BFV.gather(-1, tokens_BFk) - wide_BFV.logsumexp(-1, keepdim=True)
+        best_Rk, logp_Rk = top_logp(scores_BFV.flatten(0, 1), num)
+        shape = (*scores_BFV.shape[:2], num)
+        return _named(best_Rk, ids_V).view(shape), logp_Rk.view(shape)
 
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
         """What the target makes of the draft; ends the round's noise."""
@@ -142,6 +156,16 @@ class Sampler:
         rows, kind = self.rows, self.kind
         return sampling.process(logits_BTV, kind, rows, draft_BN=draft_BN, seen_BTN=seen_BTN, legal_BTW=legal_BTW)
 
+    def _narrow(self, logits_BTK: Tensor, ids_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits about the tokens `ids`; about all, -inf for others, where requests name tokens or want to know what
+        all probabilities are.
+        """
+        kind = self.kind
+        if ids_K is None or not (kind.biased or kind.penalized or kind.truncated or self.wants_probs):
+            return logits_BTK, ids_K
+        wide_BTV = logits_BTK.new_full((*logits_BTK.shape[:2], self.vocab_size), -torch.inf)
+        return wide_BTV.index_copy_(2, ids_K, logits_BTK), None
+
     def _noise_behind(self, lengths_B: Tensor, num: int) -> Tensor | None:
         """The target's noise [B, num, V] of so many positions after the root; None if all rows are greedy."""
         if not self.kind.sampled:
@@ -153,14 +177,16 @@ class Sampler:
             noise += [self._target_noise(_behind(lengths_B, at, at)) for at in range(known + 1, num + 1)]
         return noise[0] if len(noise) == 1 else torch.cat(noise, 1)
 
-    def _draw_ahead(self, positions_B: Tensor) -> Tensor | None:
-        """The target's noise [B, 1, V] for a draft's next position; None if all rows are greedy."""
+    def _draw_ahead(self, positions_B: Tensor, ids_V: Tensor | None) -> Tensor | None:
+        """The target's noise [B, 1, V] for a draft's next position, of the tokens `ids` (None = all); None if all rows
+        are greedy.
+        """
         if not self.kind.sampled:
             return None
         noise_B1V = self._target_noise(positions_B[:, None])
         if self._keep_noise:
             self._noise.append(noise_B1V)
-        return noise_B1V
+        return noise_B1V if ids_V is None else noise_B1V.gather(2, ids_V.expand(len(noise_B1V), 1, -1))
 
     def _target_noise(self, positions_BD: Tensor) -> Tensor:
         """The target's noise [B, D, V] of these positions, 0 for greedy rows."""
@@ -171,6 +197,11 @@ class Sampler:
         """Gumbel noise [B, D, V]; always by this one function, so that every mode gets the same bits."""
         seeds_B = self.rows.seeds_B if fork_at_B is None else sampling.fork(self.rows.seeds_B, fork_at_B)
         return self._gumbel(seeds_B, positions_BD, self.vocab_size, stream=stream)
+
+
+def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
+    """Token ids of these places in the logits."""
+    return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 
 def _behind(lengths_B: Tensor, first: int, last: int) -> Tensor:

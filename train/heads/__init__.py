@@ -1,1 +1,3 @@
-"""`python -m train eagle` and `eagle3`: heads that learn from the frozen target's hidden states and logits."""
+"""`python -m train eagle`, `eagle3`, `parallel`, `glide` and `draft`: what drafts learns from the frozen target's
+hidden states, keys and values, and choices.
+"""

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from sharesd.models.heads.files import save_head
-from sharesd.models.heads.head import Head
+from train.heads.draft import Draft, Learner, save_draft
 
 LAST, BEST, STATE = "last", "best", "training.pt"
 """Folders of heads, and what training goes on from, in the folder of a training."""
 
 
-def write_head(head: Head, folder: Path) -> None:
+def write_head(head: Learner, folder: Path) -> None:
     """In the public layout, in place of one of the same shape that may be there."""
-    _replacing(folder, lambda draft: save_head(head, draft))
+    _replacing(folder, lambda to: save_draft(head, to) if isinstance(head, Draft) else save_head(head, to))
 
 
 def write_state(state: dict[str, Any], folder: Path) -> None:

@@ -1,9 +1,10 @@
-"""`eagle`, `eagle3`: train a head for a target, on the target's own answers."""
+"""`eagle`, `eagle3`, `parallel`, `glide`: train a head for a target, on the target's own answers."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("train an EAGLE head", {"draft_vocab": None, "feature_weight": 0.1}),
     "eagle3": ("train an EAGLE-3 head", {"draft_vocab": 8192, "feature_weight": 0.0}),
+    "glide": ("train a GLIDE head", {"draft_vocab": 8192, "feature_weight": 0.0}),
+    "parallel": (
+        "train a head that guesses in one pass",
+        {"draft_vocab": 8192, "feature_weight": 0.0, "unroll": "5"},
+    ),
+    "draft": (
+        "train a small decoder for mode classic",
+        {"draft_vocab": None, "init": None, "unroll": "1", "decay": 1.0, "feature_weight": 0.0},
+    ),
 }
 SAMPLE = 3
 """Steps that a dry run takes, the first of which is not timed."""
@@ -50,19 +60,15 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     group.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens per row; longer texts are cut")
     group.add_argument("--held-out", type=float, default=0.05, metavar="SHARE", help="of the prompts, to measure with")
     group.add_argument("--seed", type=int, default=0, help="of the order of texts")
-    group = parser.add_argument_group("head")
     group.add_argument(
-        "--draft-vocab",
-        type=int,
-        metavar="N",
-        help="the head guesses the N tokens that the answers have most often, through an LM head of its own",
+        "--states",
+        metavar="DIR",
+        help="keep the target's hidden states there, so that it reads each text once (default: it reads them anew)",
     )
-    if kind == "eagle3":
-        group.add_argument(
-            "--taps",
-            metavar="N,N,N",
-            help="hidden states that it reads, behind so many blocks (default: 2, half, all but 3)",
-        )
+    if kind == "draft":
+        _add_decoder_options(parser.add_argument_group("decoder"))
+    else:
+        _add_head_options(parser.add_argument_group("head"), kind)
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
@@ -72,10 +78,18 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     group.add_argument("--warmup", type=float, default=0.05, metavar="SHARE", help="of the steps, in which it rises")
     group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
     group.add_argument("--weight-decay", type=float, default=0.0)
-    group.add_argument("--unroll", type=int, default=3, metavar="N", help="steps of a chain that are trained")
-    group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
+    group.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: for the matrices between embedding and LM head (Jordan et al. 2024); AdamW for the others",
+    )
+    if kind != "draft":
+        _add_chain_options(group, kind)
     group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
-    group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
+    group.add_argument(
+        "--rejection-weight", type=float, default=0.0, help="of the probability that a drawn guess is rejected"
+    )
     group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products in training")
     group = parser.add_argument_group("measuring")
     group.add_argument("--check-every", type=int, default=100, metavar="N", help="steps between checkpoints")
@@ -91,6 +105,57 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
 
 
+def _add_head_options(group: Any, kind: str) -> None:
+    group.add_argument(
+        "--init",
+        metavar="DIR",
+        help="begin as this trained head, with its draft tokens and depths, for example on more answers (default: as "
+        "the target's last block)",
+    )
+    group.add_argument(
+        "--draft-vocab",
+        type=int,
+        metavar="N",
+        help="the head guesses the N tokens that the answers have most often, through an LM head of its own",
+    )
+    if kind == "parallel":
+        group.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of the head, 1 or 2")
+    if kind == "glide":
+        group.add_argument(
+            "--target-layers",
+            metavar="N,N",
+            help="layers of the target whose keys and values it looks into, from 0 (default: the last)",
+        )
+    elif kind != "eagle":
+        group.add_argument(
+            "--taps",
+            metavar="N,N,N",
+            help="hidden states that it reads, behind so many blocks (default: 2, half, all but 3)",
+        )
+
+
+def _add_decoder_options(group: Any) -> None:
+    group.add_argument("--layers", type=int, default=3, metavar="N", help="it begins as so many of the target's")
+    group.add_argument("--hidden-size", type=int, metavar="N", help="default: half of the target's, in whole 64")
+
+
+def _add_chain_options(group: Any, kind: str) -> None:
+    group.add_argument(
+        "--unroll",
+        default="3",
+        metavar="N,N",
+        help="tokens that one pass guesses; several numbers follow each other in equal shares of training"
+        if kind == "parallel"
+        else "steps of a chain that are trained; several numbers follow each other in equal shares of training",
+    )
+    if kind == "parallel":
+        group.add_argument(
+            "--anchors", type=float, default=0.25, metavar="SHARE", help="of the places, behind which masks are trained"
+        )
+    group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
+    group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
+
+
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit status."""
     _check(args)
@@ -98,7 +163,16 @@ def run(args: argparse.Namespace) -> int:
     made, out = settings_of(Path(args.data)), Path(args.out_dir)
     if not (args.resume or args.dry_run) and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out-dir {out} is not empty; add --resume to go on there, or give another folder")
-    taps = _taps(args)
+    taps = _numbers(args, "target_layers", "29,20") if args.kind == "glide" else _numbers(args, "taps", "2,15,27")
+    unroll = _numbers(args, "unroll", "1,2,4")
+    if min(unroll) < 1:
+        raise ValueError(f"--unroll is {args.unroll}; it must be at least 1")
+    if args.kind == "parallel" and not max(2, args.chain) <= max(unroll):
+        raise ValueError(
+            f"--unroll is {args.unroll} and --chain {args.chain}; the head guesses as many tokens as --unroll says, at "
+            "least 2, and chains of no more can be measured"
+        )
+    states = None if args.states is None else Path(args.states)
     with loading_bars() as progress:
         from compile.threads import CREW  # torch takes seconds, mistakes should not
         from train.heads.session import Session, Task
@@ -108,6 +182,7 @@ def run(args: argparse.Namespace) -> int:
         CREW.fix(threads)
         task = Task(
             kind=args.kind,
+            init=None if args.init is None else Path(args.init),
             data=Path(args.data),
             target=args.target or made.get("target"),
             dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
@@ -119,6 +194,9 @@ def run(args: argparse.Namespace) -> int:
             taps=taps,
             held_out=args.held_out,
             chain=args.chain,
+            draft_length=max(unroll) if args.kind == "parallel" else 1,
+            layers=getattr(args, "layers", 1),
+            hidden_size=getattr(args, "hidden_size", None),
         )
 
         def recipe(rows: Any) -> Recipe:
@@ -129,19 +207,28 @@ def run(args: argparse.Namespace) -> int:
                 warmup=args.warmup,
                 clip=args.clip,
                 weight_decay=args.weight_decay,
-                unroll=args.unroll,
+                optimizer=args.optimizer,
+                unroll=unroll,
                 decay=args.decay,
                 kl_weight=args.kl_weight,
                 feature_weight=args.feature_weight,
+                anchors=getattr(args, "anchors", 1.0),
+                rejection_weight=args.rejection_weight,
                 bf16=args.precision == "bf16",
             )
 
         session = Session(task, recipe, progress)
     _say(_plan(session))
+    if states is not None:
+        from train.heads.states import check_room
+
+        stored = sum(path.stat().st_size for path in states.glob("*.safetensors"))
+        _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {states}, {stored / 1e9:.2f} GB of it there")
+        check_room(states, session.states_bytes - stored)
     if args.dry_run:
         _say(_sample(session))
         return 0
-    session.begin(out, costs)
+    session.begin(out, costs, states)
     draft, verify = (
         seconds / session.costs.of_step(1) for seconds in (session.costs.draft, session.costs.of_step(1 + args.chain))
     )
@@ -157,7 +244,8 @@ def _train(session: Session, check_every: int) -> None:
         if "rates" in record:
             _say(_found(record, total))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err_console, disable=not err_console.is_terminal) as bars:
+    bars = Progress(*columns, TimeRemainingColumn(), console=err_console, disable=not err_console.is_terminal)
+    with closing(session), bars:
         bar = bars.add_task("training", total=total, completed=trainer.step)
         while trainer.step < total:
             loss = session.advance()["loss"]
@@ -165,7 +253,6 @@ def _train(session: Session, check_every: int) -> None:
             if trainer.step % check_every == 0 or trainer.step == total:
                 session.check()
                 _say(_found(session.journal.records[-1], total))
-    session.journal.close()
 
 
 def _found(record: dict[str, Any], total: int) -> str:
@@ -183,7 +270,7 @@ def _plan(session: Session) -> str:
     tokens, held_out = (sum(place.length for place in places) for places in (split.train, split.held_out))
     epochs = recipe.steps * recipe.batch / len(session.rows)
     return (
-        f"{task.kind} head of {parameters:.1f}M parameters, {session.head.config.draft_vocab_size:,} draft tokens: "
+        f"{task.kind} of {parameters:.1f}M parameters, {session.head.config.draft_vocab_size:,} draft tokens: "
         f"{recipe.steps} steps of {recipe.batch} rows of {task.max_length} tokens, {epochs:.1f} epochs of "
         f"{len(split.train)} answers ({tokens:,} tokens); held out: {len(split.held_out)} answers ({held_out:,} tokens)"
     )
@@ -211,20 +298,22 @@ def _say(text: str) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """ValueError for numbers that mean nothing."""
-    for name in ("max_length", "batch", "unroll", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
+    for name in ("max_length", "batch", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     for name in ("lr", "clip", "decay"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")
+    if not 0 < getattr(args, "anchors", 1.0) <= 1:
+        raise ValueError(f"--anchors is {args.anchors}; give a share above 0, at most 1")
     for name in ("held_out", "warmup"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give a share from 0 up to 1")
-    if not (args.kl_weight >= 0 and args.feature_weight >= 0 and args.kl_weight + args.feature_weight > 0):
-        raise ValueError(
-            f"--kl-weight is {args.kl_weight} and --feature-weight {args.feature_weight}; give at least one above 0"
-        )
+    weights = {name: getattr(args, name) for name in ("kl_weight", "feature_weight", "rejection_weight")}
+    if min(weights.values()) < 0 or not any(weights.values()):
+        said = ", ".join(f"--{name.replace('_', '-')} {weight}" for name, weight in weights.items())
+        raise ValueError(f"the weights of losses are {said}; give none below 0 and at least one above")
     if DTYPES.get(args.dtype, args.dtype) not in ("auto", *DTYPES.values()):
         raise ValueError(f"--dtype is {args.dtype!r}; give auto or one of {', '.join(DTYPES)}")
 
@@ -240,12 +329,12 @@ def _costs(args: argparse.Namespace) -> Costs | None:
         raise ValueError(f"--costs is {args.costs!r}; give two numbers, for example 0.1,1.5") from None
     if not (draft > 0 and verify > 0):
         raise ValueError(f"--costs is {args.costs!r}; both must be above 0")
-    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft)
+    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft, at_once=args.kind == "parallel")
 
 
-def _taps(args: argparse.Namespace) -> tuple[int, ...]:
-    given = getattr(args, "taps", None)
+def _numbers(args: argparse.Namespace, name: str, example: str) -> tuple[int, ...]:
+    given = getattr(args, name, None)
     try:
         return tuple(map(int, given.split(","))) if given else ()
     except ValueError:
-        raise ValueError(f"--taps is {given!r}; give numbers of blocks, for example 2,15,27") from None
+        raise ValueError(f"--{name.replace('_', '-')} is {given!r}; give numbers, for example {example}") from None

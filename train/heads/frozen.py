@@ -1,6 +1,6 @@
-"""The target that a head learns from: frozen, in its own dtype, through the kernels that decode.
+"""The target that a head learns from: frozen, in its own dtype, through the kernels that decode, or as it was stored.
 
-Legend: N tokens of a text, T places of it, F features, D hidden size, V vocabulary.
+Legend: N tokens of a text, T places of it, F features, D hidden size, K key/value heads, d head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from compile.pages import weights_on_huge_pages
 from compile.stack import NativeStack, Unsuited
 from sharesd.decoding.prefill import CHUNK
 from sharesd.models.decoder import Decoder
+from train.heads.states import StateStore
 
 ROWS = 256
 """Rows of logits that are made at a time."""
@@ -37,29 +38,45 @@ class Lesson(NamedTuple):
     foretold_T: Tensor
     said_N: Tensor
     """Which tokens of the whole text are the assistant's."""
+    text_N: Tensor
+    """All of its tokens."""
+    anchors_A: Tensor | None = None
+    """Places at which longer chains begin, ascending; None: all."""
 
     def counted(self, step: int) -> Tensor:
         """Places [T] at which a chain's guess after `step` others counts: the token that it goes on from and all that
         it foretells are the assistant's, as they are in decoding.
         """
-        T = len(self.foretold_T)
+        T, device = len(self.foretold_T), self.said_N.device
         if step >= T:
-            return torch.zeros(T, dtype=torch.bool, device=self.said_N.device)
-        return F.pad(self.said_N[1:].unfold(0, step + 2, 1).all(1), (step, 0))
+            return torch.zeros(T, dtype=torch.bool, device=device)
+        counted_T = F.pad(self.said_N[1:].unfold(0, step + 2, 1).all(1), (step, 0))
+        if step and self.anchors_A is not None:
+            begun_T = torch.zeros(T, dtype=torch.bool, device=device).index_fill_(0, self.anchors_A, True)
+            counted_T &= F.pad(begun_T[:-step], (step, 0))
+        return counted_T
 
 
 class FrozenTarget:
     """Reads one text at a time, so that no text sees another and nothing is padded."""
 
-    def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int) -> None:
-        """`taps` are those of the head. What needs the decoder's plain linears comes before."""
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int, layers: tuple[int, ...] = ()) -> None:
+        """`taps`, and `layers` whose keys and values are features, are those of the head. What needs the decoder's
+        plain linears comes before.
+        """
+        self.decoder, self._layers, c = decoder, layers, decoder.config
         self.dtype = torch.promote_types(decoder.embed.weight.dtype, torch.float32)
         """Of lessons."""
-        self._num_features = len(taps) * decoder.config.hidden_size
+        num_kept = len(layers) * 2 * c.num_kv_heads * c.head_dim
+        self._num_features = len(taps) * c.hidden_size + num_kept
         if decoder.embed.weight.device.type == "cpu":
             _decode_natively(decoder)
-        self._cache = decoder.new_cache(1, max_length, sorted({*taps, decoder.normed_depth}))
+        depths = sorted({*taps, decoder.normed_depth})
+        self._cache = decoder.new_cache(1, max_length, depths)
+        self.bytes_per_token = (len(depths) * c.hidden_size + num_kept) * decoder.embed.weight.element_size()
+        """Of hidden states, and of keys and values."""
+        self.store: StateStore | None = None
+        """Where hidden states are kept and found again."""
 
     def lessons(self, row: dict[str, Tensor]) -> list[Lesson]:
         """Of every text of a packed row that is long enough to foretell something."""
@@ -72,23 +89,35 @@ class FrozenTarget:
         head, dtype = self.decoder.head, self.decoder.embed.weight.dtype
         return torch.cat([head(part.to(dtype)).argmax(1) for part in hidden_TD.split(ROWS)])
 
-    @torch.no_grad()
     def _lesson(self, tokens_N: Tensor, said_N: Tensor) -> Lesson:
-        cache, device = self._cache, self.decoder.embed.weight.device
-        tokens_N, said_N = tokens_N.to(device), said_N.to(device)
-        keep_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        device = self.decoder.embed.weight.device
+        states_NF = self.store.get(tokens_N) if self.store is not None else None
+        if states_NF is None:
+            states_NF = self._read(tokens_N.to(device))
+            if self.store is not None:
+                self.store.add(tokens_N, states_NF)
+        hidden_NF = states_NF.to(device, self.dtype)
+        return Lesson(
+            tokens_1T=tokens_N[None, 1:-1].to(device),
+            features_1TF=hidden_NF[None, :-2, : self._num_features],
+            teacher_TD=hidden_NF[1:-1, -self.decoder.config.hidden_size :],
+            foretold_T=tokens_N[2:].to(device),
+            said_N=said_N.to(device),
+            text_N=tokens_N.to(device),
+        )
+
+    @torch.no_grad()
+    def _read(self, tokens_N: Tensor) -> Tensor:
+        """Keys and values in layers that are looked into, and hidden states [N, F] of a text, in the target's dtype."""
+        cache, keep_11 = self._cache, torch.zeros(1, 1, dtype=torch.int64, device=tokens_N.device)
         for first in range(0, len(tokens_N), CHUNK):
             cache.lengths.fill_(first)
             self.decoder(tokens_N[None, first : first + CHUNK], cache, keep_11)
         assert cache.features is not None
-        hidden_NF = cache.features[0, : len(tokens_N)].to(self.dtype, copy=True)  # the next text goes there
-        return Lesson(
-            tokens_1T=tokens_N[None, 1:-1],
-            features_1TF=hidden_NF[None, :-2, : self._num_features],
-            teacher_TD=hidden_NF[1:-1, -self.decoder.config.hidden_size :],
-            foretold_T=tokens_N[2:],
-            said_N=said_N,
-        )
+        num = len(tokens_N)
+        both = (part_1KNd[0] for layer in self._layers for part_1KNd in cache.kv(layer, num))
+        seen = [part_KNd.transpose(0, 1).flatten(1) for part_KNd in both]
+        return torch.cat([*seen, cache.features[0, :num]], 1)  # a copy: the next text goes there
 
 
 def _decode_natively(decoder: Decoder) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sharesd.decoding.costs import Costs
 from sharesd.decoding.tree import chain
-from sharesd.models.heads.head import Head
+from train.heads.draft import Learner, unroll
 from train.heads.frozen import ROWS, FrozenTarget, Lesson
 
 
@@ -40,7 +40,7 @@ class Acceptance:
 
 
 @torch.no_grad()
-def acceptance(head: Head, frozen: FrozenTarget, rows: Iterable[dict[str, Tensor]], length: int) -> Acceptance:
+def acceptance(head: Learner, frozen: FrozenTarget, rows: Iterable[dict[str, Tensor]], length: int) -> Acceptance:
     """Of chains of this length, on packed rows."""
     found = Acceptance([0] * length, [0] * length)
     for row in rows:
@@ -49,8 +49,8 @@ def acceptance(head: Head, frozen: FrozenTarget, rows: Iterable[dict[str, Tensor
     return found
 
 
-def _add(found: Acceptance, head: Head, frozen: FrozenTarget, lesson: Lesson) -> None:
-    unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, len(found.reached))
+def _add(found: Acceptance, head: Learner, frozen: FrozenTarget, lesson: Lesson) -> None:
+    unrolled = unroll(head, lesson, len(found.reached))
     choices_T = frozen.choices(lesson.teacher_TD)
     on_text_T = choices_T == lesson.foretold_T
     alive_T = torch.ones_like(on_text_T)  # by where the coming guess is made
@@ -65,7 +65,7 @@ def _add(found: Acceptance, head: Head, frozen: FrozenTarget, lesson: Lesson) ->
         alive_T[0] = False
 
 
-def _guesses(head: Head, frozen: FrozenTarget, states_ND: Tensor) -> Tensor:
+def _guesses(head: Learner, frozen: FrozenTarget, states_ND: Tensor) -> Tensor:
     """The likeliest tokens [N], by their ids in the target."""
     hidden_ND = head.before_logits(states_ND)
     if head.lm_head is None:

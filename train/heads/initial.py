@@ -1,4 +1,5 @@
-"""What a head begins with: the target's last block, which reads the deepest features as they are.
+"""What a head begins with: the target's last block, which reads the deepest features as they are; GLIDE, which reads
+tokens, looks into each layer as that does.
 
 Features of EAGLE lie behind the target's last norm: they are w * h / rms(h), for its weight w and the residual
 stream h. So that the block does to them what it does to h, w goes out of what it reads and, over rms(h), into what it
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from sharesd.models.decoder import Block, Decoder
-from sharesd.models.heads.config import LAYER_IDS, HeadConfig, Kind
+from sharesd.models.heads.config import GLIDE, GLIDE_LAYERS, LAYER_IDS, HeadConfig, Kind
 from sharesd.models.heads.eagle3 import Eagle3
 from sharesd.models.heads.files import new_head
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.glide import Glide
+from sharesd.models.heads.head import FeatureHead, Head
 
 
 @torch.no_grad()
@@ -31,30 +33,38 @@ def initial_head(
     *,
     ids_K: Tensor | None = None,
     taps: tuple[int, ...] = (),
+    **changes: Any,
 ) -> Head:
-    """A head in the target's dtype, with the draft tokens `ids` (None: all) and, for EAGLE-3, other depths than usual.
-    In `text` EAGLE sees how large hidden states are.
+    """A head in the target's dtype, with the draft tokens `ids` (None: all) and, but for EAGLE-1, other depths than
+    usual, or for GLIDE other layers. In `text` EAGLE-1 sees how large hidden states are. `changes` of the config.
 
-    The embedding of the next token has no weight yet. Call it while the target has its plain linears.
+    The embedding of the next token has no weight yet, and masks differ from the root's place by their position alone.
+    Call it while the target has its plain linears.
     """
-    changes = {LAYER_IDS: list(taps)} if taps else {}
+    if taps:
+        changes |= {GLIDE: {GLIDE_LAYERS: list(taps)}} if kind == "glide" else {LAYER_IDS: list(taps)}
     num_draft_tokens = None if ids_K is None else len(ids_K)
     config = HeadConfig.new(kind, target_raw, draft_vocab_size=num_draft_tokens, **changes)
     head = new_head(config, target, ids_K=ids_K)
-    last, D = target.blocks[-1], config.block.hidden_size
+    (last, *upper), D = target.blocks[-len(head.blocks) :], config.block.hidden_size
     assert isinstance(last, Block)
     attn_norm_D, mlp_norm_D = (norm.get_parameter("weight") for norm in (last.attn_norm, last.mlp_norm))
     block = head.block
     for parameter in head.parameters():
         parameter.zero_()
-    head.fc.weight[:, -D:] = torch.eye(D)  # the features lie behind the embedding, the deepest ones last
     for to, weight in (
         (block.mlp.gate_up, last.mlp.gate_up),
         (block.attn.o, last.attn.o),
         (block.mlp.down, last.mlp.down),
     ):
         to.weight.copy_(weight.weight)
-    if isinstance(head, Eagle3):
+    for to, block_of_target in zip(head.blocks[1:], upper, strict=True):
+        to.load_state_dict(block_of_target.state_dict())
+    if isinstance(head, FeatureHead):
+        head.fc.weight[:, -D:] = torch.eye(D)  # the features lie behind the embedding, the deepest ones last
+    if isinstance(head, Glide):
+        _begin_as_layers(head, target)
+    elif isinstance(head, Eagle3):
         block.attn.qkv.weight[:, D:] = last.attn.qkv.weight
         head.embed_norm.weight.fill_(1)
         head.state_norm.weight.copy_(attn_norm_D)
@@ -70,6 +80,30 @@ def initial_head(
     if head.lm_head is not None:
         head.lm_head.weight.copy_(target.head.weight if ids_K is None else target.head.weight[ids_K])
     return head
+
+
+def _begin_as_layers(head: Glide, target: Decoder) -> None:
+    """Self-attention is that of the first block, which reads embeddings, too; all else is the last block's, and each
+    cross-attention that of its layer.
+    """
+    first, last, block = target.blocks[0], target.blocks[-1], head.block
+    assert isinstance(first, Block) and isinstance(last, Block)
+    block.attn.qkv.weight.copy_(first.attn.qkv.weight)
+    block.attn.o.weight.copy_(first.attn.o.weight)
+    for to, norm in (
+        (block.attn_norm, first.attn_norm),
+        (block.cross_norm, last.attn_norm),
+        (block.mlp_norm, last.mlp_norm),
+        (head.norm, target.norm),
+    ):
+        to.weight.copy_(norm.get_parameter("weight"))
+    for cross in block.cross:
+        layer = target.blocks[cross.layer]
+        assert isinstance(layer, Block)
+        cross.q.weight.copy_(layer.attn.qkv.weight[: len(cross.q.weight)])
+        cross.o.weight.copy_(layer.attn.o.weight)
+        if cross.q_norm is not None and layer.attn.q_norm is not None:
+            cross.q_norm.weight.copy_(layer.attn.q_norm.weight)
 
 
 def _residual_rms(target: Decoder, text_N: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The LM head over a large vocabulary costs several times what the head's block do
 count, in blocks, and never kept: the gradient of the divergence is known in closed form (guess minus target), and is
 taken block by block with the values.
 
-Legend: S unrolled steps, N places that count, D hidden size, K draft tokens.
+Legend: S unrolled steps, N places that count, M states of a block (S * its places), D hidden size, K draft tokens.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.parallel import Parallel
+from train.heads.anchors import guesses
+from train.heads.draft import Draft, Learner, unroll
 from train.heads.frozen import Lesson
 
-LOGITS = 2**24
-"""Logits of the head that are made at a time, at most."""
+LOGITS = 2**21
+"""Logits of the head that are made at a time, at most: what a large cache holds, since they are gone through often."""
 
 
 class Teacher(NamedTuple):
     """How the target chooses among the draft tokens."""
 
     weight_KD: Tensor
-    """Their rows of its LM head, in the dtype of lessons."""
+    """Their rows of its LM head, in the dtype of matrix products."""
     softcap: float
     """Cap of its logits; 0 = none."""
 
@@ -44,49 +46,102 @@ class Losses(NamedTuple):
     """Kullback-Leibler, from the target's choice among the draft tokens to the head's, in nats."""
     feature: Tensor
     """Smooth L1 between states and the target's hidden states, mean over their entries."""
+    rejection: Tensor
+    """Total variation: probability that a token which the head draws is rejected, among the draft tokens."""
 
 
-def losses(head: Head, lesson: Lesson, teacher: Teacher, step_weights: Sequence[float]) -> Losses:
-    """Of as many unrolled steps as there are weights; `step_weights` are those of each place of a step."""
-    counted_ST = torch.stack([lesson.counted(step) for step in range(len(step_weights))])
-    at_N = counted_ST[0].nonzero()[:, 0]  # all places of later steps are among these
-    unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, len(step_weights))
-    states_SND = torch.stack([states_1TD[0, at_N] for states_1TD in unrolled]).to(lesson.teacher_TD.dtype)
-    weights_S1 = torch.tensor(step_weights, dtype=states_SND.dtype, device=at_N.device)[:, None]
-    weights_SN = counted_ST[:, at_N] * weights_S1
+def losses(
+    head: Learner, lesson: Lesson, teacher: Teacher, step_weights: Sequence[float], *, rejection: bool = False
+) -> Losses:
+    """Of as many unrolled steps as there are weights; `step_weights` are those of each place of a step. Without
+    `rejection` that one is 0, and takes no time.
+    """
+    if isinstance(head, Parallel):
+        states_ND, at_N, weights_N = guesses(head, lesson, step_weights)
+        states_SND, weights_SN = states_ND[None].to(lesson.teacher_TD.dtype), weights_N[None]
+    else:
+        states_SND, at_N, weights_SN = _unrolled(head, lesson, step_weights)
     teacher_ND = lesson.teacher_TD[at_N]
     own = teacher.weight_KD if head.lm_head is None else head.lm_head.weight
-    divergence = _Divergence.apply(head.before_logits(states_SND), own, teacher_ND, teacher, weights_SN)
+    divergence, rejected = _Distances.apply(
+        head.before_logits(states_SND), own, teacher_ND, teacher, weights_SN, rejection
+    )
+    if isinstance(head, Draft):  # whose states are not meant to be the target's
+        return Losses(divergence, torch.zeros_like(divergence), rejected)
     distances_SND = F.smooth_l1_loss(states_SND, teacher_ND.expand_as(states_SND), reduction="none")
-    return Losses(divergence, (distances_SND.mean(2) * weights_SN).sum())
+    return Losses(divergence, (distances_SND.mean(2) * weights_SN).sum(), rejected)
 
 
-class _Divergence(torch.autograd.Function):
-    """Sum over steps and places of weight * KL(target || head)."""
+def _unrolled(head: Learner, lesson: Lesson, step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """States [S, N, D] of chains, the places [N] whose tokens are foretold, and weights [S, N], 0 where they do not
+    count.
+    """
+    counted_ST = torch.stack([lesson.counted(step) for step in range(len(step_weights))])
+    at_N = counted_ST[0].nonzero()[:, 0]  # all places of later steps are among these
+    unrolled = unroll(head, lesson, len(step_weights))
+    states_SND = torch.stack([states_1TD[0, at_N] for states_1TD in unrolled]).to(lesson.teacher_TD.dtype)
+    weights_S1 = torch.tensor(step_weights, dtype=states_SND.dtype, device=at_N.device)[:, None]
+    return states_SND, at_N, counted_ST[:, at_N] * weights_S1
+
+
+class _Distances(torch.autograd.Function):
+    """Sums over steps and places of weight * KL(target || head), and of weight * total variation."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, states_SND: Tensor, weight_KD: Tensor, teacher_ND: Tensor, teacher: Teacher, weights_SN: Tensor
-    ) -> Tensor:
-        total = states_SND.new_zeros((), dtype=weights_SN.dtype)
-        grad_states_SND = torch.empty_like(states_SND)
-        grad_weight_KD = torch.zeros_like(weight_KD) if ctx.needs_input_grad[1] else None
+        ctx: Any,
+        states_SND: Tensor,
+        weight_KD: Tensor,
+        teacher_ND: Tensor,
+        teacher: Teacher,
+        weights_SN: Tensor,
+        rejection: bool,
+    ) -> tuple[Tensor, Tensor]:
+        totals = weights_SN.new_zeros(2)
+        gradients = [_Gradient(states_SND, weight_KD, ctx.needs_input_grad[1]) for _ in range(1 + rejection)]
         S, N, _ = states_SND.shape
         size = max(1, LOGITS // (S * len(weight_KD)))
+        wide, device = weights_SN.dtype, states_SND.device.type
+        if torch.is_autocast_enabled(device):
+            weight_KD = weight_KD.to(torch.get_autocast_dtype(device))  # once, not in every product
         for part in (slice(first, first + size) for first in range(0, N, size)):
-            states, weights = states_SND[:, part], weights_SN[:, part, None]
-            target_NK = teacher.logits(teacher_ND[part]).to(weights.dtype).log_softmax(1)
-            guess_SNK = (states @ weight_KD.T).to(weights.dtype).log_softmax(2)
+            states_MD = states_SND[:, part].flatten(0, 1).to(weight_KD.dtype)  # one product is faster than S
+            weights = weights_SN[:, part]
+            target_NK = teacher.logits(teacher_ND[part]).log_softmax(1, dtype=wide)
             prob_NK = target_NK.exp()
-            total += (((target_NK - guess_SNK) * prob_NK).sum(2, keepdim=True) * weights).sum()
-            grad_SNK = guess_SNK.exp_().sub_(prob_NK).mul_(weights).to(states.dtype)
-            grad_states_SND[:, part] = grad_SNK @ weight_KD
-            if grad_weight_KD is not None:
-                grad_weight_KD += grad_SNK.flatten(0, 1).T @ states.flatten(0, 1)
-        ctx.save_for_backward(grad_states_SND, grad_weight_KD)
-        return total
+            guess_SNK = (states_MD @ weight_KD.T).log_softmax(1, dtype=wide).unflatten(0, (S, -1))
+            divergence_SN = (target_NK * prob_NK).sum(1) - (guess_SNK * prob_NK).sum(2)
+            totals[0] += (divergence_SN * weights).sum()
+            guess_SNK.exp_()
+            if rejection:
+                kept_SNK = torch.where(guess_SNK < prob_NK, guess_SNK, 0)
+                kept_SN = kept_SNK.sum(2)
+                totals[1] += ((1 - torch.minimum(guess_SNK, prob_NK).sum(2)) * weights).sum()
+                gradients[1].add(part, guess_SNK * kept_SN[..., None] - kept_SNK, states_MD, weight_KD, weights)
+            gradients[0].add(part, guess_SNK.sub_(prob_NK), states_MD, weight_KD, weights)
+        ctx.save_for_backward(*(tensor for gradient in gradients for tensor in (gradient.states, gradient.weight)))
+        return totals[0], totals[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        of_states, of_weight = ctx.saved_tensors
-        return grad * of_states, None if of_weight is None else grad * of_weight, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        of_states, of_weight = saved[0] * grads[0], None if saved[1] is None else saved[1] * grads[0]
+        if len(saved) > 2:
+            of_states += saved[2] * grads[1]
+            of_weight = None if of_weight is None else of_weight + saved[3] * grads[1]
+        return of_states, of_weight, None, None, None, None
+
+
+class _Gradient:
+    """With respect to the states, and to the LM head where that one learns."""
+
+    def __init__(self, states_SND: Tensor, weight_KD: Tensor, learns: bool) -> None:
+        self.states = torch.empty_like(states_SND)
+        self.weight = torch.zeros_like(weight_KD) if learns else None
+
+    def add(self, part: slice, grad_SNK: Tensor, states_MD: Tensor, weight_KD: Tensor, weights: Tensor) -> None:
+        """What a block's gradient with respect to its logits, times the places' weights, amounts to."""
+        grad_MK = grad_SNK.to(states_MD.dtype).flatten(0, 1)
+        self.states[:, part] = (grad_MK @ weight_KD).unflatten(0, (weights.shape[0], -1)) * weights[..., None]
+        if self.weight is not None:
+            self.weight += grad_MK.T @ (states_MD * weights.flatten()[:, None]).to(states_MD.dtype)

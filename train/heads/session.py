@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from sharesd.config import DType, EngineConfig, SamplingParams
+from sharesd.config import DType, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.costs import Costs
 from sharesd.device import device_of
 from sharesd.load import Runtime
+from sharesd.models.decoder import Decoder
 from sharesd.models.folder import read_config
-from sharesd.models.heads.config import Kind
-from sharesd.models.heads.files import new_head
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.config import Kind, mode_of
+from sharesd.models.heads.files import load_head, new_head
 from sharesd.models.progress import Progress
 from sharesd.models.resolve import resolve
 from sharesd.models.weights import load_decoder
 from train.dataset import PackedRows, read_split
 from train.heads.checkpoint import BEST, LAST, read_state, write_head, write_state
+from train.heads.draft import Draft, Learner, initial_draft
 from train.heads.frozen import FrozenTarget
 from train.heads.held_out import acceptance, best_chain
 from train.heads.initial import initial_head, most_frequent
 from train.heads.journal import Journal
 from train.heads.losses import Teacher
+from train.heads.states import StateStore
 from train.heads.trainer import Recipe, Trainer
 from train.shards import keep_settings
 
@@ -39,7 +42,9 @@ SEEN = 256
 class Task:
     """What is trained, on what, and how it is measured."""
 
-    kind: Kind
+    kind: Kind | Literal["draft"]
+    init: Path | None = None
+    """A trained head that it begins as, with its draft tokens and taps; None = the target's last block."""
     data: Path
     target: str | None
     dtype: DType = "auto"
@@ -52,11 +57,17 @@ class Task:
     draft_vocab: int | None = None
     """Tokens that the head can guess; None = all."""
     taps: tuple[int, ...] = ()
-    """EAGLE-3: depths that it reads; none = the usual ones."""
+    """EAGLE-3: depths that it reads. GLIDE: layers of the target that it looks into. None = the usual ones."""
     held_out: float = 0.05
     """Share of prompts to measure with."""
     chain: int = 5
     """Guesses per chain that are measured."""
+    draft_length: int = 1
+    """`parallel`: tokens that one pass guesses."""
+    layers: int = 1
+    """`parallel`, `draft`: blocks."""
+    hidden_size: int | None = None
+    """`draft`: None = half of the target's, in whole 64."""
 
 
 class Session:
@@ -82,29 +93,60 @@ class Session:
             raise ValueError(
                 f"--max-length is {task.max_length} and the target takes {target.max_context} tokens; lower it"
             )
-        ids_K = None
-        if task.draft_vocab is not None:
-            ids_K = most_frequent(
-                map(self.rows.__getitem__, range(len(self.rows))), target.vocab_size, task.draft_vocab
-            )
-        text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
-        self._written = initial_head(task.kind, read_config(folder), target, text_N, ids_K=ids_K, taps=task.taps)
+        self._written = self._first_head(folder, target)
         """In the dtype that it is used in."""
         self.head = _twin(self._written, target)
-        weight_VD = target.head.weight
-        wide = next(self.head.parameters()).dtype
-        teacher = Teacher((weight_VD if ids_K is None else weight_VD[ids_K]).to(wide), target.config.final_softcap)
+        weight_VD, ids_K = target.head.weight, None if self._written.ids is None else self._written.get_buffer("ids")
+        products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
+        weight_KD = (weight_VD if ids_K is None else weight_VD[ids_K]).to(products)
+        teacher = Teacher(weight_KD, target.config.final_softcap)
+        head_config = self._written.config
         target_bytes = sum(parameter.nbytes for parameter in target.parameters())
-        self.frozen = FrozenTarget(target, self._written.config.taps, task.max_length)
+        self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.target_layers)
         self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
         head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
         """Target, teacher, and the head with its gradient and two averages."""
 
-    def begin(self, out: Path, costs: Costs | None) -> None:
+    def _first_head(self, folder: Path, target: Decoder) -> Learner:
+        task = self.task
+        if task.kind == "draft":
+            return initial_draft(folder, target, layers=task.layers, hidden_size=task.hidden_size)
+        if task.init is not None:
+            head = load_head(task.init, target)
+            if head.config.kind != task.kind:
+                raise ValueError(f"--init {task.init} is a head of kind {head.config.kind}, not {task.kind}")
+            if head.config.draft_length < task.draft_length:
+                raise ValueError(
+                    f"--init {task.init} guesses {head.config.draft_length} tokens and --unroll asks for "
+                    f"{task.draft_length}; lower that"
+                )
+            return head
+        ids_K = None
+        if task.draft_vocab is not None:
+            every = map(self.rows.__getitem__, range(len(self.rows)))
+            ids_K = most_frequent(every, target.vocab_size, task.draft_vocab)
+        text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
+        sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
+        changes = sizes if task.kind == "parallel" else {}
+        return initial_head(task.kind, read_config(folder), target, text_N, ids_K=ids_K, taps=task.taps, **changes)
+
+    @property
+    def states_bytes(self) -> int:
+        """Of the target's hidden states of all texts."""
+        tokens = sum(place.length for places in (self.split.train, self.split.held_out) for place in places)
+        return tokens * self.frozen.bytes_per_token
+
+    def begin(self, out: Path, costs: Costs | None, states: Path | None = None) -> None:
         """Go on with the training in a folder, or begin it there: then the head is measured as it is. `costs` of rounds
-        are measured where they are not given.
+        are measured where they are not given. Hidden states are kept in `states`, if given.
         """
+        if states is not None:
+            depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
+            depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
+            if self.head.config.target_layers:
+                depends["layers"] = self.head.config.target_layers
+            self.frozen.store = StateStore(states, depends)
         out.mkdir(parents=True, exist_ok=True)
         keep_settings(out, self._settings())
         state = read_state(out / LAST)
@@ -146,6 +188,12 @@ class Session:
         write_state({"trainer": self.trainer.state(), "best": self._best}, self._out / LAST)
         return values
 
+    def close(self) -> None:
+        """All that was found is on the disk."""
+        self.journal.close()
+        if self.frozen.store is not None:
+            self.frozen.store.flush()
+
     @torch.no_grad()
     def _write(self, folder: Path) -> None:
         for slot, parameter in zip(self._written.parameters(), self.head.parameters(), strict=True):
@@ -155,29 +203,38 @@ class Session:
     def _settings(self) -> dict[str, Any]:
         """What the trained head depends on."""
         task = {name: value for name, value in asdict(self.task).items() if name not in ("device", "chain")}
+        task["init"] = None if self.task.init is None else str(self.task.init)
         sizes = {"answers": len(self.split.train), "held_out_answers": len(self.split.held_out)}
         return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe)}
 
     def _measured_costs(self) -> Costs:
         """Of rounds with this head on this machine, as the engine measures them."""
-        task = self.task
+        task, trained = self.task, str(self._out / LAST)
+        mode: Mode = "classic" if task.kind == "draft" else mode_of(task.kind)
         config = EngineConfig(
             target=task.target,
-            mode="eagle",
-            head=str(self._out / LAST),
+            mode=mode,
+            head=None if mode == "classic" else trained,
+            draft=trained if mode == "classic" else None,
             dtype=task.dtype,
             device=task.device,
             threads=task.threads,
             max_draft=task.chain,
         )
         params = SamplingParams()
-        return Runtime(config).engine("eagle", warm=params).way(params).policy.costs
+        return Runtime(config).engine(mode, warm=params).way(params).policy.costs
 
 
-def _twin(head: Head, target: Any) -> Head:
+def _twin(head: Learner, target: Any) -> Learner:
     """The head in the dtype of lessons, whose parameters learn."""
-    wide = torch.promote_types(head.fc.weight.dtype, torch.float32)
+    if isinstance(head, Draft):
+        wide = torch.promote_types(head.decoder.embed.weight.dtype, torch.float32)
+        return copy.deepcopy(head).to(wide).requires_grad_(True)
+    wide = torch.promote_types(head.place["dtype"], torch.float32)
     ids_K = None if head.ids is None else head.get_buffer("ids")
     twin = new_head(head.config, target, ids_K=ids_K).to(wide)
-    twin.load_state_dict(head.state_dict())
+    found = head.state_dict()
+    if found.keys() != twin.state_dict().keys():
+        raise ValueError(f"a head with {', '.join(found)} cannot be gone on with; give one that was trained here")
+    twin.load_state_dict(found)
     return twin

@@ -1,22 +1,25 @@
 """The steps of a training, each a function of the one before: what a checkpoint holds is all that the next one needs.
 
-Nothing draws at random: heads begin as the target's last block, and the order of the data is a function of the seed and
-the epoch. The learning rate is a function of the step.
+Heads begin as the target's last block, and the order of the data is a function of the seed and the epoch. The learning
+rate is a function of the step, and so is whatever is drawn at random.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.parallel import Parallel
 from train.dataset import PackedRows
+from train.heads.anchors import with_anchors
+from train.heads.draft import Learner
 from train.heads.frozen import FrozenTarget
-from train.heads.losses import Teacher, losses
+from train.heads.losses import Losses, Teacher, losses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +36,16 @@ class Recipe:
     clip: float = 0.5
     """Largest norm of a step's gradient."""
     weight_decay: float = 0.0
-    unroll: int = 3
-    """Steps of a chain that are trained."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    unroll: tuple[int, ...] = (3,)
+    """Steps of a chain that are trained: numbers that follow each other, each for an equal share of the steps."""
     decay: float = 0.8
     """Weight of each of them, relative to the one before."""
     kl_weight: float = 1.0
     feature_weight: float = 0.0
+    anchors: float = 1.0
+    """Share of places behind which a head that guesses in one pass has masks, drawn anew in each step."""
+    rejection_weight: float = 0.0
     bf16: bool = False
     """Matrix products in bfloat16; weights and their averages stay in the dtype of lessons."""
 
@@ -50,52 +57,64 @@ class Recipe:
         way = (step - rising) / max(1, self.steps - rising)
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * way)))
 
+    def unroll_at(self, step: int) -> int:
+        """Steps of a chain that are trained in a step, from 0."""
+        return self.unroll[min(step * len(self.unroll) // self.steps, len(self.unroll) - 1)]
+
 
 class Trainer:
     """A head on its way."""
 
-    def __init__(self, head: Head, frozen: FrozenTarget, teacher: Teacher, rows: PackedRows, recipe: Recipe) -> None:
+    def __init__(self, head: Learner, frozen: FrozenTarget, teacher: Teacher, rows: PackedRows, recipe: Recipe) -> None:
         self.head, self.recipe, self.step = head, recipe, 0
         self._frozen, self._teacher, self._rows = frozen, teacher, rows
         self._epoch, self._row = 0, 0  # of the next step
-        parameters = list(head.parameters())
-        self._optimizer = torch.optim.AdamW(parameters, recipe.lr, (0.9, 0.95), weight_decay=recipe.weight_decay)
+        self._optimizers = _optimizers(head, recipe)
 
     def advance(self) -> dict[str, float]:
         """One step; what it found."""
         recipe, head = self.recipe, self.head
         lessons = [lesson for row in self._next_rows() for lesson in self._frozen.lessons(row)]
-        counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(recipe.unroll)]
-        decays = [recipe.decay**step for step in range(recipe.unroll)]
+        if isinstance(head, Parallel):
+            dice = torch.Generator().manual_seed(self.step)
+            lessons = [with_anchors(lesson, recipe.anchors, dice) for lesson in lessons]
+        unroll = recipe.unroll_at(self.step)
+        counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(unroll)]
+        decays = [recipe.decay**step for step in range(unroll)]
         weights = [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
-        found = dict.fromkeys(("loss", "divergence", "feature"), 0.0)
-        for lesson in lessons:
-            with torch.autocast(lesson.said_N.device.type, torch.bfloat16, enabled=recipe.bf16):
-                parts = losses(head, lesson, self._teacher, weights)
-            loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
-            loss.backward()
-            for name, part in zip(found, (loss, *parts), strict=True):
-                found[name] += part.item()
+        found = dict.fromkeys(("loss", *Losses._fields), 0.0)
+        device = head.get_buffer("cos").device.type
+        with torch.autocast(device, torch.bfloat16, enabled=recipe.bf16):  # weights are cast once for all lessons
+            for lesson in lessons:
+                parts = losses(head, lesson, self._teacher, weights, rejection=recipe.rejection_weight > 0)
+                loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
+                loss = loss + recipe.rejection_weight * parts.rejection
+                with torch.autocast(device, enabled=False):
+                    loss.backward()
+                for name, part in zip(found, (loss, *parts), strict=True):
+                    found[name] += part.item()
         found["gradient"] = clip_grad_norm_(head.parameters(), recipe.clip).item()
         if not math.isfinite(found["gradient"]):
             raise ValueError(f"the gradient of step {self.step} is {found['gradient']}; lower --lr, or train in fp32")
-        for group in self._optimizer.param_groups:
-            group["lr"] = found["lr"] = recipe.lr_at(self.step)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = found["lr"] = recipe.lr_at(self.step)
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         return found | {"places": counts[0]}
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on."""
         place = {"step": self.step, "epoch": self._epoch, "row": self._row}
-        return place | {"head": self.head.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return place | {"head": self.head.state_dict(), "optimizers": [one.state_dict() for one in self._optimizers]}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """From a state that `state` gave."""
         self.step, self._epoch, self._row = state["step"], state["epoch"], state["row"]
         self.head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(found)
         self._rows.set_epoch(self._epoch)
 
     def _next_rows(self) -> list[dict[str, torch.Tensor]]:
@@ -104,6 +123,21 @@ class Trainer:
             self._rows.set_epoch(self._epoch)
         first, self._row = self._row, min(self._row + self.recipe.batch, len(self._rows))
         return [self._rows[number] for number in range(first, self._row)]
+
+
+def _optimizers(head: Learner, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or Muon for the matrices between embedding and LM head and AdamW for the others."""
+    outer = set() if head.lm_head is None else set(head.lm_head.parameters())
+    outer |= {head.mask_embeds, head.mask_states} if isinstance(head, Parallel) else set()
+    matrices, others = list[Parameter](), list[Parameter]()
+    for parameter in head.parameters():
+        inner = recipe.optimizer == "muon" and parameter.ndim == 2 and parameter not in outer
+        (matrices if inner else others).append(parameter)
+    lr, decay = recipe.lr, recipe.weight_decay
+    found: list[torch.optim.Optimizer] = []
+    if matrices:  # its steps are scaled so that AdamW's rates suit it
+        found.append(torch.optim.Muon(matrices, lr, decay, adjust_lr_fn="match_rms_adamw"))
+    return [*found, torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=decay, fused=True)]
 
 
 def steps_of(rows: PackedRows, epochs: int, batch: int) -> int:

@@ -5,15 +5,17 @@ The state is a guess at the target's own hidden state behind its last norm, so t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sharesd.models.decoder import Decoder, empty_linear
 from sharesd.models.heads.config import HeadConfig
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead
 
 
-class Eagle(Head):
+class Eagle(FeatureHead):
     """One block over fc([embedding; state]), without a norm in front of its attention."""
 
     def __init__(
@@ -42,3 +44,6 @@ class Eagle(Head):
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         return states_BTD
+
+    def native_parts(self) -> dict[str, Any]:
+        return {"mix": self.fc}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sharesd.models.decoder import Decoder, RMSNorm, empty_linear
 from sharesd.models.heads.config import HeadConfig
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.head import FeatureHead
 
 
-class Eagle3(Head):
+class Eagle3(FeatureHead):
     """One block whose queries see [norm(embedding); norm(state)], with a norm and an LM head of its own."""
 
     def __init__(
@@ -40,3 +42,7 @@ class Eagle3(Head):
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         return self.norm(states_BTD)
+
+    def native_parts(self) -> dict[str, Any]:
+        norms = {"embed_norm": self.embed_norm, "state_norm": self.state_norm, "norm": self.norm}
+        return {"fuse": self.fc, "normed": self.config.norm_before_residual, **norms}

@@ -1,4 +1,7 @@
-"""Trained heads from and to checkpoint folders, in the layouts that serving engines read."""
+"""Trained heads from and to checkpoint folders, in the layouts that serving engines read.
+
+Of heads that guess in one pass and of GLIDE there are none; docs/training.md has ours.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,14 +17,16 @@ from torch import Tensor
 
 from sharesd.models import folder as files
 from sharesd.models.decoder import Decoder
-from sharesd.models.heads.config import HeadConfig, Kind
+from sharesd.models.heads.config import ARCHITECTURES, HeadConfig, Kind
 from sharesd.models.heads.eagle import Eagle
 from sharesd.models.heads.eagle3 import Eagle3
-from sharesd.models.heads.head import Head
+from sharesd.models.heads.glide import Glide
+from sharesd.models.heads.head import FeatureHead, Head
+from sharesd.models.heads.parallel import Parallel
 from sharesd.models.weights import block_slots, fill
 
-LAYER = {"eagle": "layers.0", "eagle3": "midlayer"}
-"""What the block is called in files that we write."""
+LAYER = {"eagle": "layers.0", "eagle3": "midlayer", "parallel": "layers.0", "glide": "layers.0"}
+"""What the first block is called in files that we write."""
 
 
 @torch.no_grad()
@@ -39,7 +45,7 @@ def load_head(folder: Path, target: Decoder) -> Head:
         if not name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
             tensors[name] = stored_name, tensor
     try:
-        config = HeadConfig.of(raw, _kind(tensors), target.config)
+        config = HeadConfig.of(raw, _kind(raw, tensors), target.config)
         ids_K = _draft_ids(tensors, config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -65,17 +71,22 @@ def new_head(
     own_lm_head: bool = False,
     fc_bias: bool | None = None,
 ) -> Head:
-    """A head without values; see `Eagle` and `Eagle3`, which always has an LM head of its own."""
+    """A head without values; see `Eagle`, `Glide`, and `Eagle3` and `Parallel`, which always have an LM head of their
+    own."""
     if ids_K is not None:
         ids_K = ids_K.to(target.get_buffer("cos_0").device)
     bias = {} if fc_bias is None else {"fc_bias": fc_bias}
-    if config.kind == "eagle3":
-        return Eagle3(config, target, ids_K=ids_K, own_embed=own_embed, **bias)
-    return Eagle(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head or ids_K is not None, **bias)
+    own_lm_head = own_lm_head or ids_K is not None
+    if config.kind == "glide":
+        return Glide(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head)
+    if config.kind != "eagle":
+        kind = Eagle3 if config.kind == "eagle3" else Parallel
+        return kind(config, target, ids_K=ids_K, own_embed=own_embed, **bias)
+    return Eagle(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head, **bias)
 
 
 def save_head(head: Head, folder: Path) -> None:
-    """Write config.json and model.safetensors, which `load_head`, vLLM and SGLang read."""
+    """Write config.json and model.safetensors, which `load_head` reads, and of EAGLE's kinds vLLM and SGLang."""
     kind, vocab_size = head.config.kind, head.config.block.vocab_size
     tensors = {}
     for name, slot in _slots(head):
@@ -90,10 +101,16 @@ def save_head(head: Head, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _kind(tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:
-    """Which head has tensors of these names; ValueError for none that is known."""
+def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:
+    """Which head has tensors of these names; ValueError for none that is known. (The names of architectures in public
+    folders tell less.)
+    """
+    if raw.get("architectures") == [ARCHITECTURES["glide"]]:
+        return "glide"
     if "fc.weight" not in tensors:
-        raise ValueError("there is no tensor fc.weight; give the folder of an EAGLE or EAGLE-3 head")
+        raise ValueError("there is no tensor fc.weight; give the folder of a trained head")
+    if "mask_states" in tensors or raw.get("architectures") == [ARCHITECTURES["parallel"]]:
+        return "parallel"
     return "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
 
 
@@ -122,13 +139,25 @@ def _slots(head: Head) -> Iterator[tuple[str, Tensor]]:
     """Where each tensor goes: its name and a view of the parameter."""
     if head.embed is not None:
         yield "embed_tokens.weight", head.embed.weight.data
-    for part, parameter in head.fc.named_parameters():
-        yield f"fc.{part}", parameter.data
-    for name, tensor in block_slots(head.block, head.config.block):
-        yield f"layers.0.{name}", tensor
+    if isinstance(head, FeatureHead):
+        for part, parameter in head.fc.named_parameters():
+            yield f"fc.{part}", parameter.data
+    for number, block in enumerate(head.blocks):
+        for name, tensor in block_slots(block, head.config.block):
+            yield f"layers.{number}.{name}", tensor
     if isinstance(head, Eagle3):
         yield "layers.0.input_layernorm.weight", head.embed_norm.weight.data
         yield "layers.0.hidden_norm.weight", head.state_norm.weight.data
         yield "norm.weight", head.norm.weight.data
+    if isinstance(head, Glide):
+        for cross in head.block.cross:
+            for name, module in (("q_proj", cross.q), ("o_proj", cross.o), ("q_norm", cross.q_norm)):
+                if module is not None:
+                    yield f"layers.0.cross_attn.{cross.layer}.{name}.weight", module.weight.data
+        yield "layers.0.cross_attention_layernorm.weight", head.block.cross_norm.weight.data
+        yield "norm.weight", head.norm.weight.data
+    if isinstance(head, Parallel):
+        yield "mask_embeds", head.mask_embeds.data
+        yield "mask_states", head.mask_states.data
     if head.lm_head is not None:
         yield "lm_head.weight", head.lm_head.weight.data

@@ -1,16 +1,12 @@
-"""What all trained heads are: one decoder block that reads, at each place, the target's hidden states of a token and
-the embedding of the next one, and guesses the token after that.
+"""What all trained heads are: a decoder block that reads, at each place, features that the target has made of a token
+and the embedding of the next one, and guesses the token after that from its own **state**.
 
-What a head makes of a place, its **state**, stands in for the target's hidden states at the next one, of which there
-are none yet: so a chain of guesses goes on.
-
-Legend: B rows, T places, R kept places, F features (the target's hidden states of all depths that are read), D hidden
-size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
+Legend: B rows, T places, R kept places, F features (hidden states of all depths that are read, or keys and values), D
+hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +15,12 @@ from torch.nn import functional as F
 
 from compile.attention import Branches
 from compile.fused import project
+from compile.head import NativeHead
 from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.heads.chains import attend_chains
 from sharesd.models.heads.config import HeadConfig
 
 
@@ -47,16 +45,12 @@ class HeadBlock(nn.Module):
 class Head(nn.Module):
     """A head for one target, whose embedding and LM head it uses where it has none of its own."""
 
-    fc: nn.Linear
-    block: HeadBlock
+    block: Any
     lm_head: nn.Linear | None
+    ids: Tensor | None
 
-    def __init__(
-        self, config: HeadConfig, target: Decoder, *, inputs: int, ids_K: Tensor | None, own_embed: bool
-    ) -> None:
-        """`inputs` of the queries (E). `ids_K`: the target's ids of the draft tokens; None = all of the vocabulary.
-        Parameters have no values yet.
-        """
+    def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
+        """`ids_K`: the target's ids of the draft tokens; None = all. Parameters have no values yet."""
         super().__init__()
         self.config = config
         self._target = (target,)  # in a tuple, since it is no part of this module
@@ -64,16 +58,74 @@ class Head(nn.Module):
         self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
         table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
         self.embed = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
-        self.block = HeadBlock(config, inputs, **self.place)
         inv_freq_r, factor = rope.frequencies(c.ropes[0], c.head_dim, c.max_positions)
         cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
         self.register_buffer("cos", cos_Pr, persistent=False)
         self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
-        self.run_block: Callable[..., Tensor] | None = None
-        """(x, cache, branches, inputs) -> x: the block, where compilation puts something of its own here."""
 
-    # ---- what differs between heads
+    def before_logits(self, states_BTD: Tensor) -> Tensor:
+        """What the LM head is given."""
+        raise NotImplementedError
+
+    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
+        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
+        `steps`: plain operations, without a cache, through which gradients flow.
+
+        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
+        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
+        of it mean nothing.
+        """
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> list[Any]:
+        """All blocks; only the first is given inputs of its own."""
+        return [self.block]
+
+    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
+        """An empty cache of the blocks' keys and values."""
+        shapes = [(self.config.block.num_kv_heads, self.config.block.head_dim)] * len(self.blocks)
+        return StaticKVCache(shapes=shapes, batch=batch, slots=slots, **self.place)
+
+    def draft_logits(self, states_BTD: Tensor) -> Tensor:
+        """[B, T, K] over the draft tokens."""
+        return project(self.unembedding, self.before_logits(states_BTD))
+
+    def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `qkv`, of these places."""
+        return qkv(attn, inputs_BTE, self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        return self.embedding(tokens_BT)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Its own, or the target's."""
+        return self.embed or self._target[0].embed
+
+    @property
+    def unembedding(self) -> nn.Module:
+        """The LM head: its own, or the target's."""
+        return self.lm_head or self._target[0].head
+
+
+class FeatureHead(Head):
+    """A head whose features are hidden states of the target. Its own state of a place stands in for those of the next
+    one, of which there are none yet: so a chain of guesses goes on.
+    """
+
+    fc: nn.Linear
+    block: HeadBlock
+
+    def __init__(self, config: HeadConfig, target: Decoder, *, inputs: int, **options: Any) -> None:
+        """`inputs` of the queries (E); `options` are those of `Head`."""
+        super().__init__(config, target, **options)
+        self.block = HeadBlock(config, inputs, **self.place)
+        self.native: NativeHead | None = None
+        """`read` and `go_on` in one call of a CPU kernel each, where compilation puts that here."""
+
+    # ---- what differs between such heads
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         """The state [B, T, D] that the target's hidden states amount to."""
@@ -83,16 +135,11 @@ class Head(nn.Module):
         """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
         raise NotImplementedError
 
-    def before_logits(self, states_BTD: Tensor) -> Tensor:
-        """What the LM head is given."""
+    def native_parts(self) -> dict[str, Any]:
+        """The same as `compile.head.NativeHead` has it: the arguments that differ."""
         raise NotImplementedError
 
     # ---- what does not
-
-    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache of the block's keys and values."""
-        c = self.config.block
-        return StaticKVCache(shapes=[(c.num_kv_heads, c.head_dim)], batch=batch, slots=slots, **self.place)
 
     def forward(
         self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
@@ -101,68 +148,101 @@ class Head(nn.Module):
 
         Places lie in slots lengths..lengths+T-1, or as `branches` say; `cache.lengths` is left alone.
         """
-        x_BTD, inputs_BTE = self.mix(states_BTD, self._embed(tokens_BT))
-        if self.run_block is not None:
-            return self.run_block(x_BTD, cache, branches, inputs_BTE)
+        return self.run(*self.mix(states_BTD, self._embed(tokens_BT)), cache, branches)
+
+    def run(self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
+        """States [B, T, D] of new places, from what `mix` made of them; see `forward`."""
+        first, *upper = self.blocks
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
-        return self.block(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], cache.lengths, *(branches or ()))
+        places = (cache.lengths, *(branches or ()))
+        x_BTD = first(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], *places)
+        for block, k_BKSd, v_BKSd in zip(upper, cache.k[1:], cache.v[1:], strict=True):
+            x_BTD = block(x_BTD, *tables, k_BKSd, v_BKSd, *places)
+        return x_BTD
 
-    def logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, V] over the target's vocabulary: -inf for tokens that the head does not know."""
-        narrow_BTK = self.draft_logits(states_BTD)
-        if self.ids is None:
-            return narrow_BTK
-        wide_BTV = narrow_BTK.new_full((*narrow_BTK.shape[:2], self.config.block.vocab_size), -torch.inf)
-        return wide_BTV.index_copy_(2, self.get_buffer("ids"), narrow_BTK)
+    def read(
+        self,
+        tokens_BS: Tensor,
+        features_BSF: Tensor,
+        num: int,
+        cache: StaticKVCache,
+        ends_B: Tensor | None = None,
+        states_BPD: Tensor | None = None,
+    ) -> Tensor | None:
+        """Read `num` places of texts, from `cache.lengths` on, from the target's features; those of `tokens` and
+        `features` lie by slot.
 
-    def draft_logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, K] over the draft tokens."""
-        return project(self.lm_head or self._target[0].head, self.before_logits(states_BTD))
+        With `states`, state 0 of each row becomes that of the last place before `ends`, and the logits [B, 1, K] behind
+        it are returned, over the draft tokens. Places at `ends` and behind mean nothing. Without, only keys and values
+        are wanted.
+        """
+        if self.native is not None:
+            return self.native.read(tokens_BS, features_BSF, num, cache, ends_B, states_BPD)
+        states_BTD = self(*self.new_places(tokens_BS, features_BSF, num, cache), cache)
+        if states_BPD is None or ends_B is None:
+            return None
+        last_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
+        states_BPD[:, :1] = states_BTD.gather(1, each(last_B1, states_BTD))
+        return self.draft_logits(states_BPD[:, :1])
+
+    def new_places(
+        self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens behind `num` places of texts from `cache.lengths` on, and the states that their features are."""
+        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        features_BTF = features_BSF.gather(1, each(places_BT, features_BSF))
+        return tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF)
+
+    def go_on(
+        self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+    ) -> Tensor:
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, K] behind them, over the
+        draft tokens.
+
+        `states` are those that others go on from, and are kept there: of the root, or the last guess of a chain, and
+        then of the nodes of a tree by the slots in which they lie, counted from the length.
+        """
+        if self.native is not None:
+            return self.native.go_on(tokens_BF, states_BPD, cache, branches)
+        if branches is None:
+            states_BPD[:, :1] = self(tokens_BF, states_BPD[:, :1], cache)
+            return self.draft_logits(states_BPD[:, :1])
+        depth_BF, path_BFP = branches
+        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
+        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
+        above_BF = above_BF.where(depth_BF > 0, 0)
+        states_BFD = self(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), cache, branches)
+        states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
+        return self.draft_logits(states_BFD)
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
-        `steps`: plain operations, without a cache, through which gradients flow (training-time test, EAGLE-3).
-
-        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
-        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
-        of it mean nothing.
-        """
-        T, device = tokens_BT.shape[1], tokens_BT.device
+        """As `Head.unroll`: training-time test (EAGLE-3)."""
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
-        place_T = torch.arange(T, device=device)
-        back_TT = place_T[:, None] - place_T  # how far each place looks back
-        keys, values, masks, unrolled = [], [], [], []
-        for step in range(steps):
+        place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        keys, values, unrolled = [], [], []
+        for _ in range(steps):
             x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
-            q_BHTd, k_BKTd, v_BKTd = self._heads(inputs_BTE)
+            q_BHTd, k_BKTd, v_BKTd = self.qkv(self.block.attn, inputs_BTE, place_T)
             keys.append(k_BKTd)
             values.append(v_BKTd)
-            # The text up to where the chain began, and one place of each step since.
-            masks = [back_TT >= step, *(back_TT == step - earlier for earlier in range(1, step + 1))]
-            attended_BHTd = F.scaled_dot_product_attention(
-                q_BHTd,
-                torch.cat(keys, 2),
-                torch.cat(values, 2),
-                attn_mask=torch.cat(masks, 1),
-                scale=self.block.attn.scale,
-                enable_gqa=True,
-            )
+            attended_BHTd = attend_chains(q_BHTd, keys, values, self.block.attn.scale)
             x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
             x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
             unrolled.append(x_BTD)
             states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
         return unrolled
 
-    def _heads(self, inputs_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, d] of whole texts."""
-        attn, T = self.block.attn, inputs_BTE.shape[1]
-        heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
-        q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
-        if attn.q_norm is not None and attn.k_norm is not None:
-            q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
-        tables = (self.get_buffer("cos")[None, :T], self.get_buffer("sin")[None, :T])
-        q_BTHd, k_BTKd = rotate(q_BTHd, *tables), rotate(k_BTKd, *tables)
-        return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
 
-    def _embed(self, tokens_BT: Tensor) -> Tensor:
-        return (self.embed or self._target[0].embed)(tokens_BT)
+def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
+    """Indices [B, X, Z] of whole entries."""
+    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
+
+
+def qkv(attn: Attention, inputs_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, heads, T, d], in plain operations through which gradients flow."""
+    heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
+    q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
+    q_BTHd, k_BTKd = rotate(q_BTHd, cos_BTr, sin_BTr), rotate(k_BTKd, cos_BTr, sin_BTr)
+    return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)

@@ -1,16 +1,18 @@
-"""A head's block in the CPU kernel."""
+"""A head's steps in the CPU kernel."""
 
 from __future__ import annotations
 
-from compile.stack import NativeStack
-from sharesd.models.heads.head import Head
+from compile.head import NativeHead
+from sharesd.models.heads.head import FeatureHead
 
 
-def native_block(head: Head) -> NativeStack:
-    """The head's block in one call of the CPU kernel, once its linears are packed. Raises Unsuited."""
-    return NativeStack(
-        [head.block],
-        tables=[(head.get_buffer("cos"), head.get_buffer("sin"))],
-        ropes=[0],
+def native_head(head: FeatureHead) -> NativeHead:
+    """Once its linears are packed, and those of the target. Raises Unsuited."""
+    return NativeHead(
+        head.block,
+        tables=(head.get_buffer("cos"), head.get_buffer("sin")),
         activation=head.config.block.activation,
+        embed_VD=head.embedding.weight,
+        lm_head=head.unembedding,
+        **head.native_parts(),
     )

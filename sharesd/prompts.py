@@ -1,4 +1,4 @@
-"""Prompts and conversations to train on, from the files in which instruction data is published."""
+"""Prompts and conversations, from the files in which instruction data is published."""
 
 from __future__ import annotations
 

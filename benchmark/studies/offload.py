@@ -1,0 +1,238 @@
+"""`offload`: how fast is a model that does not fit, against what was predicted?
+
+For each limit of memory, plain decoding and `share` run as planned, each in a process of its own: what one left behind
+would count against the limit of the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from benchmark import arguments
+from benchmark.arguments import markdown_table, rich_table
+from benchmark.questions import questions as question_files
+from benchmark.questions.job import model_name
+from benchmark.questions.records import replace_file, write_json
+from sharesd.cli import options
+from sharesd.cli.console import console, err_console
+from sharesd.config import EngineConfig, Mode, SamplingParams
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GB = 1e9
+SAMPLE_S = 0.05
+"""Seconds between two looks at how much memory the process has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What was measured under a limit."""
+
+    limit: float
+    """Bytes."""
+    drafter: str
+    """`naive`, or `share` with its bits."""
+    depth: int
+    """Tokens to draft at most, as planned."""
+    resident: float
+    """Share of the blocks that stay."""
+    tokens_per_second: float
+    predicted: float
+    """The same, as planned."""
+    tau: float
+    """Tokens emitted per round."""
+    bytes_per_token: float
+    link_utilisation: float
+    peak_bytes: int
+    """Most memory of its own that the process had, loading included."""
+    texts: list[list[int]]
+
+    @property
+    def of_predicted(self) -> float:
+        """What was measured as a share of what was predicted."""
+        return self.tokens_per_second / self.predicted
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "offload",
+        help="how fast is a model that does not fit?",
+        description="Decode with less memory than the model takes, under several limits: plainly, and in mode share. "
+        "With --link the disk is slowed down, to see what slower machines do.",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    options.add_model_options(parser)
+    group = parser.add_argument_group("offload")
+    group.add_argument("--memory", default="1.2,1.6", metavar="LIST", help="limits of memory, in GB")
+    group.add_argument("--bits", default="4,8", metavar="LIST", help="bits of the drafter's weights")
+    group.add_argument("--link", type=float, metavar="GB/S", help="rate at which blocks come (default: the disk's own)")
+    group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
+    group.add_argument("--num-questions", type=arguments.number, default=2, metavar="N", help="of which N are asked")
+    group.add_argument("--max-new-tokens", type=arguments.number, default=48, metavar="N", help="tokens of an answer")
+    arguments.add_out_dir(group, "offload")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, write offload.json, .md and .png; returns 0, or 1 where texts differ."""
+    limits = [GB * limit for limit in arguments.each("--memory", _positive, args.memory)]
+    bits = arguments.each("--bits", int, args.bits)
+    rate = None if args.link is None else GB * _positive(args.link)
+    base = options.engine_config(args, modes=("share",))
+    if base.offload.when != "auto" or base.offload.limited:
+        raise ValueError("--offload and limits do not belong here, --memory has several; drop them")
+    found = question_files.load("mtbench", args.questions, args.num_questions)
+    prompts = [question.turns[0] for question in found.questions]
+    out_dir = arguments.out_folder(args.out_dir, "offload")
+    params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
+    figures: list[Figures] = []
+    for limit in limits:
+        offload = replace(base.offload, host_memory=int(limit), rate=rate, choose_bits=False)
+        config = replace(base, offload=offload, mode="naive")
+        shares = [replace(config, mode="share", quant=replace(base.quant, bits=each)) for each in bits]
+        for each in (config, *shares):
+            with err_console.status(f"measuring {_name(each)} under {limit / GB:g} GB"):
+                figures.append(in_a_process(each, prompts, params))
+    same = [each.texts == figures[0].texts for each in figures]
+    settings = {"command": arguments.command(), "model": model_name(base.target), "bytes_per_second": rate}
+    write_json(out_dir / "offload.json", {"settings": settings, "figures": [asdict(each) for each in figures]})
+    head, rows = _rows(figures, same)
+    title = f"{settings['model']}, {'its own disk' if rate is None else f'link {args.link:g} GB/s'}"
+    replace_file(out_dir / "offload.md", f"{title}\n\n{markdown_table(head, rows, 2)}\n")
+    draw(out_dir / "offload.png", title, figures)
+    console.print(rich_table(title, head, rows, 2))
+    console.print(f"details: {out_dir / 'offload.json'}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if all(same) else 1
+
+
+def in_a_process(config: EngineConfig, prompts: Sequence[str], params: SamplingParams) -> Figures:
+    """`measure` in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, config, prompts, params).result()
+
+
+def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams) -> Figures:
+    """Decode as planned for the config's limit. ValueError where that leaves no way."""
+    from sharesd.load import Runtime
+    from sharesd.planning import plan_for
+
+    mode: Mode = config.mode
+    with PeakMemory() as peak:
+        offloading = plan_for(config, (mode,))
+        assert offloading is not None
+        plan = offloading.plan
+        runtime = Runtime(config, (mode,), offloading=offloading)
+        engine = runtime.engine(mode, warm=params)
+        texts = [done.token_ids for done in engine.complete([runtime.tokenizer.ask(each) for each in prompts], params)]
+        runtime.close()
+    stats, traffic = engine.stats, engine.stats.traffic
+    return Figures(
+        limit=float(config.offload.host_memory or 0),
+        drafter=_name(config),
+        depth=plan.depth,
+        resident=len(plan.resident) / plan.num_blocks,
+        tokens_per_second=stats.tokens_per_second,
+        predicted=plan.tokens_per_second,
+        tau=stats.tau,
+        bytes_per_token=traffic.num_bytes / stats.new_tokens if traffic else 0.0,
+        link_utilisation=traffic.utilisation if traffic else 0.0,
+        peak_bytes=peak.bytes,
+        texts=texts,
+    )
+
+
+class PeakMemory:
+    """Looks, every so often, how much memory of its own the process has: a context manager."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """The most that was seen."""
+        self._over = Event()
+        self._thread = Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        from sharesd.planning import own_memory
+
+        while True:
+            self.bytes = max(self.bytes, own_memory())
+            if self._over.wait(SAMPLE_S):
+                return
+
+
+def _positive(value: str | float) -> float:
+    number = float(value)
+    if not number > 0:
+        raise ValueError(f"{value} is given as a size or a rate in GB; give a number above 0")
+    return number
+
+
+def _name(config: EngineConfig) -> str:
+    return "naive" if config.mode == "naive" else f"{config.mode}, {config.quant.bits} bits"
+
+
+def _rows(figures: Sequence[Figures], same: Sequence[bool]) -> tuple[list[str], list[list[str]]]:
+    head = ["memory", "drafter", "peak", "resident", "depth", "tau", "tok/s", "times naive", "of predicted"]
+    head += ["MB/token", "link in use", "same texts"]
+    naive = {each.limit: each.tokens_per_second for each in figures if each.drafter == "naive"}
+    rows = [
+        [
+            f"{each.limit / GB:g} GB",
+            each.drafter,
+            f"{each.peak_bytes / GB:.2f} GB",
+            f"{each.resident:.0%}",
+            str(each.depth),
+            f"{each.tau:.1f}",
+            f"{each.tokens_per_second:.2f}",
+            f"{each.tokens_per_second / naive[each.limit]:.2f}",
+            f"{each.of_predicted:.2f}",
+            f"{each.bytes_per_token / 1e6:.0f}",
+            f"{each.link_utilisation:.0%}",
+            "yes" if is_same else "NO",
+        ]
+        for each, is_same in zip(figures, same, strict=True)
+    ]
+    return head, rows
+
+
+def draw(path: Path, title: str, figures: Sequence[Figures]) -> None:
+    """Write the picture."""
+    from benchmark.reports.plots import save_figure
+
+    save_figure(path, picture(title, figures))
+
+
+def picture(title: str, figures: Sequence[Figures]) -> Figure:
+    """Tokens per second against memory, a colour for each drafter: measured as lines, predicted as crosses."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
+    place = figure.add_subplot()
+    place.set_title(f"Decoding with blocks that travel\n{title}", fontsize=10)
+    for drafter in dict.fromkeys(each.drafter for each in figures):
+        chosen = [each for each in figures if each.drafter == drafter]
+        memory = [each.limit / GB for each in chosen]
+        [line] = place.plot(memory, [each.tokens_per_second for each in chosen], marker="o", label=drafter)
+        predicted = [each.predicted for each in chosen]
+        place.plot(memory, predicted, "x", color=line.get_color(), label=f"{drafter}, predicted")
+    place.set_xlabel("memory (GB)")
+    place.set_ylabel("tokens per second")
+    place.set_ylim(bottom=0)
+    place.spines[["top", "right"]].set_visible(False)
+    place.legend(frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,131 @@
+"""What a run that may be killed at any moment leaves on disk and goes on with: whole lines, and what they depend on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+
+class Journal:
+    """A file of JSON Lines that this process alone adds to.
+
+    A line counts once it ends: what a killed process left of its last one is cut off here.
+    """
+
+    def __init__(self, path: Path, flag: str) -> None:
+        """ValueError where another process writes it, with the `flag` that names another place."""
+        self.path = path
+        self._file = path.open("ab+")
+        try:
+            lock(self._file, path, fcntl.LOCK_EX, flag)
+            self._file.seek(0)
+            self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
+            os.fsync(self._file.fileno())
+            sync_folder(path.parent)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a record, which is on the disk when this returns."""
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins (bytes), and the line; a last one that was cut off is left out."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield offset, line
+            offset += len(line)
+
+
+def write_in_order(path: Path, journal: Path, num: int) -> None:
+    """The lines of a journal by their `index`, 0 to `num` - 1, in a file that is there as a whole or not at all.
+
+    RuntimeError unless each is there once.
+    """
+    places: dict[int, int] = {}
+    for offset, line in lines_of(journal):
+        index = json.loads(line)["index"]
+        if index in places or not 0 <= index < num:
+            raise RuntimeError(f"{journal} has a line of index {index} too many; remove the line")
+        places[index] = offset
+    if len(places) < num:
+        raise RuntimeError(f"{journal} has {len(places)} of {num} lines")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with journal.open("rb") as lines, draft.open("wb") as file:
+            for index in range(num):
+                lines.seek(places[index])
+                file.write(lines.readline())
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        sync_folder(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
+    """Write down what results depend on; ValueError, with the `flag` that names another place, where those that are
+    there depend on something else."""
+    text = json.dumps(settings, indent=2)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)  # unlike a rename it never replaces what another process has written meanwhile
+        sync_folder(path.parent)
+    except FileExistsError:
+        before = settings_of(path)
+        for name, value in json.loads(text).items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"{path} says {name} {json.dumps(before.get(name))} and now it is {json.dumps(value)}; go on as "
+                    f"before, or give another {flag}"
+                ) from None
+    finally:
+        draft.unlink()
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """What was written down; ValueError where it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def lock(file: IO[bytes], path: Path, kind: int, flag: str) -> None:
+    """Take a lock of this kind (of fcntl); ValueError where another process has one."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process writes {path}; wait for its end, or give another {flag}") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Names that were made or replaced in a folder are on the disk when this returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

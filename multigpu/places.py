@@ -1,0 +1,49 @@
+"""Which devices each process gets: one of the GPUs that this process may see, or its part of the CPU's cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+
+def environments(count: int, device: str) -> list[dict[str, str]]:
+    """The environments of `count` replicas on this machine: a GPU of its own for each where `device` (cpu, cuda, or
+    auto: cuda where there is one) is that, and its part of the cores.
+
+    ValueError where there are fewer GPUs than replicas, or `device` names one of them for several replicas.
+    """
+    if count < 1:
+        raise ValueError(f"--replicas is {count}; it must be at least 1")
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // count))
+    found = [{"OMP_NUM_THREADS": threads} for _ in range(count)]
+    if device not in ("auto", "cuda", "cpu"):
+        if count > 1:
+            raise ValueError(
+                f"--device is {device} and --replicas {count}, which take a GPU each; give cuda, or choose among them "
+                "with CUDA_VISIBLE_DEVICES"
+            )
+        return found
+    gpus = visible_gpus(device)
+    if gpus and len(gpus) < count:
+        raise ValueError(f"--replicas is {count} and there are {len(gpus)} GPUs; give no more, or --device cpu")
+    return [variables | gpu_alone(gpus, number) for number, variables in enumerate(found)]
+
+
+def gpu_alone(gpus: Sequence[str], number: int) -> dict[str, str]:
+    """The environment in which one of these GPUs is the only one; where there are none, nothing changes."""
+    return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
+
+
+def visible_gpus(device: str) -> list[str]:
+    """Names, as CUDA_VISIBLE_DEVICES has them, of the GPUs that this process may use; none where `device` is cpu."""
+    if device == "cpu":
+        return []
+    import torch  # which takes seconds
+
+    given, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    return [name.strip() for name in given.split(",")][:count] if given else list(map(str, range(count)))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

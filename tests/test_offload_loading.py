@@ -1,0 +1,197 @@
+"""Models that are loaded block by block, as a plan says: the same texts, from a store that is found again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_checkpoint
+
+from offload.plan import DoesNotFit
+from offload.store import StoreError
+from quant.config import QuantConfig
+from sharesd import placing, planning
+from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
+from sharesd.load import Runtime
+from sharesd.planning import Offloading, plan_for
+
+ROOT = Path(__file__).parents[1]
+LAYERS = 8
+PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [5, 6, 7] * 20]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
+    """What Python takes is much more than such a model, and what a disk gives is no matter here."""
+    monkeypatch.setattr(planning, "own_memory", lambda: 0)
+    monkeypatch.setattr(planning, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
+
+
+@pytest.fixture
+def close_after() -> Iterator[list[Runtime]]:
+    runtimes: list[Runtime] = []
+    yield runtimes
+    for runtime in runtimes:
+        runtime.close()
+
+
+def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
+    offload = OffloadConfig(host_memory=limit, choose_bits=False)
+    return EngineConfig(**{"target": str(tiny), "device": "cpu", "max_context": 256, "offload": offload} | options)
+
+
+def planned(config: EngineConfig, *modes: Mode) -> Offloading:
+    found = plan_for(config, modes or (config.mode,))
+    assert found is not None
+    return found
+
+
+def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> int:
+    """The limit that leaves so many blocks in memory."""
+    plan = planned(config_of(tiny, 10**9, **options), *modes).plan
+    assert not plan.offloads
+    return plan.device_bytes - (LAYERS - num_resident - 2) * plan.block
+
+
+def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
+    ways = [SamplingParams(max_new_tokens=16, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0)]
+    return {
+        (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).complete(PROMPTS, way)]
+        for mode in modes
+        for way in ways
+    }
+
+
+@pytest.mark.parametrize(
+    ("modes", "options"),
+    [
+        (("naive", "share", "classic"), {}),
+        (("share", "hybrid"), {"max_batch": 2, "dtype": "float32", "quant": QuantConfig(skip_projs=("down",))}),
+        (("share",), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}),
+    ],
+)
+def test_texts_are_those_of_a_model_that_fits(
+    tiny: Path, modes: tuple[Mode, ...], options: dict[str, Any], close_after: list[Runtime]
+) -> None:
+    limit = limit_for(tiny, 3, *modes, **options)
+    whole = Runtime(config_of(tiny, **options), modes)
+    offloaded = Runtime(config_of(tiny, limit, **options), modes)
+    close_after.append(offloaded)
+    assert whole.streamed is None and offloaded.streamed is not None
+    assert len(offloaded.streamed.stream.blocks) == LAYERS - 3
+    assert texts(offloaded, modes) == texts(whole, modes)
+    assert offloaded.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.01)
+
+
+def test_the_store_is_written_once(
+    tiny: Path, tmp_path: Path, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = limit_for(tiny, 3, "naive")
+    config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
+    close_after.append(Runtime(config))
+    (store,) = tmp_path.iterdir()
+    monkeypatch.setattr(placing, "Writer", None)  # not called
+    close_after.append(Runtime(config))
+    with store.open("r+b") as file:
+        file.truncate(store.stat().st_size - 1)
+    with pytest.raises(StoreError, match="was cut short"):
+        Runtime(config)
+
+
+def test_a_store_that_was_begun_is_gone_on_with(
+    tiny: Path, tmp_path: Path, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = limit_for(tiny, 3, "naive")
+    config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
+    written: list[int] = []
+    write = placing.Writer.write
+
+    def dies_at_the_fifth(writer: Any, block: int, slot: Any) -> None:
+        if len(written) == 4:
+            written.append(-1)
+            raise KeyboardInterrupt
+        written.append(block)
+        write(writer, block, slot)
+
+    monkeypatch.setattr(placing.Writer, "write", dies_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        Runtime(config)
+    close_after.append(Runtime(config))
+    written.remove(-1)
+    assert sorted(written) == list(range(LAYERS))
+
+
+def test_plans_are_made_where_the_model_does_not_fit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_for(config_of(tiny), ("share",)) is None
+    monkeypatch.setattr(planning, "free_memory", lambda: limit_for(tiny, 3, "naive"))
+    found = plan_for(config_of(tiny, mode="naive"), ("naive",))
+    assert found is not None and found.plan.offloads
+    assert plan_for(config_of(tiny, offload=OffloadConfig(when="off")), ("naive",)) is None
+
+
+def test_the_plan_chooses_bits_and_length_unless_they_are_given(tiny: Path) -> None:
+    """On a slow disk 8 bits pay; drafts are longer than usual."""
+    limit = limit_for(tiny, 2, "share", quant=QuantConfig(bits=8, head_bits=8))
+    found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
+    assert (found.plan.bits, found.config.quant.spec) == (8, "hqq:8:64,head=8")
+    assert found.config.max_draft == found.plan.depth > 8
+    kept = replace(config_of(tiny, limit).offload, choose_bits=False, choose_depth=False)
+    found = planned(config_of(tiny, limit, offload=kept), "share")
+    assert (found.plan.bits, found.plan.depth, found.config.max_draft) == (4, 8, 8)
+
+
+def test_what_cannot_be_honoured_is_told(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFit, match="--host-memory of at least"):
+        plan_for(config_of(tiny, 1000), ("share",))
+    with pytest.raises(ValueError, match="--device-memory has no effect on a CPU"):
+        plan_for(config_of(tiny, offload=OffloadConfig(device_memory=10**9)), ("share",))
+    with pytest.raises(ValueError, match="compile is 'off'; offloaded blocks run in the CPU kernel"):
+        plan_for(config_of(tiny, 10**9, compile="off"), ("share",))
+    with pytest.raises(ValueError, match="offload is off, and a limit"):
+        OffloadConfig(when="off", host_memory=10**9)
+
+
+@pytest.mark.slow
+def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path) -> None:
+    """Of a program of its own, looked at every few milliseconds: what no file backs, at most 64 MB above the limit."""
+    folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=20)
+    code = f"""
+import threading, time
+from sharesd import planning
+from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
+from sharesd.load import Runtime
+from sharesd.planning import own_memory, plan_for
+config = dict(target={str(folder)!r}, device="cpu", max_context=256)
+need = plan_for(EngineConfig(**config, offload=OffloadConfig(host_memory=10**11, choose_bits=False)), ("share",)).plan
+limit = need.device_bytes - 12 * need.block
+peak, ends = 0, False
+def look():
+    global peak
+    while not ends:
+        peak = max(peak, own_memory())
+        time.sleep(0.002)
+watch = threading.Thread(target=look)
+watch.start()
+runtime = Runtime(EngineConfig(**config, offload=OffloadConfig(host_memory=limit, choose_bits=False)), ("share",))
+runtime.engine().complete(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
+ends = True
+watch.join()
+print(len(runtime.streamed.stream.blocks), limit, peak, need.block)
+runtime.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    travelling, limit, peak, block = map(int, done.stdout.split())
+    assert travelling >= 12 and peak <= limit + 64 * 10**6
+    assert peak > limit - 12 * block, "the plan asks for much more than is used"

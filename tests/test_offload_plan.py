@@ -1,0 +1,164 @@
+"""The planner: published and computed examples, what fits and what does not, where blocks go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from offload.plan import DEPTHS, DoesNotFit, Drafter, Limits, Rates, Sizes, make_plan, show_bytes, steady
+
+GB = 10**9
+GIB = 2**30
+QWEN = Sizes(num_blocks=28, block=466 * 10**6, fixed=int((1.09 + 1.09 + 0.13 + 0.85) * GB), host=0)
+"""Qwen2.5-7B in bfloat16: head, embedding, KV of 2,048 tokens, and what libraries take."""
+LLAMA = Sizes(num_blocks=40, block=634 * 10**6, fixed=int((1.68 + 0.66 + 1.9) * GB))
+"""Llama-2-13B: KV of 2,048 tokens, embedding and head, libraries and activations."""
+WIDE = Sizes(num_blocks=32, block=56_033_280, fixed=int((0.2265 + 0.14) * GB))
+"""SmolLM2-135M widened to 1B."""
+
+
+def share(bits: int, resident: float, step: float, alpha: float) -> Drafter:
+    return Drafter(name=f"{bits} bits", bits=bits, resident=int(resident * GB), step=step, held=steady(alpha))
+
+
+@pytest.mark.parametrize(
+    ("link", "plain", "step", "alphas", "speeds"),
+    [
+        (25, 2.75, 0.012, (0.975, 0.968, 0.90, 0.80), (25.9, 22.9, 11.7, 7.1)),
+        (25, 2.75, 0.005, (0.975, 0.968, 0.90, 0.80), (38.3, 32.8, 14.4, 8.1)),
+        (50, 5.35, 0.012, (0.975, 0.968, 0.90, 0.80), (34.6, 31.4, 18.1, 11.8)),
+        (50, 5.35, 0.005, (0.975, 0.968, 0.90, 0.80), (55.6, 48.9, 24.0, 14.3)),
+    ],
+)
+def test_7b_on_a_gpu_with_8_gib(
+    link: int, plain: float, step: float, alphas: tuple[float, ...], speeds: tuple[float, ...]
+) -> None:
+    """Blocks at 1 TB/s; what else a pass takes follows from the figures: 5 ms with one row, 19 ms with many."""
+    rates = Rates(link=link * GB, disk=GB, block={1: 0.466e-3, 65: 0.6e-3}, rest={1: 5e-3, 9: 19e-3, 65: 19e-3})
+    limits = Limits(device=8 * GIB, host=64 * GB)
+    for alpha, speed in zip(alphas, speeds, strict=True):
+        plan = make_plan(QWEN, limits, rates, [share(4, 3.67 + 0.31, step, alpha)])
+        assert plan.tokens_per_second == pytest.approx(speed, rel=0.05)
+        assert plan.naive_tokens_per_second == pytest.approx(plain, rel=0.05)
+        assert (len(plan.resident), len(plan.from_host), plan.from_disk) == (1, 27, ())
+        assert plan.depth in DEPTHS and plan.device_bytes <= limits.device
+    naive = make_plan(QWEN, limits, rates, [])
+    assert (len(naive.resident), naive.depth) == (9, 0)
+    assert naive.tokens_per_second == pytest.approx(plain, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("step", "alphas", "speeds"),
+    [
+        (0.36, (0.975, 0.968, 0.90, 0.80), (0.88, 0.78, 0.40, 0.24)),
+        (0.15, (0.975, 0.968, 0.90, 0.80), (1.31, 1.12, 0.50, 0.28)),
+    ],
+)
+def test_13b_on_a_cpu_with_24_gb_from_a_disk(step: float, alphas: tuple[float, ...], speeds: tuple[float, ...]) -> None:
+    """Memory at 40 GB/s; half a second for what is resident follows from the figures."""
+    rates = Rates(disk=GB, block={1: 0.0158, 9: 0.025, 65: 0.025}, rest={1: 0.02, 9: 0.08, 65: 0.08})
+    for alpha, speed in zip(alphas, speeds, strict=True):
+        plan = make_plan(LLAMA, Limits(device=24 * GB), rates, [share(4, 7.2 + 0.09, step, alpha)])
+        assert plan.tokens_per_second == pytest.approx(speed, rel=0.05)
+        assert plan.naive_tokens_per_second == pytest.approx(0.13, rel=0.05)
+        assert (len(plan.resident), plan.from_host, len(plan.from_disk)) == (17, (), 23)
+
+
+def test_more_bits_win_where_the_link_is_slow() -> None:
+    """Acceptance beats bytes: 2.4 times plain with 4 bits, 8 times with 8; but not if 4 bits hold nearly as often."""
+    rates = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
+    four, eight = share(4, 0.568, 0.028, 0.82), share(8, 1.01, 0.053, 0.984)
+    plans = [make_plan(WIDE, Limits(device=1.6 * GB), rates, [drafter]) for drafter in (four, eight)]
+    assert [plan.tokens_per_second for plan in plans] == [pytest.approx(1.77, rel=0.05), pytest.approx(5.87, rel=0.05)]
+    assert plans[0].naive_tokens_per_second == pytest.approx(0.734, rel=0.05)
+    both = make_plan(WIDE, Limits(device=1.6 * GB), rates, [four, eight])
+    assert (both.bits, both.depth, both.tokens_per_second) == (8, 64, plans[1].tokens_per_second)
+    assert "4 bits 1.7" in next(line.why for line in both.reasons if line.what == "drafts")
+    small = make_plan(WIDE, Limits(device=1.2 * GB), rates, [four, eight])
+    assert small.bits == 4
+    assert "8 bits needs --host-memory of at least 1.49 GB" in next(r.why for r in small.reasons if r.what == "drafts")
+    often = replace(four, held=steady(0.968))
+    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [often, eight]).bits == 4
+
+
+def test_what_fits_stays() -> None:
+    rates = Rates(disk=GB, block={1: 0.003}, rest={1: 0.01})
+    need = WIDE.fixed + WIDE.num_blocks * WIDE.block
+    for limits in (Limits(device=need), Limits(device=math.inf)):
+        plan = make_plan(WIDE, limits, rates, [])
+        assert not plan.offloads and (plan.slots, plan.resident) == (0, tuple(range(32)))
+    assert make_plan(WIDE, Limits(device=need - 1), rates, []).offloads
+
+
+def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> None:
+    rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
+    room = WIDE.fixed + (8 + 2) * WIDE.block
+    plan = make_plan(WIDE, Limits(device=room), rates, [])
+    assert plan.travelling == plan.from_disk and len(plan.resident) == 8
+    assert max(b - a for a, b in zip((-1, *plan.travelling), (*plan.travelling, 32), strict=True)) == 2
+    keeps = Drafter(name="keeps", resident=0, step=0.01, held=steady(0.9), stays=(0, 1, 2, 31))
+    assert {0, 1, 2, 31} <= set(make_plan(WIDE, Limits(device=room), rates, [keeps]).resident)
+    with pytest.raises(DoesNotFit, match="keeps: --host-memory of at least 703 MB"):
+        make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.block), rates, [keeps])
+
+
+def test_three_tiers() -> None:
+    """What the host's memory does not hold comes from the disk through slots there, which counts at the slower rate."""
+    rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
+    limits = Limits(device=WIDE.fixed + (8 + 2) * WIDE.block, host=(14 + 2) * WIDE.block)
+    plan = make_plan(WIDE, limits, rates, [])
+    assert (len(plan.from_host), len(plan.from_disk), plan.slots, plan.host_slots) == (14, 10, 2, 2)
+    assert plan.host_bytes == limits.host and not set(plan.from_host) & set(plan.from_disk)
+    assert 1 / plan.tokens_per_second == pytest.approx(10 * WIDE.block / GB + 8 * 0.003 + 0.01)
+    roomy = make_plan(WIDE, replace(limits, host=24 * WIDE.block), rates, [])
+    assert (len(roomy.from_host), roomy.from_disk, roomy.host_slots) == (24, (), 0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(device=0.3 * GB), "--host-memory of at least 479 MB"),
+        (Limits(device=0.3 * GB, host=8 * GB), "--device-memory of at least 479 MB"),
+        (Limits(device=GB, host=0.1 * GB), "--host-memory of at least 113 MB"),
+        (Limits(device=GB, disk=GB), "a disk with 1.8 GB free"),
+    ],
+)
+def test_the_smallest_limits_are_told_and_would_do(limits: Limits, message: str) -> None:
+    rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
+    with pytest.raises(DoesNotFit, match=message):
+        make_plan(WIDE, limits, rates, [])
+    told = float(message.split()[-2]) * (1e6 if message.endswith("MB") else 1e9) if "least" in message else 1.8 * GB
+    field = "disk" if "disk" in message else "device" if "--device" in message or limits.host is None else "host"
+    assert make_plan(WIDE, replace(limits, **{field: told}), rates, []).offloads
+
+
+def test_small_blocks_have_more_slots() -> None:
+    """So that several megabytes are asked for at any time."""
+    rates = Rates(disk=GB, block={1: 1e-4}, rest={1: 1e-3})
+    tiny = Sizes(num_blocks=100, block=2**20, fixed=0)
+    plan = make_plan(tiny, Limits(device=50 * 2**20), rates, [])
+    assert (plan.slots, len(plan.resident)) == (17, 33)
+    few = make_plan(replace(tiny, num_blocks=12), Limits(device=8 * 2**20), rates, [])
+    assert (few.slots, len(few.resident)) == (3, 5)
+
+
+def test_depth_is_limited() -> None:
+    rates = Rates(disk=GB / 2, block={1: 0.0028}, rest={1: 0.02})
+    drafter = share(8, 1.01, 0.053, 0.984)
+    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [drafter], most_depth=10).depth == 8
+    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [replace(drafter, held=steady(0.01))]).depth == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "shown", "limit"),
+    [
+        (1_490_001, "1.49 MB", "1.5 MB"),
+        (12.34e9, "12.3 GB", "12.4 GB"),
+        (703.2e6, "703 MB", "704 MB"),
+        (7, "7 bytes", "7 bytes"),
+    ],
+)
+def test_bytes_are_shown(number: float, shown: str, limit: str) -> None:
+    assert (show_bytes(number), show_bytes(number, round_up=True)) == (shown, limit)
