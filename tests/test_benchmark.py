@@ -310,7 +310,7 @@ class TestCommand:
         assert status == 0, err
         assert "report: out/report.md" in out and "Warning" not in err
         names = {path.name for path in Path("out").iterdir()}
-        lines = {f"answers-{mode}.jsonl" for mode in MODES}
+        lines = {f"answers-{mode}.jsonl" for mode in MODES if mode not in ("parallel", "glide")}  # heads of other kinds
         assert names == lines | {"run.json", "summary.json", "report.md", "report.html", "speed.png", "acceptance.png"}
         found = read_summary()
         assert found["status"] == {"complete": True, "num_missing_turns": 0}
@@ -413,7 +413,7 @@ class TestCommand:
             (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl holds 2"),
             (["--num-questions"], "argument --num-questions: expected one argument"),
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
-            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, ngram, suffix"),
+            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, parallel, glide, ngram"),
             (["--mode", "naive,"], "mode is ''"),
             (["--mode", "naive", "--draft", "x"], "--draft is 'x' but no mode is classic"),
             (["--temp", "0.5"], "--temp has no effect on greedy decoding; add --do-sample"),
