@@ -127,6 +127,13 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**28)
 
 
+def give_back_freed_memory() -> None:
+    """What glibc keeps of freed memory (see above) goes back to the system: for loading below a limit."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
+    if trim is not None:
+        trim(0)
+
+
 @cache
 def kernels_version() -> str:
     """Another one for other kernels: what was measured with the old ones no longer holds."""

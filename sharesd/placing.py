@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compile.linear import PackedLinear, pack_linears
+from compile.native import give_back_freed_memory
 from compile.pages import huge_pages, weights_on_huge_pages
 from offload.disk import DiskLink
 from offload.layout import Layout, fill, views
@@ -93,6 +94,7 @@ class PlacedBlocks:
         for name, view in views(record, self._layout).items():
             owners[name].weight = view if number in self._resident else view.to("meta")
         weights_on_huge_pages(block, keep=set(owners.values()))
+        give_back_freed_memory()
 
     def stream(self, decoder: Decoder) -> tuple[Stream, Layout]:
         """How the blocks that do not stay come back, once all of the checkpoint has been read."""

@@ -27,7 +27,7 @@ from offload.store import Content
 from quant.attach import LinearQuantizer
 from quant.config import QuantConfig
 from quant.solver import QuantizedWeight
-from sharesd.config import TABLES, EngineConfig, Mode
+from sharesd.config import HEADS, TABLES, EngineConfig, Mode
 from sharesd.decoding.prefill import LONG_CHUNK
 from sharesd.device import device_of
 from sharesd.low_builders import packed_for_cpu
@@ -227,7 +227,7 @@ class _Measured:
         held, step = steady(ASSUMED_OTHERS), 0.0
         if mode == "naive":
             held = ()
-        elif quant is not None and mode not in (*TABLES, "eagle"):
+        elif quant is not None and mode not in (*TABLES, *HEADS):
             held, step = steady(ASSUMED[quant.bits]), self._draft_seconds(quant)
         return Drafter(
             name=mode if bits is None else f"{mode}, {bits} bits",

@@ -217,6 +217,12 @@ class OracleDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         pass
 
+    def missed(self, texts: Mapping[int, list[int]]) -> int:
+        return 0
+
+    def rehearse(self, drafting: Drafting, num: int) -> bool:
+        return False
+
     def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
         self._at = {row: len(text) - self._starts[row] for row, text in texts.items()}
 

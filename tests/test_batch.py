@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def killed(given: list[str], part: Path, lines: int, whom: str, dice: random.Ran
     with subprocess.Popen([sys.executable, "-m", "sharesd", *given], cwd=ROOT, env=ENVIRONMENT) as process:
         parent, family, deadline = psutil.Process(process.pid), [], time.monotonic() + 120
         while process.poll() is None and (not family or num_lines(part) < lines):
-            family = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
+            with suppress(psutil.Error):  # one that just ended
+                family = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
             assert time.monotonic() < deadline
             time.sleep(0.001)
         in_time = process.poll() is None
@@ -231,4 +233,5 @@ def test_ranks_of_a_launcher_take_from_one_queue(
         text=True,
     )
     assert out.exists() and out.read_bytes() == whole.read_bytes(), done.stderr[-3000:]
-    assert "the start of 2 replicas included" in done.stderr
+    if launcher == "torch.distributed.run":  # the other one starts a single process where there are no GPUs
+        assert "the start of 2 replicas included" in done.stderr

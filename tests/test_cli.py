@@ -336,7 +336,7 @@ def test_two_ctrl_c_at_the_prompt_leave(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["generate"], "the following arguments are required: PROMPT"),
+        (["generate"], "there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
         ([], "the following arguments are required: command"),
         (["generate", "hi", "--bogus"], "unknown argument '--bogus'; see `python -m sharesd generate --help`"),
         (["generate", "hi", "--mode", "fast"], "mode is 'fast'; choose one of"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches
+from offload.plan import DEPTHS
 from sharesd.drafters.tables.base import Guess
 
 
@@ -47,12 +48,9 @@ def chains(most: int) -> tuple[Shape, ...]:
     return tuple(map(chain, range(1, most + 1)))
 
 
-RUNGS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
-
-
 def ladder(most: int) -> tuple[Shape, ...]:
     """Chains of a few lengths up to `most`: where a pass takes long, one token more or less matters little."""
-    return tuple(map(chain, (*(rung for rung in RUNGS if rung < most), most)))
+    return tuple(map(chain, (*(depth for depth in DEPTHS if depth < most), most)))
 
 
 def shapes_of(top: int, depth: int, budget: int) -> tuple[Shape, ...]:
