@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
 from collections.abc import Callable
+from operator import truediv
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -19,7 +21,7 @@ from benchmark.serve.arrivals import departures
 from benchmark.serve.client import FAILURES, Answer
 from benchmark.serve.figures import count_tokens, figures, same_texts
 from benchmark.serve.plot import picture
-from benchmark.serve.session import Run, compare
+from benchmark.serve.session import Run, Settings, compare, measure
 from benchmark.serve.speculation import read_counters, speculation
 from benchmark.serve.workload import RandomLengths, Request, from_file, from_questions, random_ids, random_words
 
@@ -420,6 +422,43 @@ def test_modes_are_compared_with_naive(
     assert "over naive" in out and out.count("2/2") >= 5
 
 
+def test_modes_take_turns(fake_spawn: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--turns", "3", "--num-warmups", "0", "--sweep", "50,inf", "--save-detailed")
+    assert fake_spawn("--spawn", "hybrid", *flags, "--out-dir", str(tmp_path)) == 0
+    files = [tmp_path / f"{mode}-rate-{rate}.json" for rate in ("50", "inf") for mode in ("naive", "hybrid")]
+    naive, hybrid, *_ = (json.loads(path.read_text()) for path in files)
+    assert naive["output_throughput"] == sorted(naive["output_throughputs"])[1]
+    ratios = sorted(map(truediv, hybrid["output_throughputs"], naive["output_throughputs"]))
+    assert hybrid["ratio_to_naive"]["output_throughput"] == pytest.approx(ratios[1])
+    assert (hybrid["same_texts_as_naive"], hybrid["texts_compared"]) == (6, 6)
+    assert "6/6" in capsys.readouterr().out
+
+
+def test_each_turn_has_prompts_of_its_own() -> None:
+    settings = Settings(
+        draw=lambda num, seed: [Request(prompt=f"number {i}", output_len=2) for i in range(num)],
+        num_prompts=2,
+        num_warmups=1,
+        endpoint="chat",
+        model=None,
+        tokenizer=None,
+        encode=None,
+        options={"temperature": 0.0},
+        headers={},
+        timeout_s=30.0,
+        burstiness=1.0,
+        max_concurrency=1,
+        goodput={},
+        percentiles=(99,),
+        seed=0,
+    )
+    with serving() as server:
+        for turn in range(2):
+            asyncio.run(measure(settings, server.url, rate=math.inf, mode=None, step=0, done=lambda _: None, turn=turn))
+    asked = [body["messages"][-1]["content"] for body in server.bodies]
+    assert asked == [f"number {i}" for i in (2, 0, 1, 2, 3)]  # one to warm up, two, and two
+
+
 def test_other_texts_are_found(fake_spawn: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert fake_spawn("--spawn", "suffix", "--", "--text", "changed") == 1
     assert "0/2" in capsys.readouterr().out
@@ -435,6 +474,7 @@ def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: py
     [
         (["--request-rate", "0"], "'0' is not a number above 0, or inf"),
         (["--burstiness", "nan"], "'nan' is not a number"),
+        (["--turns", "2"], "--turns is 2 and is for servers that --spawn starts; add --spawn or drop it"),
         (["--sweep", "1,x"], "'x' is not a number"),
         (["--sweep", "1", "--request-rate", "2"], "--sweep names the rates"),
         (["--goodput", "itl:5"], "'itl:5' limits none of ttft, tpot, e2el"),

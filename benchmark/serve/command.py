@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,25 +56,11 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     out_dir = arguments.out_folder(args.out_dir, "serve") if saves else None
 
-    from benchmark.serve.session import compare, measure
-    from benchmark.serve.spawn import spawned
-
-    rates: Sequence[float] = args.sweep or (args.request_rate or math.inf,)
     runs: list[Run] = []
-    for mode in modes or (None,):
-        if mode is not None:
-            err_console.print(f"starting the server in mode {mode}", highlight=False)
-        server = spawned(mode, args.server_flags) if mode else nullcontext(args.base_url or BASE_URL)
-        with server as url, loading_bars() as progress:
-            for step, rate in enumerate(rates):
-                done = partial(_tell, progress, f"{mode or 'asking'} at {rate:g}/s", settings.num_prompts)
-                load = asyncio.run(measure(settings, url, rate=rate, mode=mode, step=step, done=done))
-                naive = next((other for other in runs if other.mode == NAIVE and other.rate == rate), None)
-                if naive is not None:
-                    compare(load, naive)
-                runs.append(load)
-                if out_dir is not None:
-                    write_json(out_dir / load.file, _json(load, args))
+    for load in _loads(args, modes, settings):
+        runs.append(load)
+        if out_dir is not None:
+            write_json(out_dir / load.file, _json(load, args))
     if out_dir is not None:
         _write_report(out_dir, runs, settings, args)
     _show(runs, args)
@@ -82,6 +68,41 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"files: {out_dir}", markup=False, highlight=False, soft_wrap=True)
     differs = any(run.result.get("same_texts_as_naive") != run.result.get("texts_compared") for run in runs)
     return 1 if differs or any(run.result["completed"] == 0 for run in runs) else 0
+
+
+def _loads(args: argparse.Namespace, modes: Sequence[str], settings: Settings) -> Iterator[Run]:
+    """Ask a server at each rate, or one in each mode, which are compared with naive."""
+    from benchmark.serve.session import compare, measure, median
+    from benchmark.serve.spawn import spawned
+
+    rates: Sequence[float] = args.sweep or (args.request_rate or math.inf,)
+    naive: dict[tuple[float, int], Run] = {}
+
+    def load(url: str, mode: str | None, step: int, turn: int = 0) -> Run:
+        rate = rates[step]
+        done = partial(_tell, progress, f"{mode or 'asking'} at {rate:g}/s", settings.num_prompts)
+        found = asyncio.run(measure(settings, url, rate=rate, mode=mode, step=step, done=done, turn=turn))
+        if mode == NAIVE:
+            naive[rate, turn] = found
+        elif mode is not None:
+            compare(found, naive[rate, turn])
+        return found
+
+    def server(mode: str) -> AbstractContextManager[str]:
+        err_console.print(f"starting the server in mode {mode}", highlight=False)
+        return spawned(mode, args.server_flags)
+
+    if args.turns == 1:
+        for mode in modes or (None,):
+            with server(mode) if mode else nullcontext(args.base_url or BASE_URL) as url, loading_bars() as progress:
+                yield from (load(url, mode, step) for step in range(len(rates)))
+        return
+    with ExitStack() as servers:
+        urls = {mode: servers.enter_context(server(mode)) for mode in modes}
+        with loading_bars() as progress:
+            for step in range(len(rates)):
+                turns = [[load(urls[mode], mode, step, turn) for mode in modes] for turn in range(args.turns)]
+                yield from map(median, zip(*turns, strict=True))
 
 
 def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
@@ -202,6 +223,8 @@ def _tokenizer(name: str | None) -> Any:
 def _modes(args: argparse.Namespace) -> tuple[str, ...]:
     """The modes to start, naive first; none where a running server is asked."""
     if args.spawn is None:
+        if args.turns > 1:
+            raise ValueError(f"--turns is {args.turns} and is for servers that --spawn starts; add --spawn or drop it")
         if args.server_flags:
             raise ValueError(f"{args.server_flags[0]!r} is for the server that --spawn starts; add --spawn or drop it")
         return ()

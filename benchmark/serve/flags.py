@@ -27,6 +27,14 @@ def add_server(group: Any) -> None:
         "behind --, such as -- --max-batch 8",
     )
     group.add_argument(
+        "--turns",
+        type=number,
+        default=1,
+        metavar="N",
+        help="have all servers of --spawn there at once and ask them in turns, N times each, with other prompts each "
+        "time: what a busy machine does to one of them it does to all; shown are medians",
+    )
+    group.add_argument(
         "--exact",
         type=number,
         metavar="N",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -68,15 +69,24 @@ class Run:
 
 
 async def measure(
-    settings: Settings, base_url: str, *, rate: float, mode: str | None, step: int, done: Callable[[int], None]
+    settings: Settings,
+    base_url: str,
+    *,
+    rate: float,
+    mode: str | None,
+    step: int,
+    done: Callable[[int], None],
+    turn: int = 0,
 ) -> Run:
-    """Ask one server at one rate. `step` numbers the rates: each has prompts of its own, where they are random.
+    """Ask one server at one rate. `step` numbers the rates: each has prompts of its own, where they are random; and so
+    has each `turn`. Warm-up requests go before the first one.
 
     ValueError where the server cannot be reached, or fails at a warm-up request.
     """
     seed = settings.seed + step
-    drawn = settings.draw(settings.num_prompts + settings.num_warmups, seed)
-    requests, warmups = drawn[: settings.num_prompts], drawn[settings.num_prompts :]
+    begin, end = settings.num_prompts * turn, settings.num_prompts * (turn + 1)
+    drawn = settings.draw(end + (0 if turn else settings.num_warmups), seed)
+    requests, warmups = drawn[begin:end], drawn[end:]
     async with Client(
         base_url,
         settings.endpoint,
@@ -117,6 +127,20 @@ async def measure(
         **speculation(before, after),
     }
     return Run(mode=mode, rate=rate, result=result, answers=answers)
+
+
+def median(turns: Sequence[Run]) -> Run:
+    """The load of median throughput; its ratios to naive are the medians of all, the texts those of all together."""
+    chosen = sorted(turns, key=lambda run: run.result["output_throughput"])[(len(turns) - 1) // 2]
+    found = [run.result for run in turns]
+    result = {**chosen.result, "output_throughputs": [each["output_throughput"] for each in found]}
+    if "ratio_to_naive" in result:
+        ratios = [each["ratio_to_naive"] for each in found]
+        given = {key: [each[key] for each in ratios if each[key] is not None] for key in ratios[0]}
+        result["ratio_to_naive"] = {key: statistics.median(some) if some else None for key, some in given.items()}
+        for key in ("same_texts_as_naive", "texts_compared"):
+            result[key] = sum(each[key] for each in found)
+    return replace(chosen, result=result)
 
 
 def compare(run: Run, naive: Run) -> None:
