@@ -78,6 +78,8 @@ class Drafter:
     """Seconds to draft one more token."""
     held: tuple[float, ...]
     """Probability that the first 1, 2, ... drafted tokens all hold. See `steady`."""
+    measured: bool = False
+    """Whether `held` was measured, rather than assumed."""
     bits: int | None = None
     """Of quantized weights."""
     block: int | None = None
@@ -299,7 +301,8 @@ def _reasons(
     others = [f"{c.drafter.name} {c.fastest(most_depth)[0]:.3g} tok/s" for c in fitting if c is not best]
     others += [f"{name} needs {problem}" for name, problem in problems.items()]
     if best.drafter.held:
-        expected = f"first token holds in {best.drafter.held[0]:.1%}, {best.drafter.step * 1e3:.3g} ms a token"
+        known = "measured" if best.drafter.measured else "assumed"
+        expected = f"a token holds in {best.drafter.held[0]:.1%} ({known}), takes {best.drafter.step * 1e3:.3g} ms"
         yield Reason("drafts", best.drafter.name, "; ".join([expected, *others]))
         rows = f"a pass takes {best.pass_time(1):.3g} s with 1 row, {best.pass_time(1 + depth):.3g} s with {1 + depth}"
         yield Reason("depth", str(depth), rows)

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
+from sharesd.acceptance import keeper
 from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, EngineConfig, Mode, PlanOnly, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
@@ -166,17 +168,19 @@ class Runtime:
             QuantizedWhileRead(partial(self._quantizer, switch=self._switch)) if "share" in self._needs else None
         )
         self._placed: PlacedBlocks | None = None
-        if offloading is None:
-            self.target = self._load(folder, tensors)
+        with nullcontext() if offloading is None else PlacedBlocks(offloading, quantized, progress) as self._placed:
+            self.target = self._load(folder, tensors, self._placed, map_tables=self._placed is not None)
             self.weight_bytes = _num_bytes(self.target)
-        else:
-            with PlacedBlocks(offloading, quantized, progress) as self._placed:
-                self.target = self._load(folder, each_block=self._placed, map_embedding=True)
-            self._offload = self._placed.stream
-            self.weight_bytes = _num_bytes(self.target) - (quantized.report().low_bytes if quantized else 0)
-        self._head = self._load_head() if self._needs & {*HEADS} else None
-        if quantized is not None:
-            self._report("share", quantized.finish() if offloading else self._quantize_whole(self.target, self._switch))
+            if self._placed is not None and quantized is not None:
+                self.weight_bytes -= quantized.report().low_bytes
+            self._head = self._load_head() if self._needs & {*HEADS} else None
+            if quantized is not None:
+                placed = self._placed is not None
+                self._report("share", quantized.finish() if placed else self._quantize_whole(self.target, self._switch))
+            if self._placed is not None:
+                assert isinstance(self.target, Decoder)
+                self._placed.place_head(self.target)
+                self._offload = self._placed.stream
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         if isinstance(self._head, FeatureHead) and self.compile == "native" and len(self._head.blocks) == 1:
@@ -349,7 +353,7 @@ class Runtime:
         folder: Path,
         tensors: Tensors | None = None,
         each_block: EachBlock | None = None,
-        map_embedding: bool = False,
+        map_tables: bool = False,
     ) -> CausalModel:
         return load_model(
             folder,
@@ -359,7 +363,7 @@ class Runtime:
             progress=self._progress,
             tensors=tensors,
             each_block=each_block,
-            map_embedding=map_embedding,
+            map_tables=map_tables,
         )
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
@@ -456,9 +460,7 @@ class Runtime:
                 low = partial(getattr, self._switch, "low") if "share" in self._needs else None
                 self.streamed = StreamedBlocks(model, *self._offload(model), low)
                 model.ranges = self.streamed.ranges
-            if model is self.target and self._placed is not None:
-                weights_on_huge_pages(self.target.get_submodule("head"))  # blocks are there already
-            else:
+            if model is not self.target or self._placed is None:  # which lies where it shall already
                 weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
         elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
@@ -598,7 +600,7 @@ class Runtime:
         else:
             quantized = QuantizedWhileRead(self._quantizer)
             if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
-                model = self._load(self._folder, self._tensors, quantized, map_embedding=self._placed is not None)
+                model = self._load(self._folder, self._tensors, quantized, map_tables=self._placed is not None)
                 self._report("classic", quantized.finish())
             else:
                 model = self._load(self._folder)
@@ -633,6 +635,7 @@ class Runtime:
             prefill_chunk=self.config.prefill_chunk,
             ahead=self._graphs is not None,
             traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
+            ended=keeper(self._folder, mode, self.config.quant) if self._placed and mode in self._reports else None,
         )
 
 
