@@ -20,15 +20,17 @@ MOST = 2000.0
 """Drafted tokens that count: older ones fade."""
 
 
-def kept_acceptance(folder: Path, mode: str, quant: QuantConfig) -> float | None:
-    """How often the next drafted token held, given those before it; None where nothing has been measured."""
-    tries, held = _read(_file(folder, mode, quant))
+def kept_acceptance(folder: Path, mode: str, quant: QuantConfig, *, trees: bool) -> float | None:
+    """How often the next drafted token, or one of a tree's next level, held, given those before it; None where nothing
+    has been measured.
+    """
+    tries, held = _read(_file(folder, mode, quant, trees))
     return held / tries if tries else None
 
 
-def keeper(folder: Path, mode: str, quant: QuantConfig) -> Callable[[Stats], None]:
+def keeper(folder: Path, mode: str, quant: QuantConfig, *, trees: bool) -> Callable[[Stats], None]:
     """What adds an answer's counts to what is kept."""
-    file = _file(folder, mode, quant)
+    file = _file(folder, mode, quant, trees)
 
     def keep(stats: Stats) -> None:
         fresh = stats.sources["accepted"] + stats.sources["recovered"], stats.sources["accepted"]
@@ -45,8 +47,8 @@ def keeper(folder: Path, mode: str, quant: QuantConfig) -> Callable[[Stats], Non
     return keep
 
 
-def _file(folder: Path, mode: str, quant: QuantConfig) -> Path:
-    what = repr((identity(folder), mode, quant))
+def _file(folder: Path, mode: str, quant: QuantConfig, trees: bool) -> Path:
+    what = repr((identity(folder), mode, quant, trees))
     return cache_root() / "settings" / f"acceptance-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from compile.solve import solve_groups
 from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
 from offload.layout import Layout
+from offload.plan import Plan
 from offload.stream import Stream
 from quant.attach import Build, LinearQuantizer, QuantReport, Solving, make_low, quantize_linears
 from quant.config import QuantConfig
@@ -43,6 +45,7 @@ from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
+from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
@@ -120,19 +123,25 @@ class Runtime:
         progress: Progress = silent,
         tensors: Tensors | None = None,
         offload: Offload | None = None,
-        offloading: Offloading | None = None,
+        planned: Callable[[Plan], None] | None = None,
     ) -> None:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
-        `offload` puts packed weights of some of the target's blocks elsewhere, from where they come back for each pass.
-        `offloading` is what `plan_for` returned, if it was asked before.
+        `planned` is told the plan of what stays in memory, before anything is loaded, if one was made. `offload`
+        takes the place of such a plan: it puts packed weights of some of the target's blocks elsewhere, from where they
+        come back for each pass.
         """
         started = time.perf_counter()
-        if offload is None and offloading is None and tensors is None:
+        offloading: Offloading | None = None
+        if offload is None and tensors is None:
             offloading = plan_for(config, tuple(modes or (config.mode,)), progress=progress)
+        self.plan = None if offloading is None else offloading.plan
+        """What stays in memory and what travels; None where nobody set a limit and all of it stays."""
         if config.offload.when == "plan-only":
-            raise PlanOnly(() if offloading is None else offloading.plan.reasons)
+            raise PlanOnly(() if self.plan is None else self.plan.reasons)
+        if self.plan is not None and planned is not None:
+            planned(self.plan)
         if offloading is not None and offloading.plan.offloads:
             config = offloading.config
         else:
@@ -160,7 +169,6 @@ class Runtime:
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
         self._offload = offload
-        self._predicted = offloading.plan.tokens_per_second if offloading else None
         self.streamed: StreamedBlocks | None = None
         """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
@@ -252,6 +260,8 @@ class Runtime:
             ),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
             self.streamed and (self.streamed.stream.blocks, len(self.streamed.stream.slots)),
+            # Drafts take as long on any disk, and steps do not: costs of one that is half as fast again are others.
+            self.plan and self.plan.offloads and round(2 * math.log2(self.plan.transfer_s)),
             (torch.cuda.get_device_name(self.device), settings.kernels_version())
             if self.device.type == "cuda"
             else None,
@@ -269,7 +279,7 @@ class Runtime:
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
             resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
-            predicted=self._predicted,
+            predicted=self.plan.tokens_per_second if self.plan is not None and self.plan.offloads else None,
         )
 
     def _choose_widths(self) -> tuple[int, ...] | None:
@@ -619,6 +629,12 @@ class Runtime:
             top=top,
         )
 
+    def _keeper(self, mode: Mode) -> Callable[[Stats], None] | None:
+        """Keeps for later plans how often drafts hold."""
+        if self._placed is None or mode not in ("share", "classic", "hybrid") or not self._reports:
+            return None
+        return keeper(self._folder, mode, self.config.quant, trees=self.config.tree is not None)
+
     def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
         return Engine(
             target=self._step,
@@ -635,7 +651,7 @@ class Runtime:
             prefill_chunk=self.config.prefill_chunk,
             ahead=self._graphs is not None,
             traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
-            ended=keeper(self._folder, mode, self.config.quant) if self._placed and mode in self._reports else None,
+            ended=self._keeper(mode),
         )
 
 

@@ -5,6 +5,7 @@ No weights are read for it: a decoder on the meta device tells what each part wi
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import shutil
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from compile.attention import new_kv, round_slots
 from compile.linear import LowPackedLinear, PackedLinear
-from compile.native import cache_root
+from compile.native import cache_root, give_back_freed_memory
 from offload.disk import read_rate
 from offload.layout import Layout
 from offload.link import LinkError
@@ -48,12 +49,16 @@ LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 ASSUMED = {8: 0.97, 4: 0.80, 3: 0.45, 2: 0.20}
 """Bits of a drafter that shares the target's KV -> how often its next token holds, until answers have told. (4 bits:
 0.6 to 0.8 for a model of 135M parameters, 0.97 for published ones of 7B.)"""
+TREE_TOP = 4
+"""Nodes of a level of a draft tree that have children, and how many each has, where the plan decides that."""
+TREE_MISSES = 0.6
+"""How often a level of such a tree misses, of the times that a chain's token does (4 bits, 60 nodes: 0.53 to 0.6)."""
 ASSUMED_OTHERS = 0.6
 """The same for heads, tables and other models."""
 TIMED_ROWS = (1, 9, 1 + DEPTHS[-1])
 """Rows of steps whose products are timed."""
-PROBE_BYTES = 2**25
-"""Bytes of the weights that are timed: more than a core's caches hold."""
+PROBE_BYTES, PROBED_BYTES = 2**25, 2**27
+"""Bytes of the weights that are timed, and of all copies of them, which are timed in turns: more than caches hold."""
 SOME_ROWS = 16
 """Rows of a quantized matrix whose bytes are counted: the kernel takes so many together."""
 LEFT_FREE = 0.05
@@ -78,8 +83,18 @@ class Offloading:
 def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress = silent) -> Offloading | None:
     """How a model that does not fit in memory runs all the same; None where nobody set a limit and all of it stays.
 
-    Raises ValueError where the limits leave no way, or something else that was asked for prevents it.
+    Raises ValueError where the limits leave no way, something else that was asked for prevents it, or a folder is given
+    that nothing would be written to.
     """
+    found = _plan_for(config, modes, progress)
+    if config.offload.folder is not None and (found is None or not found.plan.offloads):
+        raise ValueError(
+            "--offload-dir has no effect: all of the model stays in memory; drop it, or give --host-memory"
+        )
+    return found
+
+
+def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress) -> Offloading | None:
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
     if wanted.when == "off":
@@ -104,20 +119,26 @@ def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress 
     smallest = min(model.resident(quant) for quant in model.quants)
     if not always and model.fixed + smallest + model.num_records * model.layout(None).record_bytes <= limit:
         return None
+    sizes = Sizes(num_blocks=model.num_records, block=model.layout(None).record_bytes, fixed=model.fixed)
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(folder, quant) for quant in model.quants}
     rates = model.rates(_disk_rate(folder, place, list(contents.values()), wanted.rate))
     written = any(content.path(place).exists() for content in contents.values())
-    sizes = Sizes(num_blocks=model.num_records, block=model.layout(None).record_bytes, fixed=model.fixed)
     limits = Limits(device=limit, disk=math.inf if written else _free_disk(place))
-    drafters = {quant: model.drafter(quant) for quant in model.quants}
     free_length = wanted.choose_depth and config.num_draft is None and config.tree is None
-    most = DEPTHS[-1] if free_length else config.most_draft
-    plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
-    quant = next(quant for quant, drafter in drafters.items() if drafter.bits == plan.bits)
+    given = (config.tree is not None,)
+    kinds = (False, True) if free_length and wanted.choose_trees and model.may_draft_trees else given
+    drafters = [(quant, model.drafter(quant, trees=trees)) for quant in model.quants for trees in kinds]
+    most = DEPTHS[-1] if free_length else config.tree[1] if config.tree is not None else config.most_draft
+    give_back_freed_memory()  # of what was timed
+    plan = make_plan(sizes, limits, rates, [drafter for _, drafter in drafters], most)
+    quant = next(quant for quant, drafter in drafters if drafter.name == plan.drafter)
     if plan.offloads:
         config = replace(config, quant=quant or config.quant)
-        if free_length:
+        if free_length and plan.nodes:
+            full = TREE_TOP + (plan.depth - 1) * TREE_TOP**2
+            config = replace(config, tree=(TREE_TOP, plan.depth, min(plan.nodes, full)))
+        elif free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
 
@@ -245,18 +266,24 @@ class _Measured:
                 num += sum(file.stat().st_size for file in weight_files(resolve(path)))
         return num
 
-    def drafter(self, quant: QuantConfig | None) -> Drafter:
+    @property
+    def may_draft_trees(self) -> bool:
+        """Whether quantized weights are all that drafts, but for tables."""
+        return bool(self._needs & {"share", "classic"}) and self.config.draft is None and not self._needs & {*HEADS}
+
+    def drafter(self, quant: QuantConfig | None, *, trees: bool) -> Drafter:
         """What drafts, as the plan sees it."""
         mode, bits = self.config.mode, None if quant is None else quant.bits
         held, step, measured = steady(ASSUMED_OTHERS), 0.0, None
         if mode == "naive":
             held = ()
         elif quant is not None and mode not in (*TABLES, *HEADS):
-            measured = kept_acceptance(self._folder, "classic" if mode == "classic" else "share", quant)
-            held = steady(ASSUMED[quant.bits] if measured is None else measured)
-            step = self._draft_seconds(quant)
+            measured = kept_acceptance(self._folder, mode, quant, trees=trees)
+            alpha = self._expected(mode, quant, trees) if measured is None else measured
+            held, step = steady(alpha), self._draft_seconds(quant, rows=TREE_TOP if trees else 1)
         return Drafter(
-            name=mode if bits is None else f"{mode}, {bits} bits",
+            name=(mode if bits is None else f"{mode}, {bits} bits") + (", trees" if trees else ""),
+            nodes=(self.config.tree[2] if self.config.tree is not None else DEPTHS[-1]) if trees else 0,
             bits=bits,
             resident=self.resident(quant),
             step=step,
@@ -266,10 +293,17 @@ class _Measured:
             stays=quant.skip_layers if quant is not None and "share" in self._needs else (),
         )
 
+    def _expected(self, mode: str, quant: QuantConfig, trees: bool) -> float:
+        """How often drafts may hold, from what is known of those of the other form, or else assumed."""
+        other = kept_acceptance(self._folder, mode, quant, trees=not trees)
+        if not trees:
+            return ASSUMED[quant.bits] if other is None else max(0.0, 1 - (1 - other) / TREE_MISSES)
+        return 1 - TREE_MISSES * (1 - (ASSUMED[quant.bits] if other is None else other))
+
     def rates(self, disk: float) -> Rates:
         """Rates of this machine."""
         linear = self._probe()
-        per_byte = {rows: _seconds(linear, self._ones(rows)) / linear.weight.nbytes for rows in TIMED_ROWS}
+        per_byte = {rows: _seconds_per_byte(linear, self._ones(rows)) for rows in TIMED_ROWS}
         block = self.layout(None).record_bytes
         return Rates(
             disk=disk,
@@ -277,17 +311,16 @@ class _Measured:
             rest={rows: seconds * self._tail for rows, seconds in per_byte.items()},
         )
 
-    def _draft_seconds(self, quant: QuantConfig) -> float:
-        """Of a draft step of one row: its products."""
+    def _draft_seconds(self, quant: QuantConfig, rows: int) -> float:
+        """Of a draft step of so many rows: its products."""
         total = 0.0
         sizes = self._low_bytes(quant)
         for bits, num_bytes in sizes.items():
             low = packed_for_cpu(_codes(self._probe_shape(), bits, quant), None)
-            total += _seconds(low, self._ones(1)) * num_bytes / low.nbytes
+            total += _seconds_per_byte(low, self._ones(rows)) * num_bytes
         if quant.head_bits is None:
-            linear = self._probe()
             head = _packed(self.decoder.head).weight.nbytes
-            total += _seconds(linear, self._ones(1)) * head / linear.weight.nbytes
+            total += _seconds_per_byte(self._probe(), self._ones(rows)) * head
         return total
 
     def _low_bytes(self, quant: QuantConfig) -> dict[int, int]:
@@ -323,7 +356,9 @@ class _Measured:
     def _kv(self) -> int:
         c, config = self.decoder.config, self.config
         longest = 1 + max(DEPTHS[-1], config.most_draft)
-        slots = round_slots(min(config.max_context, self.decoder.max_context) + 2 * longest)
+        top, deepest, _ = config.tree or (TREE_TOP, DEPTHS[-1] // 2, 0)
+        overhang = longest + max(longest, 2 + top * deepest)
+        slots = round_slots(min(config.max_context, self.decoder.max_context) + overhang)
         few = new_kv(1, c.num_kv_heads, 1, c.head_dim, self._dtype, torch.device("cpu"))
         per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
         return len(c.layers) * config.max_batch * slots * per_slot
@@ -356,14 +391,16 @@ def _codes(shape: tuple[int, ...], bits: int, quant: QuantConfig) -> QuantizedWe
     return QuantizedWeight(q=q, scale=scale, zero=scale, bits=bits, group_size=group)
 
 
-def _seconds(linear: PackedLinear | LowPackedLinear, x: Tensor) -> float:
-    """Of a product: the shortest of a few."""
+def _seconds_per_byte(linear: PackedLinear | LowPackedLinear, x: Tensor) -> float:
+    """Of a product, for each byte of weights that come from memory: the shortest of a few."""
+    copies = [linear, *(copy.deepcopy(linear) for _ in range(PROBED_BYTES // linear.weight.nbytes - 1))]
     times = []
     for _ in range(4):
         started = time.perf_counter()
-        linear(x)
+        for each in copies:
+            each(x)
         times.append(time.perf_counter() - started)
-    return min(times)
+    return min(times) / (len(copies) * linear.weight.nbytes)
 
 
 def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: float | None) -> float:
