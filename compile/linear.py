@@ -18,6 +18,8 @@ _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
 _LOW_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
 LOW_INPUTS = 32
 """Inputs of a low-bit linear come in groups of this size."""
+_PACKED_ROWS = 4096
+"""Rows of a low-bit linear that are packed at a time: a head's are many, and what lies between takes memory."""
 LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1), torch.float64: (8, 1)}
 """L and P of each dtype."""
 
@@ -96,19 +98,11 @@ class LowPackedLinear(nn.Module):
         assert bits in (4, 8) and codes_NK.shape[1] % LOW_INPUTS == 0
         self.out_features, self.in_features = codes_NK.shape
         self.bits, self.group_size = bits, self.in_features // scale_NG.shape[1]
-        padding = -self.out_features % 16
-        codes_NK, scale_NG, offset_NG = (F.pad(x, (0, 0, 0, padding)) for x in (codes_NK, scale_NG, offset_NG))
-        if bits == 4:
-            halves = codes_NK.view(-1, 16, self.in_features // 8, 2, 4)
-            packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).transpose(1, 2)
-        else:
-            packed = codes_NK.view(-1, 16, self.in_features // 4, 4).transpose(1, 2)
-        factors = [
-            values.to(torch.bfloat16).view(-1, 16, values.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
-            for values in (scale_NG, offset_NG)
-        ]
-        groups = scale_NG.shape[1]
-        self.register_buffer("weight", torch.cat([packed.reshape(len(packed), groups, -1), *factors], 2))
+        size = -(-self.out_features // 16), scale_NG.shape[1], 16 * (self.group_size * bits // 8 + 4)
+        self.register_buffer("weight", codes_NK.new_empty(size))
+        parts = zip(*(x.split(_PACKED_ROWS) for x in (codes_NK, scale_NG, offset_NG)), strict=True)
+        for place, part in zip(self.weight.split(_PACKED_ROWS // 16), parts, strict=True):
+            place.copy_(_pack_low(*part, bits=bits))
         self.register_buffer("bias", bias_N)
 
     @property
@@ -119,6 +113,22 @@ class LowPackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         function = torch.ops.sharesd.low_linear if torch.compiler.is_compiling() else _low_linear_cpu
         return function(x, self.weight, self.bias, self.out_features, self.group_size, self.bits)
+
+
+def _pack_low(codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, *, bits: int) -> Tensor:
+    """Of some rows."""
+    K, groups = codes_NK.shape[1], scale_NG.shape[1]
+    codes_NK, scale_NG, offset_NG = (F.pad(x, (0, 0, 0, -len(x) % 16)) for x in (codes_NK, scale_NG, offset_NG))
+    if bits == 4:
+        halves = codes_NK.view(-1, 16, K // 8, 2, 4)
+        packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).transpose(1, 2)
+    else:
+        packed = codes_NK.view(-1, 16, K // 4, 4).transpose(1, 2)
+    factors = [
+        values.to(torch.bfloat16).view(-1, 16, groups).transpose(1, 2).contiguous().view(torch.uint8)
+        for values in (scale_NG, offset_NG)
+    ]
+    return torch.cat([packed.reshape(len(packed), groups, -1), *factors], 2)
 
 
 def _low_linear_cpu(x, weight, bias, out_features, group_size, bits):

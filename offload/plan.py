@@ -78,6 +78,10 @@ class Drafter:
     """Seconds to draft one more token."""
     held: tuple[float, ...]
     """Probability that the first 1, 2, ... drafted tokens all hold. See `steady`."""
+    nodes: int = 0
+    """Of draft trees, all of which are verified, whatever their depth; 0: drafts are chains."""
+    measured: bool = False
+    """Whether `held` was measured, rather than assumed."""
     bits: int | None = None
     """Of quantized weights."""
     block: int | None = None
@@ -111,11 +115,15 @@ class Plan:
     bits: int | None
     """Of the drafter's weights."""
     depth: int
-    """Tokens to draft at most; 0 = none."""
+    """Tokens to draft at most, of a tree: levels; 0 = none."""
+    nodes: int
+    """Of a draft tree; 0: drafts are chains."""
     device_bytes: int
     """Memory taken on the device."""
     host_bytes: int
     """Memory taken of the host, where it is another."""
+    transfer_s: float
+    """Seconds that the bytes of a pass travel."""
     tokens_per_second: float
     """Predicted."""
     naive_tokens_per_second: float
@@ -177,8 +185,10 @@ def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Dra
         drafter=best.drafter.name,
         bits=best.drafter.bits,
         depth=depth,
+        nodes=best.drafter.nodes if depth else 0,
         device_bytes=best.device_bytes,
         host_bytes=best.host_bytes,
+        transfer_s=best.transfer() if travelling else 0.0,
         tokens_per_second=speed,
         naive_tokens_per_second=naive,
         reasons=tuple(_reasons(best, fitting, problems, depth, most_depth, naive)),
@@ -244,11 +254,17 @@ class _Case:
 
     def speed(self, depth: int) -> float:
         """Tokens a second with drafts of this length."""
-        return (1 + sum(self.drafter.held[:depth])) / (depth * self.drafter.step + self.pass_time(1 + depth))
+        took = depth * self.drafter.step + self.pass_time(self.rows(depth))
+        return (1 + sum(self.drafter.held[:depth])) / took
+
+    def rows(self, depth: int) -> int:
+        """Of the step that verifies a draft of this depth."""
+        return 1 + (self.drafter.nodes if depth and self.drafter.nodes else depth)
 
     def fastest(self, most_depth: int) -> tuple[float, int]:
         """Tokens a second, and the depth of drafts that gives them."""
-        ladder = [depth for depth in DEPTHS if depth <= most_depth] if self.drafter.held else []
+        most = min(most_depth, self.drafter.nodes // 2) if self.drafter.nodes else most_depth  # trees are not that thin
+        ladder = [depth for depth in DEPTHS if depth <= most] if self.drafter.held else []
         return max((self.speed(depth), depth) for depth in (0, *ladder))
 
 
@@ -299,10 +315,14 @@ def _reasons(
     others = [f"{c.drafter.name} {c.fastest(most_depth)[0]:.3g} tok/s" for c in fitting if c is not best]
     others += [f"{name} needs {problem}" for name, problem in problems.items()]
     if best.drafter.held:
-        expected = f"first token holds in {best.drafter.held[0]:.1%}, {best.drafter.step * 1e3:.3g} ms a token"
+        known = "measured" if best.drafter.measured else "assumed"
+        what = "level" if best.drafter.nodes else "token"
+        expected = f"a {what} holds in {best.drafter.held[0]:.1%} ({known}), takes {best.drafter.step * 1e3:.3g} ms"
         yield Reason("drafts", best.drafter.name, "; ".join([expected, *others]))
-        rows = f"a pass takes {best.pass_time(1):.3g} s with 1 row, {best.pass_time(1 + depth):.3g} s with {1 + depth}"
-        yield Reason("depth", str(depth), rows)
+        rows = best.rows(depth)
+        took = f"a pass takes {best.pass_time(1):.3g} s with 1 row, {best.pass_time(rows):.3g} s with {rows}"
+        shape = f"{depth}, trees of {best.drafter.nodes}" if best.drafter.nodes and depth else str(depth)
+        yield Reason("depth", shape, took)
     ratio = f"{best.fastest(most_depth)[0] / naive:.2g} times plain decoding under the same limits ({naive:.3g} tok/s)"
     yield Reason("predicted", f"{best.fastest(most_depth)[0]:.3g} tok/s", ratio if depth else "plain decoding")
 

@@ -23,6 +23,8 @@ from quant.lazy import lazy_import
 # does not split blocks of this size among its threads: ours share the work without waiting for each other at each step.
 _BLOCK_WEIGHTS = {"cpu": 2**15}
 _BLOCK_WEIGHTS_ELSEWHERE = 2**26
+_ROUNDED = 4096
+"""Rows that are rounded at a time: heads have many, and float32 takes four times as much as their codes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,12 +89,15 @@ def solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
 
 
 def _round_rows(weight_NK: Tensor) -> QuantizedWeight:
-    weight_NK = weight_NK.float()
-    peak_N1 = weight_NK.abs().amax(-1, keepdim=True)
-    scale_N1 = torch.where(peak_N1 > 0, peak_N1 / 127, 1.0)
-    q_NK = (weight_NK / scale_N1).round() + 128
+    q_NK, scales = torch.empty_like(weight_NK, dtype=torch.uint8), []
+    for weight_RK, q_RK in zip(weight_NK.split(_ROUNDED), q_NK.split(_ROUNDED), strict=True):
+        wide_RK = weight_RK.float()
+        peak_R1 = wide_RK.abs().amax(-1, keepdim=True)
+        scales.append(torch.where(peak_R1 > 0, peak_R1 / 127, 1.0))
+        q_RK.copy_(wide_RK.div_(scales[-1]).round_().add_(128))
+    scale_N1 = torch.cat(scales)
     return QuantizedWeight(
-        q=q_NK.to(torch.uint8),
+        q=q_NK,
         scale=scale_N1,
         zero=torch.full_like(scale_N1, 128.0),
         bits=8,

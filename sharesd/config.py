@@ -169,6 +169,9 @@ class OffloadConfig:
     choose_depth: bool = True
     """Whether the plan chooses how long drafts may be; else `max_draft` holds, as it does with `num_draft`."""
 
+    choose_trees: bool = True
+    """Whether it may choose draft trees, too, which only acceptance `match` knows."""
+
     def __post_init__(self) -> None:
         _one_of("offload", self.when, get_args(Offload))
         for name in ("device_memory", "host_memory", "rate"):

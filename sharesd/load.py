@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import math
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,6 +35,7 @@ from multigpu.group import Group, ProcessGroup
 from multigpu.launch import join, launched_rank, local_device, num_sharing, spawn
 from multigpu.tensor import TILE, WHOLE, GatheredLinear, Part, gather_columns
 from offload.layout import Layout
+from offload.plan import Plan
 from offload.stream import Stream
 from quant.attach import Build, LinearQuantizer, QuantReport, Solving, make_low, quantize_linears
 from quant.config import QuantConfig
@@ -40,6 +43,7 @@ from quant.gemlite_configs import load_configs, save_configs
 from quant.linear import Switch
 from quant.solver import QuantizedWeight
 from sharesd import __version__, sampling
+from sharesd.acceptance import keeper
 from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, CompileMode, EngineConfig, Mode, PlanOnly, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
@@ -47,6 +51,7 @@ from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
+from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
@@ -128,22 +133,28 @@ class Runtime:
         progress: Progress = silent,
         tensors: Tensors | None = None,
         offload: Offload | None = None,
-        offloading: Offloading | None = None,
+        planned: Callable[[Plan], None] | None = None,
         group: Group | None = None,
     ) -> None:
         """Load what `modes` (default: the config's) need. ValueError for whatever cannot be honoured.
 
         `tensors` stand in for the weight files of the target's folder: what is made in memory need not be written.
-        `offload` puts packed weights of some of the target's blocks elsewhere, from where they come back for each pass.
-        `offloading` is what `plan_for` returned, if it was asked before.
+        `planned` is told the plan of what stays in memory, before anything is loaded, if one was made. `offload`
+        takes the place of such a plan: it puts packed weights of some of the target's blocks elsewhere, from where they
+        come back for each pass.
         With `tensor_parallel`, `group` leads to the other ranks, which `follow_rank_0`; without a group processes are
         started, or those of torchrun joined. Raises RankLost where one of them does not come.
         """
         started = time.perf_counter()
-        if offload is None and offloading is None and tensors is None:
+        offloading: Offloading | None = None
+        if offload is None and tensors is None:
             offloading = plan_for(config, tuple(modes or (config.mode,)), progress=progress)
+        self.plan = None if offloading is None else offloading.plan
+        """What stays in memory and what travels; None where nobody set a limit and all of it stays."""
         if config.offload.when == "plan-only":
-            raise PlanOnly(() if offloading is None else offloading.plan.reasons)
+            raise PlanOnly(() if self.plan is None else self.plan.reasons)
+        if self.plan is not None and planned is not None:
+            planned(self.plan)
         if offloading is not None and offloading.plan.offloads:
             config = offloading.config
         else:
@@ -172,7 +183,6 @@ class Runtime:
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
         self._offload = offload
-        self._predicted = offloading.plan.tokens_per_second if offloading else None
         self.streamed: StreamedBlocks | None = None
         """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
@@ -186,17 +196,19 @@ class Runtime:
             QuantizedWhileRead(partial(self._quantizer, switch=self._switch)) if "share" in self._needs else None
         )
         self._placed: PlacedBlocks | None = None
-        if offloading is None:
-            self.target = self._load(folder, tensors, part=self._part)
+        with nullcontext() if offloading is None else PlacedBlocks(offloading, quantized, progress) as self._placed:
+            self.target = self._load(folder, tensors, self._placed, self._placed is not None, self._part)
             self.weight_bytes = _num_bytes(self.target)
-        else:
-            with PlacedBlocks(offloading, quantized, progress) as self._placed:
-                self.target = self._load(folder, each_block=self._placed, map_embedding=True)
-            self._offload = self._placed.stream
-            self.weight_bytes = _num_bytes(self.target) - (quantized.report().low_bytes if quantized else 0)
-        self._head = self._load_head() if self._needs & {*HEADS} else None
-        if quantized is not None:
-            self._report("share", quantized.finish() if offloading else self._quantize_whole(self.target, self._switch))
+            if self._placed is not None and quantized is not None:
+                self.weight_bytes -= quantized.report().low_bytes
+            self._head = self._load_head() if self._needs & {*HEADS} else None
+            if quantized is not None:
+                placed = self._placed is not None
+                self._report("share", quantized.finish() if placed else self._quantize_whole(self.target, self._switch))
+            if self._placed is not None:
+                assert isinstance(self.target, Decoder)
+                self._placed.place_head(self.target)
+                self._offload = self._placed.stream
         self.max_context = min(config.max_context, self.target.max_context)
         self._pack(self.target)
         if self._part.rank:
@@ -317,6 +329,8 @@ class Runtime:
             ),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
             self.streamed and (self.streamed.stream.blocks, len(self.streamed.stream.slots)),
+            # Drafts take as long on any disk, and steps do not: costs of one that is half as fast again are others.
+            self.plan and self.plan.offloads and round(2 * math.log2(self.plan.transfer_s)),
             (torch.cuda.get_device_name(self.device), settings.kernels_version())
             if self.device.type == "cuda"
             else None,
@@ -334,7 +348,7 @@ class Runtime:
             weight_bytes=self.weight_bytes,
             quant=self._reports.get(mode),
             resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
-            predicted=self._predicted,
+            predicted=self.plan.tokens_per_second if self.plan is not None and self.plan.offloads else None,
         )
 
     def _choose_widths(self) -> tuple[int, ...] | None:
@@ -422,7 +436,7 @@ class Runtime:
         folder: Path,
         tensors: Tensors | None = None,
         each_block: EachBlock | None = None,
-        map_embedding: bool = False,
+        map_tables: bool = False,
         part: Part = WHOLE,
     ) -> CausalModel:
         return load_model(
@@ -433,7 +447,7 @@ class Runtime:
             progress=self._progress,
             tensors=tensors,
             each_block=each_block,
-            map_embedding=map_embedding,
+            map_tables=map_tables,
             part=part,
         )
 
@@ -533,9 +547,7 @@ class Runtime:
                 low = partial(getattr, self._switch, "low") if "share" in self._needs else None
                 self.streamed = StreamedBlocks(model, *self._offload(model), low)
                 model.ranges = self.streamed.ranges
-            if model is self.target and self._placed is not None:
-                weights_on_huge_pages(self.target.get_submodule("head"))  # blocks are there already
-            else:
+            if model is not self.target or self._placed is None:  # which lies where it shall already
                 weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
         elif runs_triton(self.device):
             from compile.cuda.linear import use_row_linears  # on GPUs only
@@ -695,7 +707,7 @@ class Runtime:
         else:
             quantized = QuantizedWhileRead(self._quantizer)
             if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
-                model = self._load(self._folder, self._tensors, quantized, map_embedding=self._placed is not None)
+                model = self._load(self._folder, self._tensors, quantized, map_tables=self._placed is not None)
                 self._report("classic", quantized.finish())
             else:
                 model = self._load(self._folder)
@@ -714,6 +726,12 @@ class Runtime:
             top=top,
         )
 
+    def _keeper(self, mode: Mode) -> Callable[[Stats], None] | None:
+        """Keeps for later plans how often drafts hold."""
+        if self._placed is None or mode not in ("share", "classic", "hybrid") or not self._reports:
+            return None
+        return keeper(self._folder, mode, self.config.quant, trees=self.config.tree is not None)
+
     def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
         return Engine(
             target=self._step,
@@ -730,6 +748,7 @@ class Runtime:
             prefill_chunk=self.config.prefill_chunk,
             ahead=self._graphs is not None,
             traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
+            ended=self._keeper(mode),
         )
 
 

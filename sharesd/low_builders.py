@@ -72,4 +72,5 @@ def _choice_file(device: torch.device) -> Path:
 def centred(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
     """Codes around the middle of 4 or 8 bits (3 and 2 live in 4); what is added to (code - middle) * scale; bits."""
     container, middle = (8 if weight.bits == 8 else 4), 2 ** (weight.bits - 1)
-    return weight.q + (2 ** (container - 1) - middle), (middle - weight.zero) * weight.scale, container
+    shift = 2 ** (container - 1) - middle
+    return weight.q + shift if shift else weight.q, (middle - weight.zero) * weight.scale, container

@@ -5,7 +5,7 @@ read -> quantize -> pack -> into memory of its own, or only into the store -> fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -24,6 +24,7 @@ from quant.linear import SwitchLinear
 from sharesd.models.decoder import Decoder
 from sharesd.models.progress import Progress, silent
 from sharesd.planning import Offloading
+from sharesd.streamed import HeadInPieces, full_head, rows_of_piece
 
 
 class QuantizedWhileRead:
@@ -53,7 +54,7 @@ class QuantizedWhileRead:
 class PlacedBlocks:
     """Carries out a plan on a CPU: packed weights of resident blocks stay, those of the others come from the store.
 
-    A context manager around reading the checkpoint, which calls it for each block.
+    A context manager around reading the checkpoint, which calls it for each block, and `place_head` behind that.
     """
 
     def __init__(
@@ -85,16 +86,44 @@ class PlacedBlocks:
         block = decoder.blocks[number]
         pack_linears(block)
         owners = {place.name: _owner(block, place.name) for place in self._layout.places}
-        record = self._record(number)
-        fill(record, self._layout, {name: linear.weight for name, linear in owners.items()})
-        if self._writer is not None and number in self._writer.missing:
-            self._writer.write(number, record)
-            num_blocks = len(decoder.blocks)
-            self._progress("writing blocks", num_blocks - len(self._writer.missing), num_blocks)
-        for name, view in views(record, self._layout).items():
-            owners[name].weight = view if number in self._resident else view.to("meta")
+        self._place(number, self._layout, owners)
         weights_on_huge_pages(block, keep=set(owners.values()))
         give_back_freed_memory()
+
+    def place_head(self, decoder: Decoder) -> None:
+        """Pack the head, which is quantized by now if it is to be. What fills whole records is placed as blocks are."""
+        num_blocks, head = len(decoder.blocks), decoder.get_submodule("head")
+        num_pieces = self._offloading.content.num_blocks - num_blocks
+        pieces: list[PackedLinear] = []
+
+        def packed(i: int, weight: Tensor) -> PackedLinear:
+            pieces.append(PackedLinear(weight, None))
+            self._place(num_blocks + i, Layout.of({"weight": pieces[i].weight}), {"weight": pieces[i]})
+            give_back_freed_memory()
+            return pieces[i]
+
+        if num_pieces:
+            weight_VD = full_head(decoder).weight.detach()  # type: ignore[operator]
+            rows = rows_of_piece(weight_VD.shape[1], weight_VD.dtype, self._layout.record_bytes)
+            in_pieces = HeadInPieces(weight_VD, rows, num_pieces, packed)
+            decoder.set_submodule("head.full" if isinstance(head, SwitchLinear) else "head", in_pieces)
+        else:
+            pack_linears(decoder)  # the head is all that is left
+        weights_on_huge_pages(decoder.get_submodule("head"), keep=pieces)
+        give_back_freed_memory()
+
+    def _place(self, number: int, layout: Layout, owners: Mapping[str, PackedLinear]) -> None:
+        """Let linears' weights lie in a record: one that stays, or nowhere but in the store."""
+        whole = self._record(number)
+        record = whole[: layout.record_bytes]
+        fill(record, layout, {name: linear.weight for name, linear in owners.items()})
+        whole[len(record) :].zero_()
+        if self._writer is not None and number in self._writer.missing:
+            self._writer.write(number, whole)
+            num_records = self._offloading.content.num_blocks
+            self._progress("writing blocks", num_records - len(self._writer.missing), num_records)
+        for name, view in views(record, layout).items():
+            owners[name].weight = view if number in self._resident else view.to("meta")
 
     def stream(self, decoder: Decoder) -> tuple[Stream, Layout]:
         """How the blocks that do not stay come back, once all of the checkpoint has been read."""

@@ -5,6 +5,7 @@ No weights are read for it: a decoder on the meta device tells what each part wi
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import shutil
@@ -17,8 +18,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from compile.attention import new_kv, round_slots
 from compile.linear import LowPackedLinear, PackedLinear
-from compile.native import cache_root
+from compile.native import cache_root, give_back_freed_memory
 from offload.disk import read_rate
 from offload.layout import Layout
 from offload.link import LinkError
@@ -27,6 +29,7 @@ from offload.store import Content
 from quant.attach import LinearQuantizer
 from quant.config import QuantConfig
 from quant.solver import QuantizedWeight
+from sharesd.acceptance import kept_acceptance
 from sharesd.config import HEADS, TABLES, EngineConfig, Mode
 from sharesd.decoding.prefill import LONG_CHUNK
 from sharesd.device import device_of
@@ -37,19 +40,27 @@ from sharesd.models.folder import identity, weight_files
 from sharesd.models.progress import Progress, silent
 from sharesd.models.resolve import resolve
 from sharesd.models.weights import decoder_config, embedding_dtype
+from sharesd.streamed import rows_of_piece
 
 log = logging.getLogger(__name__)
 
 LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 """The linears of a block, which are nearly all of it."""
-ASSUMED = {8: 0.98, 4: 0.90, 3: 0.60, 2: 0.30}
-"""Bits of a drafter that shares the target's KV -> how often its next token holds, as long as nothing was measured."""
+ASSUMED = {8: 0.97, 4: 0.80, 3: 0.45, 2: 0.20}
+"""Bits of a drafter that shares the target's KV -> how often its next token holds, until answers have told. (4 bits:
+0.6 to 0.8 for a model of 135M parameters, 0.97 for published ones of 7B.)"""
+TREE_TOP = 4
+"""Nodes of a level of a draft tree that have children, and how many each has, where the plan decides that."""
+TREE_MISSES = 0.6
+"""How often a level of such a tree misses, of the times that a chain's token does (4 bits, 60 nodes: 0.53 to 0.6)."""
 ASSUMED_OTHERS = 0.6
 """The same for heads, tables and other models."""
 TIMED_ROWS = (1, 9, 1 + DEPTHS[-1])
 """Rows of steps whose products are timed."""
-PROBE_BYTES = 2**25
-"""Bytes of the weights that are timed: more than a core's caches hold."""
+PROBE_BYTES, PROBED_BYTES = 2**25, 2**27
+"""Bytes of the weights that are timed, and of all copies of them, which are timed in turns: more than caches hold."""
+SOME_ROWS = 16
+"""Rows of a quantized matrix whose bytes are counted: the kernel takes so many together."""
 LEFT_FREE = 0.05
 """Share of free memory that is left to others where no limit is given."""
 RUNTIME_BYTES = 64 * 10**6
@@ -72,8 +83,18 @@ class Offloading:
 def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress = silent) -> Offloading | None:
     """How a model that does not fit in memory runs all the same; None where nobody set a limit and all of it stays.
 
-    Raises ValueError where the limits leave no way, or something else that was asked for prevents it.
+    Raises ValueError where the limits leave no way, something else that was asked for prevents it, or a folder is given
+    that nothing would be written to.
     """
+    found = _plan_for(config, modes, progress)
+    if config.offload.folder is not None and (found is None or not found.plan.offloads):
+        raise ValueError(
+            "--offload-dir has no effect: all of the model stays in memory; drop it, or give --host-memory"
+        )
+    return found
+
+
+def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress) -> Offloading | None:
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
     if wanted.when == "off":
@@ -96,22 +117,28 @@ def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress 
         return None
     model = _Measured(Decoder(shape, dtype=dtype, device="meta"), config, modes, folder)
     smallest = min(model.resident(quant) for quant in model.quants)
-    if not always and model.fixed + smallest + model.num_blocks * model.layout(None).record_bytes <= limit:
+    if not always and model.fixed + smallest + model.num_records * model.layout(None).record_bytes <= limit:
         return None
+    sizes = Sizes(num_blocks=model.num_records, block=model.layout(None).record_bytes, fixed=model.fixed)
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(folder, quant) for quant in model.quants}
     rates = model.rates(_disk_rate(folder, place, list(contents.values()), wanted.rate))
     written = any(content.path(place).exists() for content in contents.values())
-    sizes = Sizes(num_blocks=model.num_blocks, block=model.layout(None).record_bytes, fixed=model.fixed)
     limits = Limits(device=limit, disk=math.inf if written else _free_disk(place))
-    drafters = {quant: model.drafter(quant) for quant in model.quants}
     free_length = wanted.choose_depth and config.num_draft is None and config.tree is None
-    most = DEPTHS[-1] if free_length else config.most_draft
-    plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
-    quant = next(quant for quant, drafter in drafters.items() if drafter.bits == plan.bits)
+    given = (config.tree is not None,)
+    kinds = (False, True) if free_length and wanted.choose_trees and model.may_draft_trees else given
+    drafters = [(quant, model.drafter(quant, trees=trees)) for quant in model.quants for trees in kinds]
+    most = DEPTHS[-1] if free_length else config.tree[1] if config.tree is not None else config.most_draft
+    give_back_freed_memory()  # of what was timed
+    plan = make_plan(sizes, limits, rates, [drafter for _, drafter in drafters], most)
+    quant = next(quant for quant, drafter in drafters if drafter.name == plan.drafter)
     if plan.offloads:
         config = replace(config, quant=quant or config.quant)
-        if free_length:
+        if free_length and plan.nodes:
+            full = TREE_TOP + (plan.depth - 1) * TREE_TOP**2
+            config = replace(config, tree=(TREE_TOP, plan.depth, min(plan.nodes, full)))
+        elif free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
 
@@ -156,13 +183,26 @@ class _Measured:
     """What the parts of a decoder take, in memory and in time. Its tensors are on the meta device."""
 
     def __init__(self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], folder: Path) -> None:
-        self.decoder, self.config = decoder, config
+        self.decoder, self.config, self._folder = decoder, config, folder
         self._embedding_stays_in_file = embedding_dtype(folder) == decoder.embed.weight.dtype
-        self.num_blocks = len(decoder.blocks)
         self._needs = {*modes, *(config.hybrid_with if "hybrid" in modes else ())}
         self._dtype = decoder.embed.weight.dtype
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
         self.quants = self._choices()
+        self.num_blocks = len(decoder.blocks)
+        self._pieces, self._piece_rows = self._head_pieces()
+        self.num_records = self.num_blocks + self._pieces
+
+    def _head_pieces(self) -> tuple[int, int]:
+        """How many records rows of the head fill, and how many rows in each; none where drafts read all of it."""
+        record = self.layout(None)
+        drafts_read = bool(self._needs & {*HEADS}) or any(
+            quant is not None and quant.head_bits is None and "share" in self._needs for quant in self.quants
+        )
+        if drafts_read or any(self.layout(quant) != record for quant in self.quants):
+            return 0, 0
+        rows = rows_of_piece(self.decoder.config.hidden_size, self._dtype, record.record_bytes)
+        return (self.decoder.config.vocab_size - 1) // rows if rows else 0, rows
 
     def _choices(self) -> list[QuantConfig | None]:
         """Quantizations that the plan may choose from; None where nothing is quantized."""
@@ -183,7 +223,7 @@ class _Measured:
     def content(self, folder: Path, quant: QuantConfig | None) -> Content:
         """Of the store."""
         what = {"checkpoint": identity(folder), "dtype": str(self._dtype), "order": "packed for the CPU kernel"}
-        return Content(what=what, layout=self.layout(quant), num_blocks=self.num_blocks)
+        return Content(what=what, layout=self.layout(quant), num_blocks=self.num_records)
 
     @property
     def fixed(self) -> int:
@@ -201,8 +241,15 @@ class _Measured:
         prompt = read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
         tables = sum(buffer.nbytes for buffer in decoder.buffers())
         later = self._kv() + logits + prompt  # comes when everything has been loaded
-        loading = 3 * self.layout(None).record_bytes // 2  # is needed until then
-        return small + _packed(decoder.head).weight.nbytes + tables + max(later, loading) + own_memory() + RUNTIME_BYTES
+        codes = 0 if self.quants == [None] else c.vocab_size * c.hidden_size  # of the head, before they are packed
+        loading = max(3 * self.layout(None).record_bytes // 2, codes)  # is needed until then
+        return small + self._tail + tables + max(later, loading) + own_memory() + RUNTIME_BYTES
+
+    @property
+    def _tail(self) -> int:
+        """Bytes of what must stay of the packed head."""
+        weight = _packed(self.decoder.head).weight
+        return weight.nbytes - self._pieces * self._piece_rows * weight[0].nbytes // weight.shape[2]
 
     def resident(self, quant: QuantConfig | None) -> int:
         """Bytes of all that drafts, and of what must stay for it."""
@@ -221,57 +268,74 @@ class _Measured:
                 num += sum(file.stat().st_size for file in weight_files(resolve(path)))
         return num
 
-    def drafter(self, quant: QuantConfig | None) -> Drafter:
+    @property
+    def may_draft_trees(self) -> bool:
+        """Whether quantized weights are all that drafts, but for tables."""
+        return bool(self._needs & {"share", "classic"}) and self.config.draft is None and not self._needs & {*HEADS}
+
+    def drafter(self, quant: QuantConfig | None, *, trees: bool) -> Drafter:
         """What drafts, as the plan sees it."""
         mode, bits = self.config.mode, None if quant is None else quant.bits
-        held, step = steady(ASSUMED_OTHERS), 0.0
+        held, step, measured = steady(ASSUMED_OTHERS), 0.0, None
         if mode == "naive":
             held = ()
         elif quant is not None and mode not in (*TABLES, *HEADS):
-            held, step = steady(ASSUMED[quant.bits]), self._draft_seconds(quant)
+            measured = kept_acceptance(self._folder, mode, quant, trees=trees)
+            alpha = self._expected(mode, quant, trees) if measured is None else measured
+            held, step = steady(alpha), self._draft_seconds(quant, rows=TREE_TOP if trees else 1)
         return Drafter(
-            name=mode if bits is None else f"{mode}, {bits} bits",
+            name=(mode if bits is None else f"{mode}, {bits} bits") + (", trees" if trees else ""),
+            nodes=(self.config.tree[2] if self.config.tree is not None else DEPTHS[-1]) if trees else 0,
             bits=bits,
             resident=self.resident(quant),
             step=step,
             held=held,
+            measured=measured is not None,
             block=self.layout(quant).record_bytes,
             stays=quant.skip_layers if quant is not None and "share" in self._needs else (),
         )
 
+    def _expected(self, mode: str, quant: QuantConfig, trees: bool) -> float:
+        """How often drafts may hold, from what is known of those of the other form, or else assumed."""
+        other = kept_acceptance(self._folder, mode, quant, trees=not trees)
+        if not trees:
+            return ASSUMED[quant.bits] if other is None else max(0.0, 1 - (1 - other) / TREE_MISSES)
+        return 1 - TREE_MISSES * (1 - (ASSUMED[quant.bits] if other is None else other))
+
     def rates(self, disk: float) -> Rates:
         """Rates of this machine."""
         linear = self._probe()
-        per_byte = {rows: _seconds(linear, self._ones(rows)) / linear.weight.nbytes for rows in TIMED_ROWS}
-        head = _packed(self.decoder.head).weight.nbytes
+        per_byte = {rows: _seconds_per_byte(linear, self._ones(rows)) for rows in TIMED_ROWS}
         block = self.layout(None).record_bytes
         return Rates(
             disk=disk,
             block={rows: seconds * block for rows, seconds in per_byte.items()},
-            rest={rows: seconds * head for rows, seconds in per_byte.items()},
+            rest={rows: seconds * self._tail for rows, seconds in per_byte.items()},
         )
 
-    def _draft_seconds(self, quant: QuantConfig) -> float:
-        """Of a draft step of one row: its products."""
+    def _draft_seconds(self, quant: QuantConfig, rows: int) -> float:
+        """Of a draft step of so many rows: its products."""
         total = 0.0
         sizes = self._low_bytes(quant)
         for bits, num_bytes in sizes.items():
-            low = packed_for_cpu(_codes(self._probe_shape(), bits, quant, "cpu"), None)
-            total += _seconds(low, self._ones(1)) * num_bytes / low.nbytes
+            low = packed_for_cpu(_codes(self._probe_shape(), bits, quant), None)
+            total += _seconds_per_byte(low, self._ones(rows)) * num_bytes
         if quant.head_bits is None:
-            linear = self._probe()
             head = _packed(self.decoder.head).weight.nbytes
-            total += _seconds(linear, self._ones(1)) * head / linear.weight.nbytes
+            total += _seconds_per_byte(self._probe(), self._ones(rows)) * head
         return total
 
     def _low_bytes(self, quant: QuantConfig) -> dict[int, int]:
         """Bits -> bytes of all quantized linears with so many."""
         found: dict[int, int] = {}
+        some_rows: dict[tuple[int, int], int] = {}  # inputs and bits -> bytes
         for job in self._quantizer(quant).jobs:
             full = self.decoder.get_submodule(job.path)
             assert isinstance(full, nn.Linear)
-            linear = packed_for_cpu(_codes(tuple(full.weight.shape), job.bits, quant, "meta"), None)
-            found[job.bits] = found.get(job.bits, 0) + linear.nbytes
+            N, K = full.weight.shape
+            if (K, job.bits) not in some_rows:  # not on the meta device, whose kernels in Python take 80 MB
+                some_rows[K, job.bits] = packed_for_cpu(_codes((SOME_ROWS, K), job.bits, quant), None).nbytes
+            found[job.bits] = found.get(job.bits, 0) + math.ceil(N / SOME_ROWS) * some_rows[K, job.bits]
         return found
 
     def _skipped(self, quant: QuantConfig) -> set[str]:
@@ -292,11 +356,14 @@ class _Measured:
         return self._quantizers[quant]
 
     def _kv(self) -> int:
-        slots = min(self.config.max_context, self.decoder.max_context) + 4 * (
-            1 + max(DEPTHS[-1], self.config.most_draft)
-        )
-        cache = self.decoder.new_cache(self.config.max_batch, slots)
-        return sum(tensor.nbytes for tensor in (*cache.k, *cache.v))
+        c, config = self.decoder.config, self.config
+        longest = 1 + max(DEPTHS[-1], config.most_draft)
+        top, deepest, _ = config.tree or (TREE_TOP, DEPTHS[-1] // 2, 0)
+        overhang = longest + max(longest, 2 + top * deepest)
+        slots = round_slots(min(config.max_context, self.decoder.max_context) + overhang)
+        few = new_kv(1, c.num_kv_heads, 1, c.head_dim, self._dtype, torch.device("cpu"))
+        per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
+        return len(c.layers) * config.max_batch * slots * per_slot
 
     def _linear(self, block: int, path: str) -> nn.Linear:
         linear = self.decoder.blocks[block].get_submodule(path)
@@ -318,23 +385,24 @@ def _packed(linear: nn.Linear) -> PackedLinear:
     return PackedLinear(linear.weight.detach(), None)
 
 
-def _codes(shape: tuple[int, ...], bits: int, quant: QuantConfig, device: str) -> QuantizedWeight:
+def _codes(shape: tuple[int, ...], bits: int, quant: QuantConfig) -> QuantizedWeight:
     """A solved matrix, without the solution."""
     N, K = shape
     group = K if bits == 8 else quant.group_size
-    scale = torch.ones(N, K // group, device=device)
-    q = torch.ones(N, K, dtype=torch.uint8, device=device)
+    scale, q = torch.ones(N, K // group), torch.ones(N, K, dtype=torch.uint8)
     return QuantizedWeight(q=q, scale=scale, zero=scale, bits=bits, group_size=group)
 
 
-def _seconds(linear: PackedLinear | LowPackedLinear, x: Tensor) -> float:
-    """Of a product: the shortest of a few."""
+def _seconds_per_byte(linear: PackedLinear | LowPackedLinear, x: Tensor) -> float:
+    """Of a product, for each byte of weights that come from memory: the shortest of a few."""
+    copies = [linear, *(copy.deepcopy(linear) for _ in range(PROBED_BYTES // linear.weight.nbytes - 1))]
     times = []
     for _ in range(4):
         started = time.perf_counter()
-        linear(x)
+        for each in copies:
+            each(x)
         times.append(time.perf_counter() - started)
-    return min(times)
+    return min(times) / (len(copies) * linear.weight.nbytes)
 
 
 def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: float | None) -> float:

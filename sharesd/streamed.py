@@ -1,6 +1,7 @@
-"""A decoder some of whose blocks have their weights at full precision elsewhere: in slots of a stream, while they run.
+"""A decoder some of whose weights at full precision are elsewhere: in slots of a stream, while they are used.
 
-Quantized weights stay, so draft steps wait for nothing.
+These are weights of blocks, and rows of the LM head that fill a record as a block does. Quantized weights stay, so
+draft steps wait for nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from compile.linear import LAYOUT, PackedLinear
 from compile.ranges import Range
 from offload.layout import Layout, views
 from offload.stream import Stream
@@ -17,19 +22,64 @@ from quant.linear import SwitchLinear
 from sharesd.models.decoder import Decoder
 
 
+def rows_of_piece(inputs: int, dtype: torch.dtype, record_bytes: int) -> int:
+    """How many rows of an LM head's packed weights fill a record."""
+    lanes, pair = LAYOUT[dtype]
+    return record_bytes // (lanes * -(-inputs // pair) * pair * dtype.itemsize) * lanes
+
+
+class HeadInPieces(nn.Module):
+    """An LM head in pieces of as many rows as a record holds, and the tail behind them."""
+
+    def __init__(
+        self, weight_VD: Tensor, rows: int, num_pieces: int, pack: Callable[[int, Tensor], PackedLinear]
+    ) -> None:
+        """`rows` in each of `num_pieces`; `pack` gets their numbers and weights."""
+        super().__init__()
+        first, tail = weight_VD.split([num_pieces * rows, len(weight_VD) - num_pieces * rows])
+        self.pieces = [pack(i, part) for i, part in enumerate(first.split(rows))]
+        for i, piece in enumerate(self.pieces):
+            self.add_module(f"piece_{i}", piece)
+        self.tail = PackedLinear(tail, None)
+        self.ranges = [Range(i, 1) for i in range(num_pieces)]
+        """What each piece waits for before and releases after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for each, piece in zip(self.ranges, self.pieces, strict=True):
+            each.before()
+            parts.append(piece(x))
+            each.after()
+        return torch.cat([*parts, self.tail(x)], -1)
+
+
 class StreamedBlocks:
-    """Points the linears of blocks into the slots in which their weights arrive."""
+    """Points the linears of blocks, and pieces of the head, into the slots in which their weights arrive."""
 
     def __init__(self, decoder: Decoder, stream: Stream, layout: Layout, low: Callable[[], bool] | None = None) -> None:
-        """Takes over the blocks of `stream`: what their linears hold of the tensors in `layout` is dropped. `low` tells
-        whether quantized weights are in use, where there are such.
+        """Takes over the blocks of `stream`: what their linears hold of the tensors in `layout` is dropped. Numbers
+        behind those of blocks are pieces of a head. `low` tells whether quantized weights are in use, where there are
+        such.
 
         Raises ValueError where a tensor that is to travel serves quantized steps, too.
         """
         self.stream = stream
         self._low = low or (lambda: False)
+        num_blocks, head = len(decoder.blocks), full_head(decoder)
+        pieces: list[PackedLinear] = head.pieces if isinstance(head, HeadInPieces) else []
         self._views = [views(slot, layout) for slot in stream.slots]
-        owners = {block: _owners(decoder.blocks[block], layout) for block in stream.blocks}
+        if pieces:
+            piece = Layout.of({"weight": pieces[0].weight})
+            self._views = [
+                each | views(slot[: piece.record_bytes], piece)
+                for each, slot in zip(self._views, stream.slots, strict=True)
+            ]
+        owners = {
+            block: _owners(decoder.blocks[block], layout)
+            if block < num_blocks
+            else {"weight": (True, pieces[block - num_blocks], "weight")}
+            for block in stream.blocks
+        }
         for block, each in owners.items():
             for name, (switched, _, _) in each.items():
                 if low is not None and not switched:
@@ -41,8 +91,13 @@ class StreamedBlocks:
         self._slot_of: dict[int, int] = {}
         for block in stream.blocks:
             self._point(block, 0)  # memory of the right shapes, until they are needed
-        self._together = (Range(0, len(decoder.blocks)),)
-        self._apart = self._cut(range(len(decoder.blocks)))
+        self._num_records = num_blocks + len(pieces)
+        self._together = (Range(0, num_blocks),)
+        self._apart = self._cut(range(num_blocks))
+        if isinstance(head, HeadInPieces):
+            head.ranges = [
+                self._alone(b) if b in self._slot_of else Range(b, 1) for b in range(num_blocks, self._num_records)
+            ]
 
     @property
     def linears(self) -> set[Any]:
@@ -51,8 +106,8 @@ class StreamedBlocks:
 
     @property
     def resident_share(self) -> float:
-        """Share of the blocks whose weights stay."""
-        return 1 - len(self.stream.blocks) / self._together[0].num_blocks
+        """Share of the records whose weights stay."""
+        return 1 - len(self.stream.blocks) / self._num_records
 
     def ranges(self) -> Sequence[Range]:
         """How the blocks run now, see `compile.ranges`."""
@@ -64,11 +119,13 @@ class StreamedBlocks:
         for travels, group in groupby(blocks, self._slot_of.__contains__):
             members = list(group)
             if travels:
-                done = self.stream.done
-                ranges += [Range(b, 1, partial(self._bring, b), partial(done, b), moves=True) for b in members]
+                ranges += map(self._alone, members)
             else:
                 ranges.append(Range(members[0], len(members)))
         return tuple(ranges)
+
+    def _alone(self, block: int) -> Range:
+        return Range(block, 1, partial(self._bring, block), partial(self.stream.done, block), moves=True)
 
     def _bring(self, block: int) -> None:
         self._point(block, self.stream.need(block))
@@ -78,6 +135,12 @@ class StreamedBlocks:
             for name, linear, part in self._owners[block]:
                 setattr(linear, part, self._views[slot][name])
             self._slot_of[block] = slot
+
+
+def full_head(decoder: Decoder) -> nn.Module:
+    """The LM head at full precision."""
+    head = decoder.get_submodule("head")
+    return head.full if isinstance(head, SwitchLinear) else head
 
 
 def _owners(block: Any, layout: Layout) -> dict[str, tuple[bool, Any, str]]:

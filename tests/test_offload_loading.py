@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tiny import make_checkpoint
 
+from compile.native import cache_root
 from offload.plan import DoesNotFit
 from offload.store import StoreError
 from quant.config import QuantConfig
@@ -92,6 +93,44 @@ def test_texts_are_those_of_a_model_that_fits(
     assert len(offloaded.streamed.stream.blocks) == LAYERS - 3
     assert texts(offloaded, modes) == texts(whole, modes)
     assert offloaded.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("num_resident", [0, 6])
+def test_rows_of_a_large_head_travel_too(tmp_path: Path, num_resident: int, close_after: list[Runtime]) -> None:
+    """All but what does not fill a record, unless drafts read them."""
+    folder, modes = make_checkpoint(tmp_path / "model", vocab=4096, layers=4), ("naive", "share", "hybrid")
+    options: dict[str, Any] = {"mode": "share", "tree": (2, 3, 8)}
+    plan = planned(config_of(folder, 10**9, **options), *modes).plan
+    assert plan.num_blocks == 4 + 7
+    limit = plan.device_bytes - (plan.num_blocks - num_resident - 2) * plan.block
+    offloaded = Runtime(config_of(folder, limit, **options), modes)
+    close_after.append(offloaded)
+    assert offloaded.streamed is not None and len(offloaded.streamed.stream.blocks) == 11 - num_resident
+    if not num_resident:
+        assert set(offloaded.streamed.stream.blocks) == set(range(11))
+    assert texts(offloaded, modes) == texts(Runtime(config_of(folder, **options), modes), modes)
+    reads_it = planned(config_of(folder, 10**9, quant=QuantConfig()), "share").plan
+    assert reads_it.num_blocks == 4
+
+
+def test_acceptance_is_measured_for_later_plans(tmp_path: Path, close_after: list[Runtime]) -> None:
+    tiny = make_checkpoint(tmp_path / "model", layers=LAYERS, seed=1)
+    limit = limit_for(tiny, 3, "share")
+    config = config_of(tiny, limit, mode="share", num_draft=4)
+
+    def drafts() -> str:
+        return next(line.why for line in planned(config).plan.reasons if line.what == "drafts")
+
+    assert "80.0% (assumed)" in drafts()
+    runtime = Runtime(config)
+    close_after.append(runtime)
+    engine = runtime.engine()
+    assert "assumed" in drafts()  # warming up tells nothing
+    engine.complete(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
+    assert engine.stats.drafted_tokens and f"{engine.stats.alpha:.1%} (measured)" in drafts()
+    for file in (cache_root() / "settings").glob("acceptance-*.json"):
+        file.write_text('{"tries": 1}')
+    assert "assumed" in drafts()
 
 
 def test_the_store_is_written_once(

@@ -51,6 +51,8 @@ def test_the_plan_chooses_what_nobody_gave() -> None:
     [
         (("--offload", "off", "--host-memory", "1GB"), "offload is off, and a limit or a folder for it is given"),
         (("--device-memory", "1GB"), "--device-memory has no effect on a CPU"),
+        (("--offload-dir", "here"), "--offload-dir has no effect: all of the model stays in memory"),
+        (("--offload-dir", "here", "--host-memory", "50GB"), "--offload-dir has no effect"),
         (("--host-memory", "1MB"), "the model does not fit, even with all blocks travelling"),
     ],
 )

@@ -83,6 +83,22 @@ def test_more_bits_win_where_the_link_is_slow() -> None:
     assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [often, eight]).bits == 4
 
 
+def test_trees_where_rows_cost_little() -> None:
+    """All nodes of a tree are verified, whatever its depth: where a pass waits for the link that costs nothing."""
+    chain = share(4, 0.568, 0.028, 0.8)
+    tree = replace(chain, name="trees", nodes=64, step=0.034, held=steady(0.88))
+    rates = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
+    plan = make_plan(WIDE, Limits(device=1.2 * GB), rates, [chain, tree])
+    assert (plan.drafter, plan.nodes) == ("trees", 64) and plan.depth <= 32
+    assert plan.transfer_s == pytest.approx(len(plan.travelling) * WIDE.block * 2 / GB)
+    tokens = sum(0.88**i for i in range(plan.depth + 1))
+    assert plan.tokens_per_second == pytest.approx(
+        tokens / (plan.depth * 0.034 + plan.transfer_s + len(plan.resident) * 0.006 + 0.04), rel=1e-3
+    )
+    dear = replace(rates, block={1: 0.0028, 65: 0.5})
+    assert make_plan(WIDE, Limits(device=1.2 * GB), dear, [chain, tree]).nodes == 0
+
+
 def test_what_fits_stays() -> None:
     rates = Rates(disk=GB, block={1: 0.003}, rest={1: 0.01})
     need = WIDE.fixed + WIDE.num_blocks * WIDE.block

@@ -376,3 +376,12 @@ def test_reading_what_was_missed_is_shared_by_drafts_and_is_no_fault_of_theirs()
     for _ in range(20):
         policy.record(tree_of(chain(4)), [range(1, 4)], 0.4 + 2.0, costs.of_step(5), 4)
     assert policy.live.draft(chain(4)) == pytest.approx(draft_s, rel=0.1)
+
+
+def test_steps_through_a_link_are_not_probed() -> None:
+    """A plain step would take as long as one that verifies a draft, and tell no more."""
+    costs = Costs({1: 3.5, 9: 3.5}, draft=0.05)
+    plain = [
+        live_chains(Policy(chains(8), costs=costs, probes=probes), costs, 0.8, 300).count(0) for probes in (True, False)
+    ]
+    assert plain[0] > 0 and plain[1] == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from served import Served, served
 from tiny import make_checkpoint
 
 from serve.command import load_model
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd import planning
+from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.grammar import from_choices, from_json_schema, from_lark, from_regex
 from sharesd.load import build
 
@@ -151,3 +154,27 @@ def test_details_and_metrics_of_real_drafts(server: Served) -> None:
         prefix = f"sharesd:spec_decode_num_{counter}{{"
         assert sum(value for key, value in metrics.items() if key.startswith(prefix)) == accepted > 0, counter
     assert metrics[f"sharesd:num_requests_running{name}"] == 0
+
+
+def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
+    """Answers that are decoded together, under a limit that leaves most blocks on the disk."""
+    for name, value in (("own_memory", lambda: 0), ("RUNTIME_BYTES", 0), ("_disk_rate", lambda *args: 1e6)):
+        monkeypatch.setattr(planning, name, value)
+    config = EngineConfig(target=str(make_checkpoint(tmp_path / "model", layers=8)), max_batch=4, max_context=256)
+    roomy = OffloadConfig(host_memory=10**10, choose_bits=False)
+    need = planning.plan_for(replace(config, offload=roomy), ("share",))
+    assert need is not None
+    limited = replace(config, offload=replace(roomy, host_memory=need.plan.device_bytes - 5 * need.plan.block))
+    answers, models = [], []
+
+    def load(each: EngineConfig) -> Any:
+        models.append(load_model(each, "share", None))
+        return models[-1]
+
+    for each in (config, limited):
+        with served(partial(load, each), settings={"mode": "share", "max_batch": 4}) as running:
+            running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+            assert models[-1].engine.offloaded == (each is limited)
+            body = {"prompt": PROMPTS, "temperature": 0.7, "seed": 3, "max_tokens": 16}
+            answers.append([choice["text"] for choice in running.complete(**body)["choices"]])
+    assert answers[0] == answers[1]

@@ -1,6 +1,6 @@
 """`offload`: how fast is a model that does not fit, against what was predicted?
 
-For each limit of memory, plain decoding and `share` run as planned, each in a process of its own: what one left behind
+For each limit of memory, plain decoding and drafters run as planned, each in a process of its own: what one left behind
 would count against the limit of the next.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from benchmark import arguments
 from benchmark.arguments import markdown_table, rich_table
@@ -22,7 +22,7 @@ from benchmark.questions.job import model_name
 from benchmark.questions.records import replace_file, write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import TABLES, EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,9 +39,11 @@ class Figures:
     limit: float
     """Bytes."""
     drafter: str
-    """`naive`, or `share` with its bits."""
+    """The mode, with bits where quantized weights draft."""
     depth: int
-    """Tokens to draft at most, as planned."""
+    """Tokens, or levels of a tree, to draft at most, as planned."""
+    nodes: int
+    """Of the trees that are drafted, as planned; 0: chains."""
     resident: float
     """Share of the blocks that stay."""
     tokens_per_second: float
@@ -51,6 +53,10 @@ class Figures:
     """Tokens emitted per round."""
     bytes_per_token: float
     link_utilisation: float
+    pass_s: float
+    """Seconds of a step that verifies, on average."""
+    transfer_s: float
+    """Seconds that a pass's bytes travel, as planned."""
     peak_bytes: int
     """Most memory of its own that the process had, loading included."""
     texts: list[list[int]]
@@ -66,13 +72,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "offload",
         help="how fast is a model that does not fit?",
-        description="Decode with less memory than the model takes, under several limits: plainly, and in mode share. "
+        description="Decode with less memory than the model takes, under several limits: plainly, and with drafts. "
         "With --link the disk is slowed down, to see what slower machines do.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
     group = parser.add_argument_group("offload")
     group.add_argument("--memory", default="1.2,1.6", metavar="LIST", help="limits of memory, in GB")
+    group.add_argument(
+        "--drafters", default="share", metavar="LIST", help="modes besides naive, as share,hybrid,suffix"
+    )
     group.add_argument("--bits", default="4,8", metavar="LIST", help="bits of the drafter's weights")
     group.add_argument("--link", type=float, metavar="GB/S", help="rate at which blocks come (default: the disk's own)")
     group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
@@ -85,8 +94,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write offload.json, .md and .png; returns 0, or 1 where texts differ."""
     limits = [GB * limit for limit in arguments.each("--memory", _positive, args.memory)]
     bits = arguments.each("--bits", int, args.bits)
+    modes: list[Mode] = [_drafter(mode) for mode in args.drafters.split(",")]
     rate = None if args.link is None else GB * _positive(args.link)
-    base = options.engine_config(args, modes=("share",))
+    base = options.engine_config(args, modes=modes)
     if base.offload.when != "auto" or base.offload.limited:
         raise ValueError("--offload and limits do not belong here, --memory has several; drop them")
     found = question_files.load("mtbench", args.questions, args.num_questions)
@@ -97,8 +107,13 @@ def run(args: argparse.Namespace) -> int:
     for limit in limits:
         offload = replace(base.offload, host_memory=int(limit), rate=rate, choose_bits=False)
         config = replace(base, offload=offload, mode="naive")
-        shares = [replace(config, mode="share", quant=replace(base.quant, bits=each)) for each in bits]
-        for each in (config, *shares):
+        quants = [replace(base.quant, bits=each, head_bits=base.quant.head_bits and each) for each in bits]
+        drafting = [
+            replace(config, mode=mode, quant=quant)
+            for mode in modes
+            for quant in quants[: 1 if mode in TABLES else None]
+        ]
+        for each in (config, *drafting):
             with err_console.status(f"measuring {_name(each)} under {limit / GB:g} GB"):
                 figures.append(in_a_process(each, prompts, params))
     same = [each.texts == figures[0].texts for each in figures]
@@ -122,14 +137,12 @@ def in_a_process(config: EngineConfig, prompts: Sequence[str], params: SamplingP
 def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams) -> Figures:
     """Decode as planned for the config's limit. ValueError where that leaves no way."""
     from sharesd.load import Runtime
-    from sharesd.planning import plan_for
 
     mode: Mode = config.mode
     with PeakMemory() as peak:
-        offloading = plan_for(config, (mode,))
-        assert offloading is not None
-        plan = offloading.plan
-        runtime = Runtime(config, (mode,), offloading=offloading)
+        runtime = Runtime(config, (mode,))
+        plan = runtime.plan
+        assert plan is not None, "a limit was given"
         engine = runtime.engine(mode, warm=params)
         texts = [done.token_ids for done in engine.complete([runtime.tokenizer.ask(each) for each in prompts], params)]
         runtime.close()
@@ -138,12 +151,15 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
         limit=float(config.offload.host_memory or 0),
         drafter=_name(config),
         depth=plan.depth,
+        nodes=plan.nodes,
         resident=len(plan.resident) / plan.num_blocks,
         tokens_per_second=stats.tokens_per_second,
         predicted=plan.tokens_per_second,
         tau=stats.tau,
         bytes_per_token=traffic.num_bytes / stats.new_tokens if traffic else 0.0,
         link_utilisation=traffic.utilisation if traffic else 0.0,
+        pass_s=stats.verify_s / stats.steps if stats.steps else 0.0,
+        transfer_s=plan.transfer_s,
         peak_bytes=peak.bytes,
         texts=texts,
     )
@@ -183,12 +199,19 @@ def _positive(value: str | float) -> float:
 
 
 def _name(config: EngineConfig) -> str:
-    return "naive" if config.mode == "naive" else f"{config.mode}, {config.quant.bits} bits"
+    drafts_low = config.mode in ("share", "classic", "hybrid")
+    return f"{config.mode}, {config.quant.bits} bits" if drafts_low else config.mode
+
+
+def _drafter(name: str) -> Mode:
+    if name not in ("share", "classic", "hybrid", *TABLES):
+        raise ValueError(f"--drafters names {name!r}; choose from share, classic, hybrid, {', '.join(TABLES)}")
+    return cast(Mode, name)
 
 
 def _rows(figures: Sequence[Figures], same: Sequence[bool]) -> tuple[list[str], list[list[str]]]:
     head = ["memory", "drafter", "peak", "resident", "depth", "tau", "tok/s", "times naive", "of predicted"]
-    head += ["MB/token", "link in use", "same texts"]
+    head += ["MB/token", "link in use", "a pass", "its bytes", "same texts"]
     naive = {each.limit: each.tokens_per_second for each in figures if each.drafter == "naive"}
     rows = [
         [
@@ -196,13 +219,15 @@ def _rows(figures: Sequence[Figures], same: Sequence[bool]) -> tuple[list[str], 
             each.drafter,
             f"{each.peak_bytes / GB:.2f} GB",
             f"{each.resident:.0%}",
-            str(each.depth),
+            f"{each.depth}, {each.nodes} nodes" if each.nodes else str(each.depth),
             f"{each.tau:.1f}",
             f"{each.tokens_per_second:.2f}",
             f"{each.tokens_per_second / naive[each.limit]:.2f}",
             f"{each.of_predicted:.2f}",
             f"{each.bytes_per_token / 1e6:.0f}",
             f"{each.link_utilisation:.0%}",
+            f"{each.pass_s:.2f} s",
+            f"{each.transfer_s:.2f} s",
             "yes" if is_same else "NO",
         ]
         for each, is_same in zip(figures, same, strict=True)

@@ -442,6 +442,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
             folder=getattr(args, "offload_dir", None),
             choose_bits=quant is None,
             choose_depth=max_draft is None,
+            choose_trees=getattr(args, "acceptance", "match") == "match",
         ),
         progress=progress,
     )

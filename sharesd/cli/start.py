@@ -32,12 +32,10 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
         sys.exit(follow(config.device))
     with err_console.status("importing torch"):
         from sharesd.load import Runtime
-        from sharesd.planning import plan_for
     with loading_bars() as progress:
-        offloading = plan_for(config, modes, progress=progress)
-        if offloading is not None and config.offload.when != "plan-only":
-            err_console.print(plan_table(offloading.plan.reasons))
-        return Runtime(config, modes, progress=progress, offloading=offloading)
+        return Runtime(
+            config, modes, progress=progress, planned=lambda plan: err_console.print(plan_table(plan.reasons))
+        )
 
 
 def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:

@@ -85,6 +85,7 @@ class Engine:
         prefill_chunk: int | None = None,
         ahead: bool = False,
         traffic: Callable[[], Traffic] | None = None,
+        ended: Callable[[Stats], None] | None = None,
     ) -> None:
         """`cache` has a row per request decoded together; its slots must hold `max_context` and two verify steps
         (rows that have ended rest there, and others' rounds compute them too), with `ahead` three.
@@ -100,13 +101,15 @@ class Engine:
         of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
         number is for CPUs only).
         `ahead` launches each round before the last one is read, where nothing on the host decides about its draft.
-        `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then.
+        `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then. `ended`
+        is told the counts of each request that has ended.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
         self.max_context, self.graphs, self.max_queue = max_context, graphs, max_queue
         self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
         self.offloaded = traffic is not None
         """Whether weights come through a slow link for each pass of the target."""
+        self._ended = ended
         self._traffic, self._traffic_before = traffic, traffic() if traffic else None
         self.stats = self._new_stats()
         """Of the last call of `generate`, or of all steps since."""
@@ -501,6 +504,8 @@ class Engine:
         held += request.tokens[len(held) : -1]  # KV beyond, of texts that were cut short, is never looked at
         if chunk.finish_reason is not None:
             self._release(request)
+            if self._ended is not None:
+                self._ended(request.stats)
         return chunk
 
     def _release(self, request: Request) -> None:
@@ -550,6 +555,7 @@ class Engine:
                 sampling=self.sampling,
                 state=self.state,
                 auto_length=self.auto_length,
+                offloaded=self.offloaded,
                 widths=self.widths,
                 graphs=self.graphs,
                 gumbel=self.gumbel,

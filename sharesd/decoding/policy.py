@@ -165,8 +165,12 @@ class Policy:
         pinned: Shape | None = None,
         costs: Costs | None = None,
         measured: Mapping[int, Costs] | None = None,
+        probes: bool = True,
     ) -> None:
-        """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding)."""
+        """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding). `probes`: plain steps
+        are timed now and then. Where weights come through a slow link all steps tell what one takes.
+        """
+        self._probes = probes
         self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
         self.live = LiveCosts(costs or Costs(), measured)
         self.account, self.table_account = Account(), Account()  # of model drafts, of tables alone
@@ -195,7 +199,7 @@ class Policy:
     def use(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """Take these costs, and those `measured` for numbers of rows, and forget what was learnt meanwhile."""
         awaited, longest = self.awaited, self.longest
-        self.__init__(self.shapes, pinned=self.pinned, costs=costs, measured=measured)  # type: ignore[misc]
+        self.__init__(self.shapes, pinned=self.pinned, costs=costs, measured=measured, probes=self._probes)  # type: ignore[misc]
         self.awaited, self.longest = awaited, longest
 
     @property
@@ -259,6 +263,8 @@ class Policy:
 
     def must_probe(self, promise: float) -> bool:
         """Whether a plain step is due, to learn what it takes; `promise`: of the draft, over a plain step."""
+        if not self._probes:
+            return False
         due = EARLY_PROBE if self.live.doubtful else PROBE if promise < THIN else LATE_PROBE
         return self._since_plain >= due
 

@@ -19,6 +19,7 @@ from compile.ranges import Range
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
+from sharesd.streamed import HeadInPieces, full_head
 
 WIDTHS = (1, 2, 5, 8)
 """Numbers of rows that are compared where steps may have any."""
@@ -44,6 +45,9 @@ def shallow(model: Decoder) -> Decoder:
     twin = copy.copy(model)
     twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
     twin.config = replace(model.config, layers=model.config.layers[:1])
+    head = full_head(model)
+    if isinstance(head, HeadInPieces):
+        twin._modules["head"] = head.tail
     twin.run_stack = None
     twin.ranges = lambda: [Range(each.first, each.num_blocks, each.before, moves=each.moves) for each in model.ranges()]
     return twin

@@ -31,6 +31,7 @@ class Way:
         sampling: RowSampling,
         state: RowState,
         auto_length: bool,
+        offloaded: bool,
         widths: Sequence[int] | None,
         graphs: Graphs | None,
         gumbel: Callable[..., Tensor],
@@ -43,7 +44,7 @@ class Way:
         self._most = max(shape.nodes for shape in shapes)
         if graphs is not None and widths:
             self._most = max(self._most, widths[-1] - 1)  # padding is rows without a node: no shape of its own
-        self.policy = Policy(shapes, pinned=None if auto_length else shapes[-1])
+        self.policy = Policy(shapes, pinned=None if auto_length else shapes[-1], probes=not offloaded)
         self._rounds: dict[tuple[int, int], Round] = {}
 
     def round(self, first: int = 0, end: int | None = None) -> Round:

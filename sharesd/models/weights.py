@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multigpu.tensor import TILE, WHOLE, Part, require_even
 from sharesd.models import folder as files
@@ -29,7 +29,7 @@ Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 EachBlock = Callable[[Decoder, int], None]
 """Called with a decoder and the number of a block that has its weights now: it may quantize them, or move them away,
 before the next block takes memory. The order is that of the checkpoint."""
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYERS = "model.layers."
 
 
@@ -42,7 +42,7 @@ def load_model(
     progress: Progress = silent,
     tensors: Tensors | None = None,
     each_block: EachBlock | None = None,
-    map_embedding: bool = False,
+    map_tables: bool = False,
     part: Part = WHOLE,
 ) -> CausalModel:
     """The native decoder where it serves the checkpoint exactly, else transformers' own model.
@@ -68,7 +68,7 @@ def load_model(
         progress=progress,
         tensors=tensors,
         each_block=each_block,
-        map_embedding=map_embedding,
+        map_tables=map_tables,
         part=part,
     )
 
@@ -100,16 +100,16 @@ def load_decoder(
     progress: Progress = silent,
     tensors: Tensors | None = None,
     each_block: EachBlock | None = None,
-    map_embedding: bool = False,
+    map_tables: bool = False,
     part: Part = WHOLE,
 ) -> Decoder:
     """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, and of each
     linear the rows of this part.
 
     A block takes memory when the last of its tensors has been found (until then those stay in their files). With
-    `map_embedding` the embedding takes none, if it has the right dtype: its rows stay in the file, which the system
-    reads as they are needed. Raises ValueError naming missing, unexpected or wrongly shaped tensors, and what cannot be
-    cut into such parts.
+    `map_tables` embedding and head take none, if they have the right dtype: their rows stay in the file, which the
+    system reads as they are needed. Raises ValueError naming missing, unexpected or wrongly shaped tensors,
+    and what cannot be cut into such parts.
     """
     config = decoder_config(folder)
     check_cuts(config, part.size)
@@ -120,10 +120,9 @@ def load_decoder(
     found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of blocks which are not complete
 
     def put(name: str, slot: Tensor, tensor: Tensor) -> None:
-        if map_embedding and name == EMBEDDING and tensor.dtype == dtype and tensor.device == slot.device:
-            decoder.embed.weight.data = tensor
-            if config.tied:
-                decoder.head.weight.data = tensor[part.rows(config.vocab_size)]
+        if map_tables and name in (EMBEDDING, HEAD) and tensor.dtype == dtype and tensor.device == slot.device:
+            owner: nn.Module = decoder.embed if name == EMBEDDING else decoder.head
+            owner.weight.data = tensor  # the head's is the embedding's, where they are tied
             return
         if not slot.is_meta:
             slot.copy_(tensor)
@@ -185,7 +184,7 @@ def _named(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Itera
     """A decoder's tensors, as `fill` takes them."""
     for stored_name, tensor in stored:
         name = _plain_name(stored_name)
-        if name is None or (config.tied and name == "lm_head.weight"):
+        if name is None or (config.tied and name == HEAD):
             continue
         if config.gemma_norm and name.endswith("norm.weight"):
             tensor = tensor.double() + 1.0  # stored minus one
@@ -237,7 +236,7 @@ def decoder_slots(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     yield EMBEDDING, decoder.embed.weight.data
     yield "model.norm.weight", decoder.norm.weight.data
     if not decoder.config.tied:
-        yield "lm_head.weight", decoder.head.weight.data
+        yield HEAD, decoder.head.weight.data
     for i, block in enumerate(decoder.blocks):
         for name, tensor in block_slots(block, decoder.config):
             yield f"{_LAYERS}{i}.{name}", tensor
