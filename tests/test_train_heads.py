@@ -30,6 +30,7 @@ from train.dataset import row_of
 from train.heads import losses as losses_file
 from train.heads import states
 from train.heads.checkpoint import read_state
+from train.heads.closed_form import begin_linear
 from train.heads.frozen import FrozenTarget
 from train.heads.held_out import Acceptance, acceptance, best_chain
 from train.heads.initial import initial_head, most_frequent
@@ -215,35 +216,40 @@ def test_a_new_eagle3_head_is_the_targets_last_block() -> None:
     target, text = tiny_decoder(3), torch.tensor([3, 17, 9, 4, 30, 8, 12, 1])
     cache = target.new_cache(1, 64, (1,))
     want = target(text[None], cache)
-    head = initial_head("eagle3", RAW, target, text, ids_K=IDS, taps=(1,))
+    head = initial_head("eagle3", RAW, target, ids_K=IDS, taps=(1,))
     [states] = head.unroll(text[None].roll(-1), cache.features[:, : len(text)])
     torch.testing.assert_close(head.draft_logits(states), want[..., IDS])
 
 
 @torch.no_grad()
-def test_a_new_eagle_head_is_the_targets_last_block_between_norms() -> None:
-    """Of hidden states that are all as large as the target's are in the middle, where the weights of the last norm
-    differ in sign alone, and leave sizes as they are.
-    """
-    target, text = tiny_decoder(3), torch.tensor([3, 17, 9, 4, 30, 8, 12, 1])
-    target.norm.weight.copy_(torch.tensor([1.7, -1.7]).repeat(16))
-    cache = target.new_cache(1, 64, (2,))
-    target(text[None], cache)
-    rms = cache.features[0, : len(text)].pow(2).mean(1).sqrt().median()
-    head = initial_head("eagle", RAW, target, text)
-    hidden = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    hidden *= rms / hidden.pow(2).mean(2, keepdim=True).sqrt()
-    block = target.blocks[1]
-    after = block(hidden, *target.rope_tables[0], cache.k[1], cache.v[1], torch.zeros(1, dtype=torch.int64))
-    [states] = head.unroll(text[None], target.norm(hidden))
-    added, wanted = states - target.norm(hidden), (after - hidden) / rms * target.norm.weight
-    torch.testing.assert_close(added, wanted, rtol=1e-3, atol=1e-3)
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_a_new_eagle_head_is_the_linear_map_of_least_squares(ids: Tensor | None) -> None:
+    target, fc_reads, fc_says = tiny_decoder(3), [], []
+    head = initial_head("eagle", RAW, target, ids_K=ids)
+    frozen = frozen_for(head, target)
+    dice = torch.Generator().manual_seed(0)
+    texts = [torch.randint(VOCAB, (40,), generator=dice).tolist() for _ in range(4)]
+    lessons = [lesson for text in texts for lesson in frozen.lessons(row((text, [(5, 30)])))]
+    begin_linear(head, lessons, ridge=0)
+    for lesson, text in zip(lessons, texts, strict=True):
+        fc_reads.append(
+            torch.cat([target.embed.weight[text[5:29]], lesson.features_1TF[0, 4:28], torch.ones(24, 1)], 1)
+        )
+        fc_says.append(lesson.teacher_TD[4:28])
+    known = torch.cat(fc_reads)
+    want = known @ torch.linalg.lstsq(known, torch.cat(fc_says)).solution
+    states = [head.unroll(lesson.tokens_1T, lesson.features_1TF)[0][0, 4:28] for lesson in lessons]
+    torch.testing.assert_close(torch.cat(states), want)
+    begin_linear(head, lessons, ridge=0.5)
+    damped = torch.cat([head.unroll(lesson.tokens_1T, lesson.features_1TF)[0][0, 4:28] for lesson in lessons])
+    said = torch.cat(fc_says)
+    assert (want - said).square().sum() < (damped - said).square().sum() < (said - said.mean(0)).square().sum()
 
 
 @torch.no_grad()
 def test_a_new_glide_head_begins_as_the_first_block_and_looks_as_the_last_does() -> None:
     target, tokens = tiny_decoder(3), torch.tensor([[3, 17, 9, 4]])
-    head = initial_head("glide", RAW, target, tokens[0], ids_K=IDS)
+    head = initial_head("glide", RAW, target, ids_K=IDS)
     assert isinstance(head, Glide)
     embeds, cache, own = target.embed(tokens), target.new_cache(1, 64), head.new_cache(1, 64)
     first, last = target.blocks
@@ -299,7 +305,10 @@ def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
     for layer in target.blocks:
         layer.attn.o.weight.mul_(0.1), layer.mlp.down.weight.mul_(0.1)
     taps = (1,) if kind == "eagle3" else ()
-    head = initial_head(kind, RAW, target, TEXTS["token_ids"][:12], ids_K=torch.arange(30), taps=taps)
+    head = initial_head(kind, RAW, target, ids_K=torch.arange(30), taps=taps)
+    if kind == "eagle":  # whose block adds nothing yet
+        head.block.attn.o.weight.copy_(target.blocks[-1].attn.o.weight)
+        head.block.mlp.down.weight.copy_(target.blocks[-1].mlp.down.weight)
     # It guesses what the target said last; so texts that repeat themselves are what it knows.
     [done] = new_engine(target).complete([[3, 17, 9]], SamplingParams(max_new_tokens=30))
     texts = [[3, 17, 9, *done.token_ids], [9, 4] * 12, TEXTS["token_ids"][:12].tolist()]

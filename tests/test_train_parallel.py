@@ -100,7 +100,7 @@ def test_acceptance_is_that_of_drafts_one_by_one(layers: int) -> None:
     for layer in target.blocks:
         layer.attn.o.weight.mul_(0.1), layer.mlp.down.weight.mul_(0.1)
     sizes = {"draft_length": 4, "num_hidden_layers": layers}
-    head = initial_head("parallel", RAW, target, TEXTS["token_ids"][:12], ids_K=torch.arange(30), taps=(1,), **sizes)
+    head = initial_head("parallel", RAW, target, ids_K=torch.arange(30), taps=(1,), **sizes)
     assert isinstance(head, Parallel)
     dice = torch.Generator().manual_seed(0)
     for mask in (head.mask_states, head.mask_embeds):
@@ -126,7 +126,7 @@ def test_a_new_head_of_two_blocks_is_the_targets_last_two() -> None:
     cache, raw = target.new_cache(1, 64, (1,)), {**RAW, "num_hidden_layers": 3}
     want = target(text[None], cache)
     sizes = {"draft_length": 4, "num_hidden_layers": 2}
-    head = initial_head("parallel", raw, target, text, ids_K=IDS, taps=(1,), **sizes)
+    head = initial_head("parallel", raw, target, ids_K=IDS, taps=(1,), **sizes)
     [states] = head.unroll(text[None].roll(-1), cache.features[:, : len(text)])
     torch.testing.assert_close(head.draft_logits(states), want[..., IDS])
 

@@ -1,9 +1,6 @@
 """What a head begins with: the target's last block, which reads the deepest features as they are; GLIDE, which reads
-tokens, looks into each layer as that does.
-
-Features of EAGLE lie behind the target's last norm: they are w * h / rms(h), for its weight w and the residual
-stream h. So that the block does to them what it does to h, w goes out of what it reads and, over rms(h), into what it
-adds.
+tokens, looks into each layer as that does. EAGLE begins as a linear map (`closed_form.py`): its block reads as the
+last one does, and adds nothing yet.
 
 Legend: N tokens, D hidden size, K draft tokens, V vocabulary.
 """
@@ -29,14 +26,13 @@ def initial_head(
     kind: Kind,
     target_raw: dict[str, Any],
     target: Decoder,
-    text_N: Tensor,
     *,
     ids_K: Tensor | None = None,
     taps: tuple[int, ...] = (),
     **changes: Any,
 ) -> Head:
     """A head in the target's dtype, with the draft tokens `ids` (None: all) and, but for EAGLE-1, other depths than
-    usual, or for GLIDE other layers. In `text` EAGLE-1 sees how large hidden states are. `changes` of the config.
+    usual, or for GLIDE other layers. `changes` of the config.
 
     The embedding of the next token has no weight yet, and masks differ from the root's place by their position alone.
     Call it while the target has its plain linears.
@@ -71,12 +67,12 @@ def initial_head(
         block.mlp_norm.weight.copy_(mlp_norm_D)
         head.norm.weight.copy_(target.norm.weight)
     else:
-        norm_D = target.norm.weight.double()
-        read_D = norm_D.sign() / norm_D.abs().clamp(min=0.1 * norm_D.abs().mean())  # entries near 0 say nothing
-        block.attn.qkv.weight.copy_(last.attn.qkv.weight * (attn_norm_D * read_D))  # there is no norm to hold these
-        block.mlp_norm.weight.copy_(mlp_norm_D * read_D * norm_D.pow(2).mean().sqrt())
-        for linear in (block.attn.o, block.mlp.down):
-            linear.weight.copy_(linear.weight * (norm_D / _residual_rms(target, text_N))[:, None])
+        dice, values = torch.Generator().manual_seed(0), block.attn.num_kv_heads * block.attn.head_dim
+        block.attn.qkv.weight.copy_(last.attn.qkv.weight * attn_norm_D)  # there is no norm to hold these
+        for weight in (block.attn.qkv.weight[-values:], block.mlp.gate_up.weight):
+            weight.copy_(torch.randn(weight.shape, generator=dice) * D**-0.5)
+        block.mlp_norm.weight.fill_(1)
+        block.attn.o.weight.zero_(), block.mlp.down.weight.zero_()
     if head.lm_head is not None:
         head.lm_head.weight.copy_(target.head.weight if ids_K is None else target.head.weight[ids_K])
     return head
@@ -104,14 +100,6 @@ def _begin_as_layers(head: Glide, target: Decoder) -> None:
         cross.o.weight.copy_(layer.attn.o.weight)
         if cross.q_norm is not None and layer.attn.q_norm is not None:
             cross.q_norm.weight.copy_(layer.attn.q_norm.weight)
-
-
-def _residual_rms(target: Decoder, text_N: Tensor) -> Tensor:
-    """Of the residual stream behind the last block, where the last norm reads it: the median over a text."""
-    cache = target.new_cache(1, len(text_N), (len(target.blocks),))
-    target(text_N[None], cache, torch.zeros_like(text_N[None, :1]))
-    assert cache.features is not None
-    return cache.features[0, : len(text_N)].double().pow(2).mean(1).sqrt().median()
 
 
 def most_frequent(rows: Iterable[dict[str, Tensor]], vocab_size: int, num: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,14 +18,16 @@ from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import read_config
 from sharesd.models.heads.config import Kind, mode_of
+from sharesd.models.heads.eagle import Eagle
 from sharesd.models.heads.files import load_head, new_head
 from sharesd.models.progress import Progress
 from sharesd.models.resolve import resolve
 from sharesd.models.weights import load_decoder
 from train.dataset import PackedRows, read_split
 from train.heads.checkpoint import BEST, LAST, read_state, write_head, write_state
+from train.heads.closed_form import begin_linear
 from train.heads.draft import Draft, Learner, initial_draft
-from train.heads.frozen import FrozenTarget
+from train.heads.frozen import FrozenTarget, Lesson
 from train.heads.held_out import acceptance, best_chain
 from train.heads.initial import initial_head, most_frequent
 from train.heads.journal import Journal
@@ -34,8 +36,8 @@ from train.heads.states import StateStore
 from train.heads.trainer import Recipe, Trainer
 from train.shards import keep_settings
 
-SEEN = 256
-"""Tokens at most that show how large hidden states are."""
+FITTED = 64
+"""Rows at most that a linear start is fitted to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,10 +128,9 @@ class Session:
         if task.draft_vocab is not None:
             every = map(self.rows.__getitem__, range(len(self.rows)))
             ids_K = most_frequent(every, target.vocab_size, task.draft_vocab)
-        text_N = self.rows[0]["token_ids"][:SEEN].to(target.embed.weight.device)
         sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
         changes = sizes if task.kind == "parallel" else {}
-        return initial_head(task.kind, read_config(folder), target, text_N, ids_K=ids_K, taps=task.taps, **changes)
+        return initial_head(task.kind, read_config(folder), target, ids_K=ids_K, taps=task.taps, **changes)
 
     @property
     def states_bytes(self) -> int:
@@ -156,10 +157,16 @@ class Session:
             self._best = state["best"]
         self.journal = Journal(out, -1 if state is None else self.trainer.step)
         if state is None:
+            if isinstance(self.head, Eagle) and self.task.init is None:
+                begin_linear(self.head, self._first_lessons())
             self._write(out / LAST)
         self.costs = costs or self._measured_costs()
         if state is None:
             self.check()
+
+    def _first_lessons(self) -> Iterator[Lesson]:
+        for number in range(min(FITTED, len(self.rows))):
+            yield from self.frozen.lessons(self.rows[number])
 
     def advance(self) -> dict[str, float]:
         """One step, which goes into the journal."""
@@ -232,7 +239,8 @@ def _twin(head: Learner, target: Any) -> Learner:
         return copy.deepcopy(head).to(wide).requires_grad_(True)
     wide = torch.promote_types(head.place["dtype"], torch.float32)
     ids_K = None if head.ids is None else head.get_buffer("ids")
-    twin = new_head(head.config, target, ids_K=ids_K).to(wide)
+    own_lm_head = isinstance(head, Eagle) and head.own_lm_head
+    twin = new_head(head.config, target, ids_K=ids_K, own_lm_head=own_lm_head).to(wide)
     found = head.state_dict()
     if found.keys() != twin.state_dict().keys():
         raise ValueError(f"a head with {', '.join(found)} cannot be gone on with; give one that was trained here")

@@ -130,7 +130,7 @@ def _optimizers(head: Learner, recipe: Recipe) -> list[torch.optim.Optimizer]:
     outer = set() if head.lm_head is None else set(head.lm_head.parameters())
     outer |= {head.mask_embeds, head.mask_states} if isinstance(head, Parallel) else set()
     matrices, others = list[Parameter](), list[Parameter]()
-    for parameter in head.parameters():
+    for parameter in (one for one in head.parameters() if one.requires_grad):
         inner = recipe.optimizer == "muon" and parameter.ndim == 2 and parameter not in outer
         (matrices if inner else others).append(parameter)
     lr, decay = recipe.lr, recipe.weight_decay
