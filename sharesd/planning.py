@@ -24,7 +24,7 @@ from offload.layout import Layout
 from offload.link import LinkError
 from offload.plan import DEPTHS, Drafter, Limits, Plan, Rates, Sizes, make_plan, steady
 from offload.store import Content
-from quant.attach import LinearQuantizer
+from quant.attach import Job, LinearQuantizer
 from quant.config import QuantConfig
 from quant.solver import QuantizedWeight
 from sharesd.config import HEADS, TABLES, EngineConfig, Mode
@@ -77,6 +77,10 @@ def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress 
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
     if wanted.when == "off":
+        return None
+    if config.split.wanted:
+        if always:
+            raise ValueError("no plan for offloading: the model is split among devices, which keep all of it")
         return None
     device = device_of(config.device)
     problem, folder = _unsuited(config, device), resolve(config.target, progress=progress)
@@ -268,10 +272,7 @@ class _Measured:
         """Bits -> bytes of all quantized linears with so many."""
         found: dict[int, int] = {}
         for job in self._quantizer(quant).jobs:
-            full = self.decoder.get_submodule(job.path)
-            assert isinstance(full, nn.Linear)
-            linear = packed_for_cpu(_codes(tuple(full.weight.shape), job.bits, quant, "meta"), None)
-            found[job.bits] = found.get(job.bits, 0) + linear.nbytes
+            found[job.bits] = found.get(job.bits, 0) + low_bytes(self.decoder, job, quant)
         return found
 
     def _skipped(self, quant: QuantConfig) -> set[str]:
@@ -281,22 +282,11 @@ class _Measured:
 
     def _quantizer(self, quant: QuantConfig) -> LinearQuantizer:
         if quant not in self._quantizers:
-            self._quantizers[quant] = LinearQuantizer(
-                self.decoder,
-                quant,
-                head_name="head",
-                layer_of=lambda path: int(path.split(".")[1]) if path.startswith("blocks.") else None,
-                build=packed_for_cpu,
-                device=torch.device("cpu"),
-            )
+            self._quantizers[quant] = quantizer_of(self.decoder, quant)
         return self._quantizers[quant]
 
     def _kv(self) -> int:
-        slots = min(self.config.max_context, self.decoder.max_context) + 4 * (
-            1 + max(DEPTHS[-1], self.config.most_draft)
-        )
-        cache = self.decoder.new_cache(self.config.max_batch, slots)
-        return sum(tensor.nbytes for tensor in (*cache.k, *cache.v))
+        return sum(kv_bytes(self.decoder, self.config, max(DEPTHS[-1], self.config.most_draft)))
 
     def _linear(self, block: int, path: str) -> nn.Linear:
         linear = self.decoder.blocks[block].get_submodule(path)
@@ -312,6 +302,32 @@ class _Measured:
 
     def _ones(self, rows: int) -> Tensor:
         return torch.ones(rows, self.decoder.config.hidden_size, dtype=self._dtype)
+
+
+def kv_bytes(decoder: Decoder, config: EngineConfig, most_draft: int) -> list[int]:
+    """Bytes of each layer's keys and values."""
+    slots = min(config.max_context, decoder.max_context) + 4 * (1 + most_draft)
+    cache = decoder.new_cache(config.max_batch, slots)
+    return [k.nbytes + v.nbytes for k, v in zip(cache.k, cache.v, strict=True)]
+
+
+def quantizer_of(decoder: Decoder, quant: QuantConfig) -> LinearQuantizer:
+    """What would quantize a decoder on the meta device."""
+    return LinearQuantizer(
+        decoder,
+        quant,
+        head_name="head",
+        layer_of=lambda path: int(path.split(".")[1]) if path.startswith("blocks.") else None,
+        build=packed_for_cpu,
+        device=torch.device("cpu"),
+    )
+
+
+def low_bytes(decoder: Decoder, job: Job, quant: QuantConfig) -> int:
+    """Bytes of a quantized linear, as the CPU kernel has it."""
+    full = decoder.get_submodule(job.path)
+    assert isinstance(full, nn.Linear)
+    return packed_for_cpu(_codes(tuple(full.weight.shape), job.bits, quant, "meta"), None).nbytes
 
 
 def _packed(linear: nn.Linear) -> PackedLinear:
