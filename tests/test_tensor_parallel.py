@@ -228,17 +228,17 @@ def test_two_processes(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["2", "4"])
-def test_processes_in_all_dtypes(folder: Path, size: str) -> None:
-    check(start("equal", str(folder), size, ",".join(DTYPES), "native,off"), 900)
+@pytest.mark.parametrize(("size", "dtypes"), [("2", "float64"), ("4", "bfloat16")])
+def test_more_processes_and_dtypes(folder: Path, size: str, dtypes: str) -> None:
+    check(start("equal", str(folder), size, dtypes, "native"), 900)
 
 
 @pytest.mark.slow
-def test_10_000_rounds_of_late_processes(folder: Path) -> None:
+def test_rounds_of_late_processes(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [start("delayed", str(folder), "10000", "0.002", RANK=str(rank), **place) for rank in range(2)]
+    ranks = [start("delayed", str(folder), "500", "0.002", RANK=str(rank), **place) for rank in range(2)]
     for rank in ranks:
         check(rank, 1800)
 
