@@ -488,8 +488,14 @@ class Runtime:
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
-        if head.embed is None and self.target.embed.weight.device != self.target.split.home:
-            head.embed = nn.Embedding.from_pretrained(self.target.embed.weight.to(self.target.split.home))
+        split = self.target.split
+        if head.embed is None and split.stages[0].device != split.home:
+            head.embed = nn.Embedding.from_pretrained(self.target.embed.weight.to(split.home))
+        if any(split.device_of(layer) != split.home for layer in head.config.target_layers):
+            raise ValueError(
+                f"a glide head looks into layers {', '.join(map(str, head.config.target_layers))}, and runs on "
+                f"{split.home}, which does not have all of them; take another mode, or leave devices out"
+            )
         fits = mode_of(head.config.kind)
         for mode in sorted(self._needs & {*HEADS} - {fits}):
             raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
