@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from recorded_graphs import host_reads, take_the_way_of_cuda
+from served import served
 from staged_places import in_stages, watched
 from tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, texts_of, texts_of_moved_rows
 from tiny import make_checkpoint
@@ -22,6 +23,7 @@ from compile import regions
 from compile.regions import CompiledBlocks
 from multigpu import pipeline
 from multigpu.pipeline import DoesNotFit, Sizes, from_map, shares
+from serve.command import load_model
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SplitConfig
 from sharesd.decoding.engine import Engine
@@ -96,6 +98,17 @@ def test_heads_read_features_of_all_stages(folder: Path, tmp_path: Path, kind: A
 def test_rows_join_and_leave_and_chats_go_on(folder: Path) -> None:
     runtime = staged(folder, 3, ("hybrid",), max_batch=2)
     assert texts_of_moved_rows(runtime) == texts_of_moved_rows(Runtime(config_of(folder, max_batch=2)))
+
+
+def test_a_server_in_stages(folder: Path) -> None:
+    def load() -> Any:
+        return load_model(config_of(folder, 3, mode="share", max_batch=2), "share", None)
+
+    with served(load, settings={"max_batch": 2}) as running:
+        running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+        text = running.complete([5, 6, 7], max_tokens=20, temperature=0)["choices"][0]["text"]
+    [alone] = Runtime(config_of(folder)).engine().complete([[5, 6, 7]], replace(GREEDY, max_new_tokens=20))
+    assert text == alone.text != ""
 
 
 def test_as_much_is_accepted_as_on_one_device(folder: Path) -> None:
