@@ -19,6 +19,7 @@ from tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, texts_of, texts_of_moved
 from tiny import make_checkpoint
 from tiny_heads import make_head
 
+from benchmark.__main__ import main as benchmark
 from compile import regions
 from compile.regions import CompiledBlocks
 from multigpu import pipeline
@@ -332,3 +333,17 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         except SystemExit as ended:
             status = ended.code  # type: ignore[assignment]
         assert status == 2 and complaint in capsys.readouterr().err
+
+
+def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "12", "--num-draft", "2"]
+    assert benchmark(["multi", *args, "--stages", "2", "--hop", "3", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "multi.json").read_text())
+    assert [(one["stages"], one["mode"]) for one in report["figures"]] == [
+        (count, mode) for mode in ("naive", "share") for count in (1, 2)
+    ]
+    one, two, _, share = report["figures"]
+    assert report["hop_s"] >= 0.003 and two["round_s"] >= one["round_s"] + 0.003
+    assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * report["hop_s"])
+    assert share["round_s"] >= 2 * (1 + 2) * 0.003
+    assert "not measured, there is one device" in capsys.readouterr().out
