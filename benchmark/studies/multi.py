@@ -130,7 +130,9 @@ def measure(
     for repeat in range(1 + repeats):
         for count, mode in seconds:
             engine = runtimes[count].engine(mode, warm=params)  # type: ignore[arg-type]
-            rounds, before, tokens = [], None, []
+            rounds: list[float] = []
+            before: float | None = None
+            tokens: list[int] = []
             for chunk in engine.generate([PROMPT], params):
                 now = time.perf_counter()
                 if before is not None:  # the first token comes from the prompt
