@@ -117,6 +117,7 @@ def measure(
     """
     from sharesd.load import Runtime
 
+    params = replace(params, ignore_eos=True)  # rounds are wanted, whatever they say
     devices = config.split.devices or ("cpu" if config.device == "auto" else config.device,)
     runtimes = {}
     for count in sorted({1, *stages}):
