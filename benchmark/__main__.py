@@ -23,6 +23,7 @@ COMMANDS = (
     "benchmark.studies.joins",
     "benchmark.studies.offload",
     "benchmark.studies.cluster",
+    "benchmark.studies.multi",
 )
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+HandOver = Callable[[Tensor, Any, Any], tuple[Tensor, Any, Any]]
+"""(residual stream, cache, branches) -> the same, where the next blocks are."""
 
 
 def _nothing() -> None:
@@ -21,6 +26,8 @@ class Range(NamedTuple):
     """Called when they have run, or on a device have been told to."""
     moves: bool = False
     """Whether `before` may put their weights somewhere else."""
+    hand_over: HandOver | None = None
+    """Brings what they run with to where they are, if that is elsewhere."""
 
 
 Ranges = Callable[[], Iterable[Range]]

@@ -41,7 +41,8 @@ class CompiledBlocks:
         kind = self._kinds.get(id(block))
         if kind is None:
             kind = self._kinds[id(block)] = self._signatures.setdefault(structure(block), len(self._signatures))
-        key = (kind, x_BTD.shape, *(tensor.shape for tensor in tensors), self._variant(), *constants.items())
+        shapes = (x_BTD.shape, *(tensor.shape for tensor in tensors))
+        key = (kind, x_BTD.device, *shapes, self._variant(), *constants.items())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(block).forward)

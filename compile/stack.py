@@ -89,7 +89,10 @@ class NativeStack:
             each.before()
             if each.moves:
                 self._find_weights(each)
-            self._run(each, x_BTD, cache, branches)
+            here, view = cache, branches
+            if each.hand_over is not None:
+                x_BTD, here, view = each.hand_over(x_BTD, cache, branches)
+            self._run(each, x_BTD, here, view)
             each.after()
         return x_BTD
 

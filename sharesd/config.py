@@ -188,6 +188,36 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SplitConfig:
+    """Which devices share the blocks of a model, in stages."""
+
+    devices: tuple[str, ...] = ()
+    """Names of the stages' devices, in order; () = those of `device_map` and `max_memory`."""
+    device_map: str | None = None
+    """`auto`: all GPUs. Else a JSON file with names of modules and their devices, as accelerate has them."""
+    max_memory: tuple[tuple[int, int], ...] = ()
+    """Numbers of GPUs (on a CPU, of stages) and the bytes that may be taken of each; others are not used."""
+    hop_seconds: float = 0.0
+    """What each hop from stage to stage is held back, to see what slower links do."""
+
+    def __post_init__(self) -> None:
+        if self.devices and self.device_map is not None:
+            raise ValueError(
+                f"devices are {', '.join(self.devices)} and device_map is {self.device_map!r}; give one of the two"
+            )
+        if self.device_map not in (None, "auto") and self.max_memory:
+            raise ValueError(f"device_map {self.device_map!r} says where blocks go, and max_memory is given; drop it")
+        for number, size in self.max_memory:
+            _at_least(f"max_memory of {number}", size, 1)
+        _at_least("hop_seconds", self.hop_seconds, 0)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything of it."""
+        return bool(self.devices or self.device_map is not None or self.max_memory)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """What `sharesd.load.build` needs to make an engine."""
 
@@ -253,6 +283,10 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Ranks that share each linear and the heads of attention, each a process with a device of its own (on a CPU: with
     a part of the cores). Texts do not depend on it."""
+    split: SplitConfig = field(default_factory=SplitConfig)
+    """Devices that have some of the blocks each, in place of `device`. Texts do not depend on it."""
+    draft_device: str | None = None
+    """`classic`: where the second model is; None = where the target's head is."""
     max_batch: int = 1
     """Rows of the KV cache: how many prompts are decoded together."""
     max_queue: int | None = None
@@ -305,6 +339,13 @@ class EngineConfig:
         if self.head_quant is not None and self.head is None:
             raise ValueError(
                 f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
+            )
+        if self.split.wanted and self.device != "auto":
+            raise ValueError(f"device is {self.device!r} and the stages have devices of their own; leave device out")
+        if self.split.wanted and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, whose ranks have one device each, and there are stages; "
+                "drop one of the two"
             )
         if self.draft is not None and self.mode != "classic":
             raise ValueError(

@@ -33,6 +33,7 @@ from compile.stack import NativeStack, Unsuited
 from compile.threads import CREW
 from multigpu.group import Group, ProcessGroup
 from multigpu.launch import join, launched_rank, local_device, num_sharing, spawn
+from multigpu.pipeline import Split
 from multigpu.tensor import TILE, WHOLE, GatheredLinear, Part, gather_columns
 from offload.layout import Layout
 from offload.plan import Plan
@@ -81,6 +82,8 @@ from sharesd.models.weights import EachBlock, Tensors, check_cuts, decoder_confi
 from sharesd.placing import PlacedBlocks, QuantizedWhileRead
 from sharesd.planning import Offloading, plan_for
 from sharesd.settings import cpu_name
+from sharesd.splitting import one_device, split_for
+from sharesd.staged import StagedBlocks
 from sharesd.streamed import StreamedBlocks
 
 log = logging.getLogger(__name__)
@@ -161,10 +164,14 @@ class Runtime:
             offloading = None
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
-        self.device, self.dtype = device_of(config.device), _dtype(config)
+        self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
+        self.dtype = _dtype(config)
         CREW.fix(config.threads)
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+        folder = self._folder = resolve(config.target, progress=progress)
+        self._split = split_for(config, self.modes, folder, self.dtype)
+        self.device = self.device if self._split is None else self._split.home
         use(self.device)
         self.compile = config.compile
         if config.compile == "auto":
@@ -176,13 +183,13 @@ class Runtime:
             prepare(str(self.dtype).removeprefix("torch."), "choice")
         if offload is not None and (self.compile == "full" or self.device.type != "cpu"):
             raise ValueError("offloaded blocks run one by one, on a CPU so far; take device cpu and compile native")
-        folder = self._folder = resolve(config.target, progress=progress)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
         self._check_head(progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
         self._offload = offload
+        self._check_stages()
         self.streamed: StreamedBlocks | None = None
         """The target's blocks whose weights do not stay, if there are any."""
         self._progress, self._tensors = progress, tensors
@@ -197,7 +204,7 @@ class Runtime:
         )
         self._placed: PlacedBlocks | None = None
         with nullcontext() if offloading is None else PlacedBlocks(offloading, quantized, progress) as self._placed:
-            self.target = self._load(folder, tensors, self._placed, self._placed is not None, self._part)
+            self.target = self._load(folder, tensors, self._placed, self._placed is not None, self._part, self._split)
             self.weight_bytes = _num_bytes(self.target)
             if self._placed is not None and quantized is not None:
                 self.weight_bytes -= quantized.report().low_bytes
@@ -216,7 +223,9 @@ class Runtime:
         if isinstance(self._head, FeatureHead) and self.compile == "native" and len(self._head.blocks) == 1:
             self._head.native = self._native_head(self._head)
         self._gumbel = self._noise()
-        self._graphs = Graphs() if self.device.type == "cuda" and self.compile != "off" else None
+        in_stages = self._split is not None and self._split.hands_over
+        captures = self.device.type == "cuda" and self.compile != "off" and not (in_stages or config.draft_device)
+        self._graphs = Graphs() if captures else None
         top, depth, _ = config.tree or (0, 0, 0)
         # A row that ended in a round of several tokens rests behind the context; launched ahead, it runs on by a round.
         overhang = self._fixed_width * (1 if self._graphs is None else 2)
@@ -235,6 +244,24 @@ class Runtime:
             self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
+
+    def _check_stages(self) -> None:
+        """ValueError for what does not go with stages, or a draft model on another device."""
+        config, split = self.config, self._split
+        if config.draft_device is not None:
+            if "classic" not in self._needs:
+                raise ValueError(f"draft_device is {config.draft_device!r} and no mode is classic; leave it out")
+            if one_device(config.draft_device).type != self.device.type:
+                raise ValueError(
+                    f"draft_device is {config.draft_device!r} and the target is on {self.device}, which would wait for "
+                    "it; give a device of its kind"
+                )
+        if split is None:
+            return
+        if self._offload is not None:
+            raise ValueError("blocks in stages stay where they are; drop offload, or devices")
+        if self.compile == "full" and split.hands_over:
+            raise ValueError("compile is 'full' and a step runs on several devices; take regional, or auto")
 
     def _meet(self, group: Group | None) -> Group:
         """The group of ranks that share the model, once it is clear that it can be shared out."""
@@ -438,8 +465,9 @@ class Runtime:
         each_block: EachBlock | None = None,
         map_tables: bool = False,
         part: Part = WHOLE,
+        split: Split | None = None,
     ) -> CausalModel:
-        return load_model(
+        model = load_model(
             folder,
             dtype=self.dtype,
             device=self.device,
@@ -449,7 +477,12 @@ class Runtime:
             each_block=each_block,
             map_tables=map_tables,
             part=part,
+            split=split,
         )
+        if split is not None and split.hands_over:
+            assert isinstance(model, Decoder)
+            model.ranges = StagedBlocks(split).ranges
+        return model
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
         """Before any weights are read."""
@@ -469,6 +502,14 @@ class Runtime:
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
         head = load_head(self._head_folder, self.target)
+        split = self.target.split
+        if head.embed is None and split.stages[0].device != split.home:
+            head.embed = nn.Embedding.from_pretrained(self.target.embed.weight.to(split.home))
+        if any(split.device_of(layer) != split.home for layer in head.config.target_layers):
+            raise ValueError(
+                f"a glide head looks into layers {', '.join(map(str, head.config.target_layers))}, and runs on "
+                f"{split.home}, which does not have all of them; take another mode, or leave devices out"
+            )
         fits = mode_of(head.config.kind)
         for mode in sorted(self._needs & {*HEADS} - {fits}):
             raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
@@ -696,9 +737,16 @@ class Runtime:
             )
         return corpus
 
+    def _draft_split(self, folder: Path) -> Split | None:
+        """Where a second model is, if that has been asked for."""
+        if self.config.draft_device is None:
+            return None
+        place = Split.of([one_device(self.config.draft_device)], [len(decoder_config(folder).layers)])
+        return replace(place, apart=self.device, hop_seconds=self.config.split.hop_seconds)
+
     def _classic(self, shapes: Sequence[Shape], top: int) -> Drafter:
         if self.config.draft is not None:
-            model = self._load(self._draft_folder)
+            model = self._load(self._draft_folder, split=self._draft_split(self._draft_folder))
             if model.vocab_size != self.target.vocab_size:
                 raise ValueError(
                     f"the draft model has {model.vocab_size} logits and the target {self.target.vocab_size}; "
@@ -707,7 +755,13 @@ class Runtime:
         else:
             quantized = QuantizedWhileRead(self._quantizer)
             if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
-                model = self._load(self._folder, self._tensors, quantized, map_tables=self._placed is not None)
+                model = self._load(
+                    self._folder,
+                    self._tensors,
+                    quantized,
+                    map_tables=self._placed is not None,
+                    split=self._draft_split(self._folder),
+                )
                 self._report("classic", quantized.finish())
             else:
                 model = self._load(self._folder)

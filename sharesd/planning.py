@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ from offload.layout import Layout
 from offload.link import LinkError
 from offload.plan import DEPTHS, Drafter, Limits, Plan, Rates, Sizes, make_plan, steady
 from offload.store import Content
-from quant.attach import LinearQuantizer
+from quant.attach import Job, LinearQuantizer
 from quant.config import QuantConfig
 from quant.solver import QuantizedWeight
 from sharesd.acceptance import kept_acceptance
@@ -98,6 +99,10 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress) -
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
     if wanted.when == "off":
+        return None
+    if config.split.wanted:
+        if always:
+            raise ValueError("no plan for offloading: the model is split among devices, which keep all of it")
         return None
     device = device_of(config.device)
     problem, folder = _unsuited(config, device), resolve(config.target, progress=progress)
@@ -328,14 +333,8 @@ class _Measured:
     def _low_bytes(self, quant: QuantConfig) -> dict[int, int]:
         """Bits -> bytes of all quantized linears with so many."""
         found: dict[int, int] = {}
-        some_rows: dict[tuple[int, int], int] = {}  # inputs and bits -> bytes
         for job in self._quantizer(quant).jobs:
-            full = self.decoder.get_submodule(job.path)
-            assert isinstance(full, nn.Linear)
-            N, K = full.weight.shape
-            if (K, job.bits) not in some_rows:  # not on the meta device, whose kernels in Python take 80 MB
-                some_rows[K, job.bits] = packed_for_cpu(_codes((SOME_ROWS, K), job.bits, quant), None).nbytes
-            found[job.bits] = found.get(job.bits, 0) + math.ceil(N / SOME_ROWS) * some_rows[K, job.bits]
+            found[job.bits] = found.get(job.bits, 0) + low_bytes(self.decoder, job, quant)
         return found
 
     def _skipped(self, quant: QuantConfig) -> set[str]:
@@ -345,25 +344,14 @@ class _Measured:
 
     def _quantizer(self, quant: QuantConfig) -> LinearQuantizer:
         if quant not in self._quantizers:
-            self._quantizers[quant] = LinearQuantizer(
-                self.decoder,
-                quant,
-                head_name="head",
-                layer_of=lambda path: int(path.split(".")[1]) if path.startswith("blocks.") else None,
-                build=packed_for_cpu,
-                device=torch.device("cpu"),
-            )
+            self._quantizers[quant] = quantizer_of(self.decoder, quant)
         return self._quantizers[quant]
 
     def _kv(self) -> int:
-        c, config = self.decoder.config, self.config
+        config = self.config
         longest = 1 + max(DEPTHS[-1], config.most_draft)
         top, deepest, _ = config.tree or (TREE_TOP, DEPTHS[-1] // 2, 0)
-        overhang = longest + max(longest, 2 + top * deepest)
-        slots = round_slots(min(config.max_context, self.decoder.max_context) + overhang)
-        few = new_kv(1, c.num_kv_heads, 1, c.head_dim, self._dtype, torch.device("cpu"))
-        per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
-        return len(c.layers) * config.max_batch * slots * per_slot
+        return sum(kv_bytes(self.decoder, config, longest + max(longest, 2 + top * deepest)))
 
     def _linear(self, block: int, path: str) -> nn.Linear:
         linear = self.decoder.blocks[block].get_submodule(path)
@@ -379,6 +367,41 @@ class _Measured:
 
     def _ones(self, rows: int) -> Tensor:
         return torch.ones(rows, self.decoder.config.hidden_size, dtype=self._dtype)
+
+
+def kv_bytes(decoder: Decoder, config: EngineConfig, overhang: int) -> list[int]:
+    """Bytes of each layer's keys and values, with so many slots behind the context."""
+    c, dtype = decoder.config, decoder.embed.weight.dtype
+    slots = round_slots(min(config.max_context, decoder.max_context) + overhang)
+    few = new_kv(1, c.num_kv_heads, 1, c.head_dim, dtype, torch.device("cpu"))
+    per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
+    return [config.max_batch * slots * per_slot] * len(c.layers)
+
+
+def quantizer_of(decoder: Decoder, quant: QuantConfig) -> LinearQuantizer:
+    """What would quantize a decoder on the meta device."""
+    return LinearQuantizer(
+        decoder,
+        quant,
+        head_name="head",
+        layer_of=lambda path: int(path.split(".")[1]) if path.startswith("blocks.") else None,
+        build=packed_for_cpu,
+        device=torch.device("cpu"),
+    )
+
+
+def low_bytes(decoder: Decoder, job: Job, quant: QuantConfig) -> int:
+    """Bytes of a quantized linear, as the CPU kernel has it."""
+    full = decoder.get_submodule(job.path)
+    assert isinstance(full, nn.Linear)
+    N, K = full.weight.shape
+    return math.ceil(N / SOME_ROWS) * _bytes_of_some_rows(K, job.bits, quant)
+
+
+@cache
+def _bytes_of_some_rows(K: int, bits: int, quant: QuantConfig) -> int:
+    """Packed for good: the meta device's kernels, in Python, take 80 MB."""
+    return packed_for_cpu(_codes((SOME_ROWS, K), bits, quant), None).nbytes
 
 
 def _packed(linear: nn.Linear) -> PackedLinear:

@@ -120,6 +120,22 @@ def texts_of(runtime: Runtime, mode: Mode, params: SamplingParams) -> list[list[
     return [done.token_ids for done in runtime.engine(mode, warm=params).complete(PROMPTS, params)]
 
 
+def texts_of_moved_rows(runtime: Runtime) -> list[list[int]]:
+    """Requests join and leave, later prompts go on from what earlier ones left in other rows, and one is cancelled."""
+    first, other = [5, 6, 7] * 9, [9, 8, 7, 6]
+    engine = runtime.engine(runtime.modes[0], warm=GREEDY)
+    done = engine.complete([first, other], GREEDY, reuse=True)
+    later = [[*other, *done[1].token_ids, 3], [*first, *done[0].token_ids, 4], [*first, 12, 13]]
+    requests = [engine.add(prompt, SAMPLED) for prompt in later]
+    for step in range(200):
+        if step == 3:
+            engine.cancel(requests[2])
+            requests.append(engine.add([*first, 11], GREEDY))
+        engine.step()
+    found = [request.tokens for request in requests]
+    return [*found[:2], found[3]]
+
+
 def equal(folder: str, size: str, dtypes: str, compiles: str) -> None:
     """Logits and texts are those of one process."""
     for dtype in dtypes.split(","):

@@ -18,7 +18,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tensor_ranks import GREEDY, MODES, PROMPTS, SAMPLED, SMALL, Delayed, logits_of, texts_of, threads
+from tensor_ranks import (
+    GREEDY,
+    MODES,
+    PROMPTS,
+    SAMPLED,
+    SMALL,
+    Delayed,
+    logits_of,
+    texts_of,
+    texts_of_moved_rows,
+    threads,
+)
 from tiny import make_checkpoint
 
 from multigpu.tensor import Part, require_even
@@ -115,27 +126,10 @@ def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path,
 
 
 def test_rows_that_move_move_on_all_ranks(folder: Path) -> None:
-    """Requests join and leave, later prompts go on from what earlier ones left in other rows, and one is cancelled."""
     config = config_of(folder, max_batch=2)
-    first, other = [5, 6, 7] * 9, [9, 8, 7, 6]
-
-    def texts(runtime: Runtime) -> list[list[int]]:
-        engine, found = runtime.engine(runtime.modes[0], warm=GREEDY), []
-        done = engine.complete([first, other], GREEDY, reuse=True)
-        later = [[*other, *done[1].token_ids, 3], [*first, *done[0].token_ids, 4], [*first, 12, 13]]
-        requests = [engine.add(prompt, SAMPLED) for prompt in later]
-        for step in range(200):
-            if step == 3:
-                engine.cancel(requests[2])
-                requests.append(engine.add([*first, 11], GREEDY))
-            engine.step()
-        for request in requests:
-            found.append(request.tokens)
-        return [*found[:2], found[3]]
-
     with threads(replace(config, tensor_parallel=2), ("hybrid",)) as runtime:
-        shared = texts(runtime)
-    assert shared == texts(Runtime(config, ("naive",)))
+        shared = texts_of_moved_rows(runtime)
+    assert shared == texts_of_moved_rows(Runtime(config, ("naive",)))
 
 
 def test_late_ranks_change_nothing(folder: Path) -> None:

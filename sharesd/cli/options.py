@@ -29,6 +29,7 @@ from sharesd.config import (
     Offload,
     OffloadConfig,
     SamplingParams,
+    SplitConfig,
 )
 
 __all__ = [
@@ -204,6 +205,32 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", default=_DEFAULTS.device, help="cpu, cuda, cuda:N, or auto: cuda where there is one")
     group.add_argument(
+        "--devices",
+        type=_names,
+        default=argparse.SUPPRESS,
+        metavar="NAMES",
+        help="devices with some of the blocks each, in order, e.g. cuda:0,cuda:1: for models that one does not hold",
+    )
+    group.add_argument(
+        "--device-map",
+        metavar="MAP",
+        default=argparse.SUPPRESS,
+        help="in place of --devices: auto (all GPUs), or a JSON file of modules and devices, as accelerate has them",
+    )
+    group.add_argument(
+        "--max-memory",
+        type=_memory,
+        default=argparse.SUPPRESS,
+        metavar="SIZES",
+        help="what may be taken of each GPU, e.g. 0=10GB,1=20GB; others are not used (default: what is free)",
+    )
+    group.add_argument(
+        "--draft-device",
+        metavar="DEVICE",
+        default=argparse.SUPPRESS,
+        help="where the second model of mode classic is (default: where the target's head is)",
+    )
+    group.add_argument(
         "--tensor-parallel",
         type=_whole,
         default=_DEFAULTS.tensor_parallel,
@@ -304,6 +331,11 @@ def check_launched(args: argparse.Namespace, world: int) -> None:
     for flag, size in (("--replicas", args.replicas), ("--tensor-parallel", ranks)):
         if world > 1 and size is not None:
             raise ValueError(f"{flag} is {size} and a launcher has started {world} processes; take one of two")
+    for name in ("devices", "device_map", "max_memory"):
+        if world > 1 and hasattr(args, name):
+            raise ValueError(
+                f"a launcher has started {world} processes, which have one device each; drop --{name.replace('_', '-')}"
+            )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int = 128) -> None:
@@ -402,6 +434,18 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     replicas = getattr(args, "replicas", None)
     if replicas is not None and args.tensor_parallel > 1:
         raise ValueError(f"--replicas is {replicas} and --tensor-parallel {args.tensor_parallel}; drop one of the two")
+    split = SplitConfig(
+        devices=getattr(args, "devices", ()),
+        device_map=getattr(args, "device_map", None),
+        max_memory=getattr(args, "max_memory", ()),
+    )
+    if replicas is not None and split.wanted:
+        raise ValueError(
+            f"--replicas is {replicas}, which have one device each, and there are stages; drop one of them"
+        )
+    draft_device = getattr(args, "draft_device", None)
+    if draft_device is not None and "classic" not in (*modes, *(mixed if "hybrid" in modes else ())):
+        raise ValueError(f"--draft-device is {draft_device!r} but no mode is classic; add --mode classic or drop it")
     quant = getattr(args, "quant", None)
     auto = quant == "auto"
     max_draft = getattr(args, "max_draft", None)
@@ -427,6 +471,8 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         recycle_table=getattr(args, "recycle_table", None),
         dtype=args.dtype,
         device=args.device,
+        split=split,
+        draft_device=draft_device,
         tensor_parallel=args.tensor_parallel,
         quant=_DEFAULTS.quant if auto else QuantConfig.parse(quant or _DEFAULTS.quant.spec, args.quant_skip),
         compile=args.compile,
@@ -511,6 +557,20 @@ def _tree(text: str) -> tuple[int, ...]:
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET; for example 2:4:8")
     return tuple(map(_whole, parts))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _memory(text: str) -> tuple[tuple[int, int], ...]:
+    sizes: dict[int, int] = {}
+    for part in text.split(","):
+        number, _, size = part.strip().partition("=")
+        if not number.isdecimal() or int(number) in sizes:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs and sizes; write for example 0=10GB,1=20GB")
+        sizes[int(number)] = _bytes(size)
+    return tuple(sizes.items())
 
 
 def _bytes(text: str) -> int:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from compile.attention import new_kv, round_slots, row_keeper, unpack_kv
 from compile.pages import zeros_like
+from multigpu.pipeline import Split, copied
+from sharesd.device import use
 
 
 class StaticKVCache:
@@ -37,13 +39,19 @@ class StaticKVCache:
         plain: bool = False,
         taps: Sequence[int] = (),
         hidden_size: int = 0,
+        split: Split | None = None,
     ) -> None:
         """`shapes` holds (key/value heads, head size) of every layer. `taps` are the depths whose hidden states, of
         `hidden_size`, are kept: numbers of blocks, and one more than there are for what the last norm returns.
+        With a `split` keys and values are where the layers are, and all else at its home.
         """
         self.slots = round_slots(slots)
-        device = torch.device(device)
-        pairs = [new_kv(batch, heads, self.slots, size, dtype, device, plain=plain) for heads, size in shapes]
+        device = torch.device(device) if split is None else split.home
+        places = [device if split is None else split.device_of(layer) for layer in range(len(shapes))]
+        pairs = [
+            new_kv(batch, heads, self.slots, size, dtype, place, plain=plain)
+            for (heads, size), place in zip(shapes, places, strict=True)
+        ]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
         if device.type == "cpu":
             both = zeros_like([*self.k, *self.v])
@@ -54,6 +62,7 @@ class StaticKVCache:
         """[B, S, F]: the hidden states of each slot's token, of all depths behind each other; None = nobody asked."""
         if taps:
             self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=device)
+        self._split = split
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
         """Head size of every layer."""
@@ -67,6 +76,7 @@ class StaticKVCache:
         self.turn: object | None = None
         """Mark of the caller that uses the cache."""
         self._views: dict[tuple[int, int], StaticKVCache] = {}
+        self._mirrors: dict[int, StaticKVCache] = {}
 
     def forget(self) -> None:
         """Drop what a later prompt could reuse."""
@@ -77,9 +87,9 @@ class StaticKVCache:
         if (first, end) == (0, self.batch):
             return self
         if (first, end) not in self._views:
-            view = self._views[first, end] = copy.copy(self)
+            view = self._views[first, end] = self._view()
             view.k, view.v = ([t[first:end] for t in tensors] for tensors in (self.k, self.v))
-            view.lengths, view._keep, view._views = self.lengths[first:end], None, {}
+            view.lengths, view._keep = self.lengths[first:end], None
             view.features = None if self.features is None else self.features[first:end]
         return self._views[first, end]
 
@@ -88,9 +98,27 @@ class StaticKVCache:
         whole = self.rows(b, b + 1)
         if slots >= self.slots or self.k[0].ndim != 4:
             return whole
-        view = copy.copy(whole)
+        view = whole._view()
         view.slots = slots
         view.k, view.v = ([t[:, :, :slots] for t in tensors] for tensors in (whole.k, whole.v))
+        return view
+
+    def _view(self) -> StaticKVCache:
+        """Another one of the same contents, to be changed."""
+        view = copy.copy(self)
+        view._views, view._mirrors = {}, {}
+        return view
+
+    def mirrored(self, stage: int) -> StaticKVCache:
+        """The cache as a stage elsewhere sees it: its lengths are a copy there of these, as they are now. A view which
+        is made once, since kernels remember views.
+        """
+        assert self._split is not None
+        view = self._mirrors.get(stage)
+        if view is None:
+            view = self._mirrors[stage] = self._view()
+            view.lengths = torch.empty_like(self.lengths, device=self._split.stages[stage].device)
+        view.lengths.copy_(self.lengths, non_blocking=True)
         return view
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
@@ -146,7 +174,7 @@ class StaticKVCache:
 
         Steps look back `recent` slots (0 = all), since the target corrects drafts.
         """
-        twin = copy.copy(self)
+        twin = self._view()
         twin.lengths, twin.recent = torch.zeros_like(self.lengths), recent
         twin.taps, twin.features = (), None
         return twin
@@ -155,6 +183,7 @@ class StaticKVCache:
         """The hidden states of the tokens that are being read, at this depth: kept if that is asked for."""
         if self.features is None or depth not in self.taps:
             return
+        x_BTD = x_BTD.to(self.features.device)
         D, at = x_BTD.shape[2], self.taps.index(depth)
         rows_B1, slots_BT = self._new_slots(x_BTD.shape[1])
         self.features[rows_B1, slots_BT, at * D : (at + 1) * D] = x_BTD
@@ -168,13 +197,31 @@ class StaticKVCache:
     def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
         """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
         if self._keep is None:
-            self._keep = row_keeper(self.k, self.v, self.sizes)
+            self._keep = self._row_keeper()
         self._keep(self.lengths, path_BT, num_B)
         if self.features is not None:
             rows_B1, slots_BT = self._new_slots(path_BT.shape[1])
             kept_BT = slots_BT - self.lengths[:, None] < num_B[:, None]
             from_BT = torch.where(kept_BT, self.lengths[:, None] + path_BT, slots_BT)
             self.features[rows_B1, slots_BT] = self.features[rows_B1, from_BT]
+
+    def _row_keeper(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """See `compile.attention.row_keeper`; each stage has one, and is told by copies."""
+        split = self._split
+        if split is None:
+            return row_keeper(self.k, self.v, self.sizes)
+        keepers = []
+        for stage in split.stages:
+            part = slice(stage.blocks.start, stage.blocks.stop)
+            keepers.append((stage, row_keeper(self.k[part], self.v[part], self.sizes[part])))
+
+        def keep(*places: Tensor) -> None:
+            for stage, keeper in keepers:
+                use(stage.device)
+                keeper(*(copied(place, stage.device) for place in places))
+            use(split.home)
+
+        return keep
 
     @property
     def batch(self) -> int:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from compile.attention import Branches, attend
 from compile.fused import project
 from compile.ranges import Range, Ranges, first_blocks
+from multigpu.pipeline import Split
 from multigpu.tensor import WHOLE, Part
 from sharesd.decoding.cache import StaticKVCache
+from sharesd.device import use
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
 
@@ -168,31 +170,40 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         block_device: torch.device | str | None = None,
         part: Part = WHOLE,
+        split: Split | None = None,
     ) -> None:
-        """`block_device`: of the blocks, if it is another: on `meta` they take no memory before they are replaced.
+        """`split`: where each part is, instead of all on `device`; the blocks are handed over by whoever puts `ranges`
+        in their place. `block_device`: of the blocks, if it is another: on `meta` they take no memory before they are
+        replaced.
         `part`: what this rank has of heads and of each linear's outputs; what `o`, `down` and the head give is gathered
         by whoever puts that in their place.
         """
         super().__init__()
         self.config, self.part = config, part
+        self.split = split or Split.of([torch.device(device)], [len(config.layers)])
+        first, device = self.split.stages[0].device, self.split.stages[-1].device
         self.name = f"{config.architecture} (native)"
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
         self.takes_trees = True
         self.step_widths: frozenset[int] = frozenset()
-        table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=first)
         self.embed = nn.Embedding.from_pretrained(table_VD)
-        place = device if block_device is None else block_device
-        self.blocks = nn.ModuleList(Block(config, kind, part, dtype=dtype, device=place) for kind in config.layers)
+        self.blocks = nn.ModuleList(
+            Block(config, kind, part, dtype=dtype, device=block_device or self.split.device_of(i))
+            for i, kind in enumerate(config.layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
         self.head = nn.Linear(config.hidden_size, part.of(config.vocab_size), bias=False, dtype=dtype, device="meta")
         head_VD = self.embed.weight if part == WHOLE else nn.Parameter(table_VD[part.rows(config.vocab_size)])
-        self.head.weight = head_VD if config.tied else nn.Parameter(torch.empty_like(head_VD))
+        tied = config.tied and first == device
+        self.head.weight = head_VD if tied else nn.Parameter(torch.empty_like(head_VD, device=device))
         self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # rounded as transformers rounds it
         for i, params in enumerate(config.ropes):
             inv_freq_r, factor = rope.frequencies(params, config.head_dim, config.max_positions)
             cos, sin = rope.tables(inv_freq_r, factor, positions=config.max_context, dtype=dtype, device=device)
             self.register_buffer(f"cos_{i}", cos, persistent=False)
             self.register_buffer(f"sin_{i}", sin, persistent=False)
+        self._tables_elsewhere: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.run_block: Callable[..., Tensor] = call_block
         """(block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x. Compilation puts its own here."""
         self.ranges: Ranges = lambda: (Range(0, len(config.layers)),)
@@ -212,6 +223,7 @@ class Decoder(nn.Module):
             device=table.device,
             taps=taps,
             hidden_size=c.hidden_size,
+            split=self.split if self.split.hands_over else None,
         )
 
     def forward(
@@ -222,15 +234,24 @@ class Decoder(nn.Module):
         branches: Branches | None = None,
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
+        split = self.split
+        if split.hands_over:
+            tokens_BT = split.send(tokens_BT, split.stages[0].device)
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:
             x_BTD = x_BTD * self.embed_scale
         x_BTD = (self.run_stack or self._run_stack)(x_BTD, cache, branches)
         if keep_BR is not None:
+            keep_BR = keep_BR.to(x_BTD.device)
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
         logits_BRV = project(self.head, x_BTD, norm=self.norm if self._norm_in_head else None)
         cap = self.config.final_softcap
-        return cap * torch.tanh(logits_BRV / cap) if cap else logits_BRV
+        if cap:
+            logits_BRV = cap * torch.tanh(logits_BRV / cap)
+        if split.apart is not None:
+            use(split.apart)
+            logits_BRV = split.send(logits_BRV, split.apart)
+        return logits_BRV
 
     @property
     def _norm_in_head(self) -> bool:
@@ -247,16 +268,29 @@ class Decoder(nn.Module):
         """(Cosines, sines) [positions, r] of every rope."""
         return [(self.get_buffer(f"cos_{i}"), self.get_buffer(f"sin_{i}")) for i in range(len(self.config.ropes))]
 
+    def _tables_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """`rope_tables` of a stage there."""
+        if device == self.get_buffer("cos_0").device:
+            return self.rope_tables
+        if device not in self._tables_elsewhere:
+            self._tables_elsewhere[device] = [(cos.to(device), sin.to(device)) for cos, sin in self.rope_tables]
+        return self._tables_elsewhere[device]
+
     def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None) -> Tensor:
         tables = self.rope_tables
         for each in first_blocks(self.ranges(), len(self.blocks)):
             each.before()
+            here, view = cache, branches
+            if each.hand_over is not None:
+                x_BTD, here, view = each.hand_over(x_BTD, cache, branches)
+                tables = self._tables_on(x_BTD.device)
             for index in range(each.first, each.first + each.num_blocks):
                 rotary = tables[max(self.config.layers[index].rope, 0)]
-                tensors = (*rotary, cache.k[index], cache.v[index], cache.lengths, *(branches or ()))
-                x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=cache.recent)
+                tensors = (*rotary, here.k[index], here.v[index], here.lengths, *(view or ()))
+                x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=here.recent)
                 cache.tap(index + 1, x_BTD)
             each.after()
+        x_BTD = x_BTD.to(self.norm.weight.device)  # where only the first few blocks ran
         if self._norm_in_head and self.normed_depth not in cache.taps:
             return x_BTD
         normed_BTD = self.norm(x_BTD)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multigpu.pipeline import Split
 from multigpu.tensor import TILE, WHOLE, Part, require_even
 from sharesd.models import folder as files
 from sharesd.models.base import CausalModel
@@ -44,6 +45,7 @@ def load_model(
     each_block: EachBlock | None = None,
     map_tables: bool = False,
     part: Part = WHOLE,
+    split: Split | None = None,
 ) -> CausalModel:
     """The native decoder where it serves the checkpoint exactly, else transformers' own model.
 
@@ -54,7 +56,7 @@ def load_model(
     try:
         config = decoder_config(folder)
     except Unsupported as reason:
-        if tensors is not None or each_block is not None or part != WHOLE:
+        if tensors is not None or each_block is not None or part != WHOLE or split is not None:
             raise
         from sharesd.models.hf import load_hf
 
@@ -70,6 +72,7 @@ def load_model(
         each_block=each_block,
         map_tables=map_tables,
         part=part,
+        split=split,
     )
 
 
@@ -102,9 +105,10 @@ def load_decoder(
     each_block: EachBlock | None = None,
     map_tables: bool = False,
     part: Part = WHOLE,
+    split: Split | None = None,
 ) -> Decoder:
-    """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, and of each
-    linear the rows of this part.
+    """Read a checkpoint, or `tensors` in place of its files, straight into the merged layout on `device`, or on those
+    of a `split`, and of each linear the rows of this part.
 
     A block takes memory when the last of its tensors has been found (until then those stay in their files). With
     `map_tables` embedding and head take none, if they have the right dtype: their rows stay in the file, which the
@@ -114,7 +118,8 @@ def load_decoder(
     config = decoder_config(folder)
     check_cuts(config, part.size)
     stored = tensors() if tensors else chain.from_iterable(map(files.read_tensors, files.weight_files(folder)))
-    decoder = Decoder(config, dtype=dtype, device=device, block_device="meta", part=part).eval().requires_grad_(False)
+    decoder = Decoder(config, dtype=dtype, device=device, block_device="meta", part=part, split=split)
+    decoder.eval().requires_grad_(False)
     decoder.eos_ids = files.eos_ids(folder)
     num_tensors = [len(list(block_slots(block, config))) for block in decoder.blocks]
     found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of blocks which are not complete
@@ -131,15 +136,18 @@ def load_decoder(
         index = int(number)
         found[index][rest] = tensor
         if len(found[index]) == num_tensors[index]:
-            values, block = found.pop(index), Block(config, config.layers[index], part, dtype=dtype, device=device)
-            for rest, place in block_slots(block, config):
-                place.copy_(values[rest])
+            place = decoder.split.device_of(index)
+            values, block = found.pop(index), Block(config, config.layers[index], part, dtype=dtype, device=place)
+            for rest, slot in block_slots(block, config):
+                slot.copy_(values[rest])
             decoder.blocks[index] = block.eval().requires_grad_(False)
             if each_block is not None:
                 each_block(decoder, index)
 
     what = f"architecture {config.architecture!r}"
     fill(dict(decoder_slots(decoder)), _cut(_named(stored, config), config, part), folder, what, progress, put)
+    if config.tied and decoder.head.weight.device != decoder.embed.weight.device:
+        decoder.head.weight.data.copy_(decoder.embed.weight)
     return decoder
 
 

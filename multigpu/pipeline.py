@@ -1,0 +1,166 @@
+"""A pipeline in one process: the blocks of a model in stages, each with its weights and KV on a device of its own.
+
+It is there for models that one device does not hold. A token goes through the stages one after the other, and takes as
+long as on one device, and a hop more for each stage.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks next to each other, on one device."""
+
+    device: torch.device
+    first: int
+    num_blocks: int
+
+    @property
+    def blocks(self) -> range:
+        """Their numbers."""
+        return range(self.first, self.first + self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where each part of a model is: the embedding on the first stage, the last norm and the head on the last."""
+
+    stages: tuple[Stage, ...]
+    apart: torch.device | None = None
+    """Where tokens come from, and logits go, if that is not the last stage."""
+    hop_seconds: float = 0.0
+    """What each hop is held back, to see what slower links do."""
+
+    @classmethod
+    def of(cls, devices: Sequence[torch.device], num_blocks: Sequence[int], hop_seconds: float = 0.0) -> Split:
+        """Stages on these devices, with so many blocks each."""
+        ends = accumulate(num_blocks, initial=0)
+        parts = zip(devices, pairwise(ends), strict=True)
+        return cls(tuple(Stage(device, first, end - first) for device, (first, end) in parts), hop_seconds=hop_seconds)
+
+    @property
+    def home(self) -> torch.device:
+        """Where tokens are chosen, and lengths are: that of the last stage, if it is not `apart`."""
+        return self.apart or self.stages[-1].device
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether anything goes from a device to another, or would if stages that share a device had one each."""
+        return len(self.stages) > 1 or self.apart is not None
+
+    def device_of(self, block: int) -> torch.device:
+        """Where a block is."""
+        return next(stage.device for stage in self.stages if block in stage.blocks)
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """`copied`, as a hop that a stage waits for."""
+        if self.hop_seconds:
+            time.sleep(self.hop_seconds)
+        return copied(tensor, device)
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, on the same one, too: stages share no memory. The host waits for nothing."""
+    if tensor.device == device:
+        return tensor.clone()
+    return tensor.to(device, non_blocking=True)
+
+
+class DoesNotFit(ValueError):
+    """No split stays within the limits. The message shows the one that comes nearest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Bytes of what stages hold."""
+
+    blocks: tuple[int, ...]
+    """Of each block: weights at full precision, quantized ones, and KV."""
+    first: int = 0
+    """Of the first stage: the embedding."""
+    last: int = 0
+    """Of the last one: norm, head, logits, and what drafts there."""
+    beside: Mapping[int, int] | None = None
+    """Number of a stage -> what else it holds."""
+
+    def of(self, stage: int, num_stages: int, first: int, end: int) -> int:
+        """Bytes of a stage with these blocks, from `first` to before `end`."""
+        ends = self.first * (stage == 0) + self.last * (stage == num_stages - 1)
+        return sum(self.blocks[first:end]) + ends + (self.beside or {}).get(stage, 0)
+
+
+def shares(sizes: Sizes, limits: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:
+    """How many blocks each stage gets, one at least, in order: so that the fullest one is as empty as can be.
+
+    `limits`: bytes that stages may hold, all of them finite, or none (then they share evenly); `names` are for errors.
+    Raises ValueError where there are more stages than blocks, and DoesNotFit where a stage would hold more than it may.
+    """
+    num_stages, num_blocks = len(limits), len(sizes.blocks)
+    if num_stages > num_blocks:
+        raise ValueError(
+            f"devices are {', '.join(names)} and the model has {num_blocks} blocks; give {num_blocks} of them at most"
+        )
+    yard = [1.0 if math.isinf(limit) else max(limit, 1.0) for limit in limits]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # blocks so far -> fullest stage, and the shares
+    for stage in range(num_stages):
+        left = num_stages - stage - 1
+        reached: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, num_blocks - left + 1) if left else (num_blocks,):
+            reached[end] = min(
+                (max(full, sizes.of(stage, num_stages, first, end) / yard[stage]), (*parts, end - first))
+                for first, (full, parts) in best.items()
+                if first < end
+            )
+        best = reached
+    chosen = best[num_blocks][1]
+    ends = list(accumulate(chosen, initial=0))
+    held = [sizes.of(stage, num_stages, *ends[stage : stage + 2]) for stage in range(num_stages)]
+    if any(num > limit for num, limit in zip(held, limits, strict=True)):
+        plan = "; ".join(
+            f"{name} would hold blocks {first} to {end - 1} with {num / 1e9:.2f} GB, and may hold {limit / 1e9:.2f} GB"
+            for name, (first, end), num, limit in zip(names, pairwise(ends), held, limits, strict=True)
+        )
+        raise DoesNotFit(f"the model does not fit: {plan}; give more devices or memory, or a shorter max_context")
+    return chosen
+
+
+def from_map(places: Mapping[str, str | int], num_blocks: int) -> tuple[list[str], tuple[int, ...]]:
+    """Devices and numbers of blocks from a map as accelerate writes it: names of modules -> devices.
+
+    Raises ValueError for blocks without a device, stages that are not contiguous, and ends that are not with the blocks
+    next to them.
+    """
+
+    def place_of(name: str) -> str:
+        parts = name.split(".")
+        prefixes = [".".join(parts[:num]) for num in range(len(parts), -1, -1)]
+        found = next((places[prefix] for prefix in prefixes if prefix in places), None)
+        if found is None:
+            raise ValueError(f"the device map says nothing about {name}; it must name all modules")
+        return f"cuda:{found}" if isinstance(found, int) or found.isdecimal() else found
+
+    names = [place_of(f"model.layers.{block}") for block in range(num_blocks)]
+    devices, counts = [names[0]], [1]
+    for name in names[1:]:
+        if name == devices[-1]:
+            counts[-1] += 1
+        elif name in devices:
+            raise ValueError(f"the device map comes back to {name}; give each device layers next to each other")
+        else:
+            devices.append(name)
+            counts.append(1)
+    for module, device in (("model.embed_tokens", devices[0]), ("model.norm", devices[-1]), ("lm_head", devices[-1])):
+        if module == "lm_head" and not any(module.startswith(prefix) for prefix in places):
+            continue  # of tied models it is not always named
+        if place_of(module) != device:
+            raise ValueError(f"the device map has {module} on {place_of(module)}; it goes with the layers on {device}")
+    return devices, tuple(counts)
