@@ -94,7 +94,7 @@ def _round_rows(weight_NK: Tensor) -> QuantizedWeight:
         wide_RK = weight_RK.float()
         peak_R1 = wide_RK.abs().amax(-1, keepdim=True)
         scales.append(torch.where(peak_R1 > 0, peak_R1 / 127, 1.0))
-        q_RK.copy_(wide_RK.div_(scales[-1]).round_().add_(128))
+        q_RK.copy_((wide_RK / scales[-1]).round_().add_(128))
     scale_N1 = torch.cat(scales)
     return QuantizedWeight(
         q=q_NK,

@@ -224,7 +224,10 @@ class Runtime:
             self._head.native = self._native_head(self._head)
         self._gumbel = self._noise()
         in_stages = self._split is not None and self._split.hands_over
-        captures = self.device.type == "cuda" and self.compile != "off" and not (in_stages or config.draft_device)
+        captures = self.device.type == "cuda" and self.compile != "off"
+        if captures and (in_stages or config.draft_device):
+            log.warning("rounds on several devices are not captured in CUDA graphs yet: each step is launched anew")
+            captures = False
         self._graphs = Graphs() if captures else None
         top, depth, _ = config.tree or (0, 0, 0)
         # A row that ended in a round of several tokens rests behind the context; launched ahead, it runs on by a round.
@@ -832,7 +835,7 @@ def _num_bytes(model: CausalModel | Head) -> int:
     return sum(sizes.values())
 
 
-def _solving(device: torch.device, folder: Path | None, part: Part) -> Solving:
+def _solving(device: torch.device, folder: Path | None, part: Part = WHOLE) -> Solving:
     """How the linears of a part of the checkpoint in a folder (None: of tensors in memory) are solved.
 
     On a GPU anew at each start: that takes seconds, and less than to read codes, compare their checksum and copy them.

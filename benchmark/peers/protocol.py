@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from quant.config import QuantConfig
-from sharesd.config import EngineConfig, OffloadConfig
+from sharesd.config import EngineConfig, OffloadConfig, SplitConfig
 
 Batch = list[list[int]]
 
@@ -43,9 +43,12 @@ class Settings:
         """What `to_json` made."""
         quant = values["config"]["quant"]
         fields = {**values["config"], "hybrid_with": tuple(values["config"]["hybrid_with"])}
+        split = fields["split"]  # of lists, where it was JSON
+        stages = {"devices": tuple(split["devices"]), "max_memory": tuple(map(tuple, split["max_memory"]))}
         parsed = {
             "quant": QuantConfig.parse(quant["spec"], quant["skips"]),
             "offload": OffloadConfig(**fields["offload"]),
+            "split": SplitConfig(**{**split, **stages}),
         }
         config = EngineConfig(**{**fields, **parsed})
         return cls(**{**values, "config": config})
