@@ -67,10 +67,11 @@ def staged(folder: Path, num_stages: int, modes: tuple[Any, ...], **options: Any
 def test_texts_of_all_modes_are_those_of_one_device(folder: Path, num_stages: int, options: dict[str, Any]) -> None:
     """With lengths that clocks decide, and with trees; the second model is a stage of its own."""
     alone = Runtime(config_of(folder, max_batch=3, **options), ("naive",))
-    runtime = staged(folder, num_stages, (*MODES, "classic"), max_batch=3, draft_device="cpu", **options)
+    modes = (*MODES, "ngram", "recycle", "classic")
+    runtime = staged(folder, num_stages, modes, max_batch=3, draft_device="cpu", **options)
     for params in (GREEDY, SAMPLED):
         wanted = texts_of(alone, "naive", params)
-        for mode in runtime.modes:
+        for mode in modes:
             assert texts_of(runtime, mode, params) == wanted, mode
 
 
@@ -82,10 +83,10 @@ def test_texts_without_the_kernel(folder: Path, compile: Any) -> None:
     assert texts_of(runtime, "share", SAMPLED) == wanted
 
 
-@pytest.mark.parametrize("kind", ["eagle", "glide"])
+@pytest.mark.parametrize("kind", ["eagle", "parallel", "glide"])
 def test_heads_read_features_of_all_stages(folder: Path, tmp_path: Path, kind: Any) -> None:
     """As many guesses of theirs are accepted as on one device."""
-    layers = {"taps": (1, 4)} if kind == "eagle" else {"target_layers": (1, 4)}
+    layers = {"target_layers": (1, 4)} if kind == "glide" else {"taps": (1, 4)}
     head = make_head(tmp_path, decoder_config(folder), kind, dtype=torch.bfloat16, **layers)
     options: dict[str, Any] = {"max_batch": 2, "num_draft": 3, "head": str(head), "mode": kind}
     found = []
