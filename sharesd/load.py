@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import math
-import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
-from compile.head import NativeHead
 from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.ops import runs_triton
 from compile.pages import weights_on_huge_pages
-from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
-from compile.solve import solve_groups
-from compile.stack import NativeStack, Unsuited
+from compile.stack import NativeStack
 from compile.threads import CREW
-from multigpu.group import Group, ProcessGroup
-from multigpu.launch import join, launched_rank, local_device, num_sharing, spawn
+from multigpu.group import Group
 from multigpu.pipeline import Split
-from multigpu.tensor import TILE, WHOLE, GatheredLinear, Part, gather_columns
+from multigpu.tensor import WHOLE, Part
 from offload.layout import Layout
 from offload.plan import Plan
 from offload.stream import Stream
-from quant.attach import Build, LinearQuantizer, QuantReport, Solving, make_low, quantize_linears
-from quant.config import QuantConfig
-from quant.gemlite_configs import load_configs, save_configs
+from quant.attach import Build, QuantReport
+from quant.gemlite_configs import save_configs
 from quant.linear import Switch
-from quant.solver import QuantizedWeight
-from sharesd import __version__, sampling
+from sharesd import __version__
 from sharesd.acceptance import keeper
 from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, CompileMode, EngineConfig, Mode, PlanOnly, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
@@ -51,7 +41,7 @@ from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
-from sharesd.decoding.selfcheck import WIDTHS, RowBits, check_compiled, check_rows, shallow
+from sharesd.decoding.selfcheck import RowBits, check_rows, shallow
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
@@ -62,29 +52,27 @@ from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
-from sharesd.drafters.tables.base import Table
-from sharesd.drafters.tables.ngram import NgramTable
-from sharesd.drafters.tables.recycling import RecycleTable
-from sharesd.drafters.tables.suffix import Datastore, SuffixTable, open_datastore
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import Unsupported
-from sharesd.models.folder import identity
 from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
 from sharesd.models.heads.head import FeatureHead, Head
-from sharesd.models.heads.native import native_head
 from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.models.weights import EachBlock, Tensors, check_cuts, decoder_config, load_model, resolve
+from sharesd.models.weights import EachBlock, Tensors, decoder_config, load_model, resolve
 from sharesd.placing import PlacedBlocks, QuantizedWhileRead
 from sharesd.planning import Offloading, plan_for
+from sharesd.quantizing import Quantizing
 from sharesd.settings import cpu_name
+from sharesd.sharing import leave, meet
 from sharesd.splitting import one_device, split_for
 from sharesd.staged import StagedBlocks
+from sharesd.steps import Steps
 from sharesd.streamed import StreamedBlocks
+from sharesd.tables import table_of
+from sharesd.widths import choose_rows, fixed_width
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +80,6 @@ Offload = Callable[[Decoder], tuple[Stream, Layout]]
 """Puts packed weights of some blocks of a decoder elsewhere; returns how they come back, and what a record holds."""
 DRAFT_WINDOW = 256
 """Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
-EAGER_TILE = 64
-"""Outputs of gate that stay together where torch's own activations run on a CPU: vectors of them, and what is left over
-behind the last whole vector, are rounded differently."""
-EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
-"""Rows of every step, the first number that will do, where kernels do not give a row the same bits at any width."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +98,6 @@ class LoadReport:
     """Share of the target's blocks whose weights at full precision stay in memory."""
     predicted: float | None = None
     """Tokens per second that the plan promised, where one was made because the model does not fit."""
-
-
-def fixed_width(device: str, most_draft: int) -> int:
-    """Rows of every step on this kind of device, where all must have the same number: it changes with the length of
-    drafts only where that is beyond all bounds.
-    """
-    rows = 1 + most_draft
-    return next((width for width in EXACT_WIDTHS[device] if width >= rows), rows)
 
 
 class Runtime:
@@ -197,10 +172,23 @@ class Runtime:
         self._part = WHOLE
         self._leading: LeadingModel | None = None
         if config.tensor_parallel > 1:
-            self._group = self._meet(group)
+            self._group, self.device = meet(
+                config, self.modes, self._needs, folder, device=self.device, compile=self.compile, group=group
+            )
             self._part = Part(self._group.rank, self._group.size)
+        self._draft_widths = {1, *([config.tree[0]] if config.tree else [])}
+        self._steps = Steps(self.compile, asked=config.compile, switch=self._switch, group=self._group)
+        self._quantizing = Quantizing(
+            config.quant,
+            device=self.device,
+            folder=None if tensors else folder,
+            build=self._build_low,
+            progress=progress,
+        )
         quantized = (
-            QuantizedWhileRead(partial(self._quantizer, switch=self._switch)) if "share" in self._needs else None
+            QuantizedWhileRead(partial(self._quantizing.while_read, switch=self._switch))
+            if "share" in self._needs
+            else None
         )
         self._placed: PlacedBlocks | None = None
         with nullcontext() if offloading is None else PlacedBlocks(offloading, quantized, progress) as self._placed:
@@ -211,7 +199,9 @@ class Runtime:
             self._head = self._load_head() if self._needs & {*HEADS} else None
             if quantized is not None:
                 placed = self._placed is not None
-                self._report("share", quantized.finish() if placed else self._quantize_whole(self.target, self._switch))
+                self._report(
+                    "share", quantized.finish() if placed else self._quantizing.whole(self.target, self._switch)
+                )
             if self._placed is not None:
                 assert isinstance(self.target, Decoder)
                 self._placed.place_head(self.target)
@@ -220,9 +210,9 @@ class Runtime:
         self._pack(self.target)
         if self._part.rank:
             return  # who follows rank 0 needs no more
-        if isinstance(self._head, FeatureHead) and self.compile == "native" and len(self._head.blocks) == 1:
-            self._head.native = self._native_head(self._head)
-        self._gumbel = self._noise()
+        if isinstance(self._head, FeatureHead):
+            self._head.native = self._steps.head(self._head)
+        self._gumbel = self._steps.noise(self.device.type == "cpu")
         in_stages = self._split is not None and self._split.hands_over
         captures = self.device.type == "cuda" and self.compile != "off"
         if captures and (in_stages or config.draft_device):
@@ -239,8 +229,18 @@ class Runtime:
         if self._group is not None:
             self._leading = LeadingModel(self.target, self._switch, self._group)
         self.cache = (self._leading or self.target).new_cache(config.max_batch, self._slots, taps)
-        self._draft_widths = {1, *([top] if config.tree else [])}
-        self._widths = self._choose_widths()
+        self._rows = choose_rows(
+            self.target,
+            fixed=self._fixed_width,
+            most=1 + config.most_draft,
+            exact=config.exact,
+            wants_trees=self._wants_trees,
+            compiles=self.compile in ("regional", "full"),
+            step_of=partial(self._compile, self.target),
+            bits_of=self._check_rows,
+        )
+        self.step = self._rows.step
+        """The target, as it runs."""
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
         if self.device.type == "cuda":
@@ -266,51 +266,6 @@ class Runtime:
         if self.compile == "full" and split.hands_over:
             raise ValueError("compile is 'full' and a step runs on several devices; take regional, or auto")
 
-    def _meet(self, group: Group | None) -> Group:
-        """The group of ranks that share the model, once it is clear that it can be shared out."""
-        config, size = self.config, self.config.tensor_parallel
-        if self.compile in ("regional", "full"):
-            raise ValueError(
-                f"compile is {self.compile!r} and tensor_parallel is {size}, whose steps wait for each other between "
-                "linears; take native on a CPU, off on a GPU, or auto"
-            )
-        heads = sorted(self._needs & {*HEADS})
-        if heads:
-            raise ValueError(f"tensor_parallel is {size}, and trained heads run on one device; drop mode {heads[0]}")
-        if self._offload is not None:
-            raise ValueError(f"tensor_parallel is {size}, and ranks keep all of their weights; drop offload")
-        try:
-            eager = self.compile == "off" and self.device.type == "cpu"
-            check_cuts(decoder_config(self._folder), size, EAGER_TILE if eager else TILE)
-        except Unsupported as reason:
-            raise ValueError(f"tensor_parallel is {size}, and only native decoders are shared out: {reason}") from None
-        if config.threads is None:
-            CREW.reset(max(1, CREW.available // num_sharing(size)))
-        if isinstance(group, ProcessGroup) or group is None:
-            if self.device.index is not None:
-                raise ValueError(f"device is {config.device!r} and tensor_parallel is {size}; take cuda for one each")
-            self.device = local_device(self.device, size)
-            use(self.device)
-        if group is None:
-            group = self._new_group(size)
-        if group.rank == 0:
-            group.broadcast_object((config, self.modes))
-        return group
-
-    def _new_group(self, size: int) -> Group:
-        if launched_rank() is None:
-            command = (sys.executable, "-m", "sharesd.follow", self.device.type)
-            group = spawn(size, command, self.device)
-        else:
-            group = join(self.device)
-        atexit.register(group.close)
-        if (group.rank, group.size) != (0, size):
-            raise ValueError(
-                f"tensor_parallel is {size}, and this is rank {group.rank} of {group.size}; start as many processes as "
-                "tensor_parallel says, of which all but rank 0 follow"
-            )
-        return group
-
     def engine(
         self, mode: Mode | None = None, *, warm: SamplingParams | None = None, each_kind: bool = False
     ) -> Engine:
@@ -333,12 +288,12 @@ class Runtime:
 
     def plain_beside(self) -> Engine:
         """An engine of mode naive with a KV cache of its own, so that it can decode in turns with one of the others."""
-        return self._engine("naive", self._step.new_cache(self.config.max_batch, self._slots))
+        return self._engine("naive", self.step.new_cache(self.config.max_batch, self._slots))
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
         """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'."""
-        models = {id(self.cache): (self._step, self.cache)}
+        models = {id(self.cache): (self.step, self.cache)}
         for drafter in self._drafters.values():
             model_drafter = drafter.model_drafter if isinstance(drafter, HybridDrafter) else drafter
             if isinstance(model_drafter, ClassicDrafter):
@@ -352,7 +307,8 @@ class Runtime:
     def _costs_file(self, mode: str, params: SamplingParams) -> Path:
         """Where the costs of rounds are kept: a name for everything that they depend on."""
         what = (
-            *(__version__, torch.__version__, self._folder.resolve(), self.dtype, self.compile, self._widths, mode),
+            *(__version__, torch.__version__, self._folder.resolve(), self.dtype, self.compile),
+            *(self._rows.widths, mode),
             *(
                 replace(self.config, target=None, mode="naive", draft=None, max_queue=None, prefill_chunk=None),
                 self.config.draft,
@@ -381,40 +337,6 @@ class Runtime:
             predicted=self.plan.tokens_per_second if self.plan is not None and self.plan.offloads else None,
         )
 
-    def _choose_widths(self) -> tuple[int, ...] | None:
-        """Numbers of rows that steps may have; a single one where a row's bits depend on the width. None = any."""
-        target, most = self.target, 1 + self.config.most_draft
-        widths: tuple[int, ...] | None = (1, most) if self.compile in ("regional", "full") else None
-        bits, self._depends_on_width = RowBits(False, False), False
-        if isinstance(target, Decoder):
-            self._step = self._compile(target, {*self._draft_widths, *(widths or ())})
-            bits = self._check_rows(target, widths or sorted({*WIDTHS, most}))
-        else:
-            self._step = self._compile(target, {self._fixed_width} if self.config.exact else {*(widths or ())})
-            if self._step is target:
-                widths = None
-        self._trees = target.takes_trees
-        if bits.chains:
-            log.info("exact: rows have the same bits in steps of any width")
-        elif self.config.exact:
-            fixed, self._depends_on_width = self._fixed_width, True
-            log.info("exact: rows depend on the width of their step, so every step of every mode has %d rows", fixed)
-            widths = (fixed,)
-            if isinstance(target, Decoder):
-                self._step = self._compile(target, {*self._draft_widths, fixed})
-                bits = self._check_rows(target, (fixed,))
-                if not bits.chains:
-                    log.warning("rows depend on their place in the step, too: texts of modes may differ")
-        else:
-            log.warning("exact is off, and rows differ between steps of 1 and of more rows: so may texts of modes")
-        if self._wants_trees and self._trees and bits.chains and not bits.trees:
-            if self.config.exact:
-                self._trees = False
-                log.info("exact: rows of trees depend on where their paths lie, so drafts are chains")
-            else:
-                log.warning("exact is off, and rows of trees differ from those of chains: so may texts of modes")
-        return widths
-
     @property
     def _fixed_width(self) -> int:
         """Rows of every step, where it must be a single number: whatever is drafted, texts shall be the same."""
@@ -424,13 +346,14 @@ class Runtime:
     def _wants_trees(self) -> bool:
         return self.config.tree is not None or bool(self._needs & {*TABLES, "hybrid"})
 
-    def _check_rows(self, target: Decoder, widths: Sequence[int]) -> RowBits:
+    def _check_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
         """Of steps of these widths as they will run, at the real number of slots."""
         if self.compile == "full" or self._group is not None:
-            return check_rows(self._step, self.cache, widths, trees=self._wants_trees)
-        first = shallow(target)
-        if isinstance(target.run_stack, NativeStack):
-            first.run_stack = self._native_stack(first)
+            return check_rows(step, self.cache, widths, trees=self._wants_trees)
+        assert isinstance(self.target, Decoder)
+        first = shallow(self.target)
+        if isinstance(self.target.run_stack, NativeStack):
+            first.run_stack = self._steps.stack(first)
         cache = first.new_cache(self.config.max_batch, self._slots)
         return check_rows(first, cache, widths, trees=self._wants_trees)
 
@@ -439,27 +362,7 @@ class Runtime:
         if self.streamed is not None:
             self.streamed.stream.close()
         if self._group is not None:
-            atexit.unregister(self._group.close)
-            self._group.close()
-
-    def _native_stack(self, model: Decoder) -> NativeStack:
-        """All blocks and the last norm. Raises Unsuited."""
-        config = model.config
-        return NativeStack(
-            model.blocks,
-            tables=model.rope_tables,
-            ropes=[kind.rope for kind in config.layers],
-            activation=config.activation,
-            norm=model.norm,
-            low=partial(getattr, self._switch, "low"),
-            ranges=model.ranges,
-            gather=None if self._group is None or model is not self.target else partial(gather_columns, self._group),
-        )
-
-    def _noise(self) -> Callable[..., Tensor]:
-        if self.device.type == "cpu":
-            return sampling.native_gumbel
-        return sampling.gumbel if self.compile == "off" else CompiledForms(sampling.gumbel)
+            leave(self._group)
 
     def _load(
         self,
@@ -520,8 +423,7 @@ class Runtime:
         if quant is not None:
             if quant.head_bits is not None and head.lm_head is None:
                 head.lm_head = self.target.head  # which stays as it is
-            names: dict[str, Any] = {"head_name": "lm_head", "layer_of": lambda _: 0}
-            self._report(fits, make_low(head, quant, **self._quantizing(quant, folder=self._head_folder, **names)))
+            self._report(fits, self._quantizing.head(head, quant, self._head_folder))
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
         self._head_bytes = _num_bytes(head)
         if self.device.type == "cpu":
@@ -529,50 +431,9 @@ class Runtime:
             weights_on_huge_pages(head)
         return head
 
-    def _quantizer(self, model: Decoder, switch: Switch | None = None) -> LinearQuantizer:
-        options = self._quantizing(self.config.quant, **self._names(model))
-        return LinearQuantizer(model, self.config.quant, switch, **options, device=self.device)
-
-    def _quantize_whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
-        """Each linear in place: a switched one, or without a switch the quantized one alone."""
-        assert isinstance(model, nn.Module)
-        options = self._quantizing(self.config.quant, **self._names(model))
-        if switch is None:
-            return make_low(model, self.config.quant, **options)
-        return quantize_linears(model, self.config.quant, switch, **options)
-
     def _report(self, mode: str, report: QuantReport) -> None:
         self._reports[mode] = report
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
-
-    def _native_head(self, head: FeatureHead) -> NativeHead | None:
-        """The head's steps in the CPU kernel, once it and the target are packed."""
-        try:
-            return native_head(head)
-        except Unsuited as reason:
-            if self.config.compile == "native":
-                raise
-            log.warning("%s; the head runs without it, which is slower", reason)
-            return None
-
-    def _names(self, model: CausalModel) -> dict[str, Any]:
-        """Where the target's weights, or those of its copy, come from, which part it is, and what they are called."""
-        assert isinstance(model, nn.Module)
-        folder, part = None if self._tensors else self._folder, getattr(model, "part", WHOLE)
-        return {"folder": folder, "part": part, "head_name": _head_name(model), "layer_of": _layer_of}
-
-    def _quantizing(
-        self, config: QuantConfig, *, folder: Path | None, part: Part = WHOLE, **names: Any
-    ) -> dict[str, Any]:
-        """How linears are quantized here, in terms of `LinearQuantizer`."""
-        if self.device.type == "cuda" and config.method == "hqq":
-            load_configs(cache_root() / "settings")
-        return {
-            "progress": lambda done, total, _: self._progress("quantizing", done, total),
-            "solving": _solving(self.device, folder, part),
-            "build": self._build_low(),
-            **names,
-        }
 
     def _build_low(self) -> Build | None:
         """What makes quantized linears, where it is not the choice of `quant`."""
@@ -599,83 +460,32 @@ class Runtime:
             use_row_linears(model, self._fixed_width, self.config.max_batch)
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
-        """The model with its steps compiled as the config says."""
-        if self._group is not None and model is self.target:
-            self._gather(self._group)
-            return self._leading or model
-        if self.compile == "off":
-            return model
-        if not isinstance(model, Decoder):
-            return self._compile_whole(model, widths)
-        low = partial(getattr, self._switch, "low")
-        if self.compile == "full":
-            model.step_widths = frozenset(widths)
-            return CompiledModel(model, widths, low)
-        if self.compile == "native":
-            try:
-                model.run_stack = self._native_stack(model)
-                return model
-            except Unsuited as reason:
-                if self.config.compile == "native":
-                    raise
-                log.warning("%s; blocks are compiled by Inductor instead", reason)
-        model.step_widths = frozenset(widths)
-        model.run_block = CompiledBlocks(widths, low)
-        return model
-
-    def _gather(self, group: Group) -> None:
-        """Have the target, of which each rank has a part, bring together what its linears give."""
-        model = self.target
-        assert isinstance(model, Decoder)
-        if isinstance(model.head, GatheredLinear):
-            return
-        model.set_submodule("head", GatheredLinear(model.head, group, cut_inputs=False))
-        if self.compile == "native":
-            try:
-                model.run_stack = self._native_stack(model)
-                return
-            except Unsuited as reason:
-                raise ValueError(f"{reason}; take --compile off, or leave tensor_parallel out") from None
-        for name in [name for i in range(len(model.blocks)) for name in (f"{i}.attn.o", f"{i}.mlp.down")]:
-            linear = model.blocks.get_submodule(name)
-            model.blocks.set_submodule(name, GatheredLinear(linear, group, cut_inputs=True))
-
-    def _compile_whole(self, model: CausalModel, widths: set[int]) -> CausalModel:
-        """A model of transformers with whole steps of these widths compiled; itself where that cannot be, with a
-        warning. Decided now, by steps of each width with the weights now in use, in the same way for all modes.
-        """
-        if self.compile == "native":
-            return model
-        from torch._dynamo.exc import TorchDynamoException  # a second to import
-
-        compiled = CompiledModel(model, widths, partial(getattr, self._switch, "low"))
-        cache = self.cache if model is self.target else model.new_cache(self.config.max_batch, self._slots)
-        try:
-            for width in sorted(widths):
-                check_compiled(compiled, model, cache, width)
-        except (TorchDynamoException, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            log.warning("%s runs eagerly, which is slower: %s", model.name, reason)
-            return model
-        model.step_widths |= {*self._draft_widths, *widths}  # in all modes alike, since prompts are padded by it
-        return compiled
+        """The model with its steps of these widths compiled, as all ranks run them."""
+        if isinstance(model, Decoder):
+            widths = {*self._draft_widths, *widths}
+        if model is self.target:
+            step = self._steps.of(model, widths, lambda: self.cache, self._draft_widths)
+            return self._leading or step
+        new_cache = partial(model.new_cache, self.config.max_batch, self._slots)
+        return self._steps.of(model, widths, new_cache, self._draft_widths)
 
     @cached_property
     def _low_step(self) -> CausalModel:
         """The target, as its quantized weights draft."""
-        if isinstance(self.target, Decoder) or self._step is self.target:
-            return self._step
+        if isinstance(self.target, Decoder) or self.step is self.target:
+            return self.step
         with self._switch.use_low():
             return self._compile(self.target, self._draft_widths)
 
     def _drafter(self, mode: str) -> Drafter | None:
-        num_nodes, trees = self.config.most_draft, self._trees
+        num_nodes, trees = self.config.most_draft, self._rows.trees
+        table = partial(table_of, config=self.config, vocab_size=self.target.vocab_size)
         if mode == "naive":
             return None
         if mode in TABLES:
-            return HybridDrafter(mode, [self._table(mode)], num_nodes=num_nodes, trees=trees)
+            return HybridDrafter(mode, [table(mode)], num_nodes=num_nodes, trees=trees)
         if mode == "hybrid":
-            tables = [self._table(name) for name in self.config.hybrid_with if name in TABLES]
+            tables = [table(name) for name in self.config.hybrid_with if name in TABLES]
             models = [name for name in self.config.hybrid_with if name in MODEL_DRAFTERS]
             model = self._drafter(models[0]) if models else None
             return HybridDrafter(mode, tables, model, num_nodes=num_nodes, trees=trees)
@@ -720,26 +530,6 @@ class Runtime:
         gains = isinstance(target, Decoder) and reads_live_slots(self.device, self.dtype, target.config.head_dim)
         return (0, DRAFT_WINDOW) if given == "auto" and gains else (0,)
 
-    def _table(self, name: str) -> Table:
-        config = self.config
-        if name == "suffix":
-            return SuffixTable(self._corpus(config.corpus_file) if config.corpus_file is not None else None)
-        if name == "recycle":
-            table = RecycleTable(self.target.vocab_size)
-            if config.table_file is not None:
-                table.load(config.table_file)
-            return table
-        return NgramTable(config.most_draft, config.ngram_min, config.ngram_max, most_recent=config.ngram_recent)
-
-    def _corpus(self, path: Path) -> Datastore:
-        corpus = open_datastore(path)
-        if corpus.largest >= self.target.vocab_size:
-            raise ValueError(
-                f"{path} holds token id {corpus.largest} and the target knows {self.target.vocab_size}; build it with "
-                "the target's tokenizer"
-            )
-        return corpus
-
     def _draft_split(self, folder: Path) -> Split | None:
         """Where a second model is, if that has been asked for."""
         if self.config.draft_device is None:
@@ -756,7 +546,7 @@ class Runtime:
                     "give a draft model of the target's family"
                 )
         else:
-            quantized = QuantizedWhileRead(self._quantizer)
+            quantized = QuantizedWhileRead(self._quantizing.while_read)
             if isinstance(self.target, Decoder):  # no more than a block of the second model is there in full
                 model = self._load(
                     self._folder,
@@ -768,7 +558,7 @@ class Runtime:
                 self._report("classic", quantized.finish())
             else:
                 model = self._load(self._folder)
-                self._report("classic", self._quantize_whole(model))
+                self._report("classic", self._quantizing.whole(model))
         self._pack(model)
         if model.max_context < self.max_context:
             raise ValueError(
@@ -791,15 +581,15 @@ class Runtime:
 
     def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
         return Engine(
-            target=self._step,
+            target=self.step,
             tokenizer=self.tokenizer,
             cache=cache or self.cache,
             drafter=self._drafters.get(mode),
             max_context=self.max_context,
             auto_length=self.config.num_draft is None,
-            widths=self._widths,
-            reread=self.config.exact and (self.device.type == "cuda" or self._depends_on_width),
-            graphs=self._graphs if isinstance(self.target, Decoder) or self._step is not self.target else None,
+            widths=self._rows.widths,
+            reread=self.config.exact and (self.device.type == "cuda" or self._rows.depends_on_width),
+            graphs=self._graphs if isinstance(self.target, Decoder) or self.step is not self.target else None,
             gumbel=self._gumbel,
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,
@@ -835,41 +625,5 @@ def _num_bytes(model: CausalModel | Head) -> int:
     return sum(sizes.values())
 
 
-def _solving(device: torch.device, folder: Path | None, part: Part = WHOLE) -> Solving:
-    """How the linears of a part of the checkpoint in a folder (None: of tensors in memory) are solved.
-
-    On a GPU anew at each start: that takes seconds, and less than to read codes, compare their checksum and copy them.
-    """
-    if device.type != "cpu":
-        return Solving()
-    if folder is None:
-        return Solving(solve=_solve)
-    name = identity(folder) if part == WHOLE else f"{identity(folder)} {part}"
-    return Solving(solve=_solve, cache_dir=cache_root() / "quant", identity=name)
-
-
-def _solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """HQQ by the CPU kernel."""
-    q, scale, zero = solve_groups(weight_NK, bits, group_size)
-    return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
-
-
 def _dtype(config: EngineConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-
-
-_LAYER = re.compile(r"\.(\d+)\.")
-
-
-def _layer_of(path: str) -> int | None:
-    """The layer that a linear belongs to: the first number in its path."""
-    found = _LAYER.search(path)
-    return int(found[1]) if found else None
-
-
-def _head_name(model: nn.Module) -> str:
-    """Path of the LM head."""
-    if isinstance(model, Decoder):
-        return "head"
-    head = model.model.get_output_embeddings()  # type: ignore[union-attr, operator]
-    return next(name for name, module in model.named_modules() if module is head)

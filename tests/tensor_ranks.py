@@ -110,7 +110,7 @@ def logits_of(runtime: Runtime) -> list[Tensor]:
     found = []
     for num in (17, 5):
         tokens_BT = torch.randint(vocab, (cache.batch, num), generator=dice)
-        found.append(runtime._step.forward(tokens_BT, cache))
+        found.append(runtime.step.forward(tokens_BT, cache))
         cache.lengths += num
     cache.lengths.zero_()
     return found

@@ -270,7 +270,8 @@ class TestConversation:
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run in a folder of the test's own, quantized weights go there too, logging stays as pytest set it up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path / "cache")
+    for module in ("load", "quantizing"):
+        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
 

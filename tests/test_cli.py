@@ -42,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized weights go to a cache of the test's own, and logging stays as pytest set it up."""
-    monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path)
+    for module in ("load", "quantizing"):
+        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
 

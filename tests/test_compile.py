@@ -29,9 +29,10 @@ from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.selfcheck import check_rows, shallow
-from sharesd.load import Runtime, fixed_width
+from sharesd.load import Runtime
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
+from sharesd.widths import fixed_width
 
 pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread", "own_cache")]
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
@@ -101,7 +102,7 @@ def test_share_costs_no_kv_and_little_weight(runtime: Runtime) -> None:
 
 
 def test_rows_of_a_step_have_the_same_bits_at_any_width(runtime: Runtime) -> None:
-    model, width = runtime._step, 1 + NUM_DRAFT
+    model, width = runtime.step, 1 + NUM_DRAFT
     tokens = torch.tensor([[11, 12, 13, 14, 15, 16, 17, 18, 19, 20]])
     with torch.inference_mode():
         caches = [model.new_cache(1, runtime.cache.slots) for _ in range(2)]

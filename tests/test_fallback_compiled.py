@@ -27,8 +27,9 @@ from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.selfcheck import check_compiled
-from sharesd.load import Runtime, _head_name, _layer_of
+from sharesd.load import Runtime
 from sharesd.models.hf import HFModel, _RowLayer, load_hf
+from sharesd.quantizing import head_name, layer_of
 
 pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread", "own_cache")]
 MODES = ("naive", "share", "suffix")
@@ -62,7 +63,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_modes_emit_the_same_tokens_from_compiled_steps_over_caches_in_place(checkpoint: Path) -> None:
     runtime, codes = run_and_get_code(new_runtime, checkpoint, "full", max_context=2048)
-    assert isinstance(runtime._step, CompiledModel) and runtime.target.step_widths == {1, 9}
+    assert isinstance(runtime.step, CompiledModel) and runtime.target.step_widths == {1, 9}
     buffers = [math.prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(BUFFER, "".join(codes))]
     assert len(codes) == 2 and buffers and max(buffers) < runtime.cache.k[0].numel() // 4
     engines = [runtime.engine(mode, warm=SAMPLED) for mode in MODES]
@@ -91,8 +92,8 @@ def test_steps_are_traced_whole_and_their_rounds_captured(
         model,
         QuantConfig(bits=4, group_size=32),
         switch,
-        head_name=_head_name(model),
-        layer_of=_layer_of,
+        head_name=head_name(model),
+        layer_of=layer_of,
     )
     caplog.clear()
     compiled = CompiledModel(model, {1, WIDTH}, lambda: switch.low)
@@ -129,7 +130,7 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_why(
     runtime = new_runtime(checkpoint, "full", max_context=128)
     [said] = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.name == "sharesd.load"]
     assert said.startswith("gpt2 (transformers) runs eagerly, which is slower: ")
-    assert runtime._step is runtime.target and runtime.target.step_widths == frozenset()
+    assert runtime.step is runtime.target and runtime.target.step_widths == frozenset()
     for mode in MODES:
         with no_recompiles():
             texts = [[c.token_ids for c in each.engine(mode).complete(PROMPTS, SAMPLED)] for each in (eager, runtime)]

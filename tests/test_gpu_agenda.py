@@ -26,7 +26,7 @@ from compile.attention import Branches, attend_reference
 from compile.cuda import settings
 from compile.cuda.settings import Tile
 from quant.solver import QuantizedWeight, solve
-from sharesd.load import _solve
+from sharesd.quantizing import solve_on_cpu
 
 STEP = Step("trial", 60, "", "what is tried")
 
@@ -166,7 +166,9 @@ def test_what_is_asked_of_our_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
 
     kernels = SimpleNamespace(linear=Library, low=Library.low, attend=attend, one_by_one=nullcontext)
     monkeypatch.setattr(own_kernels, "_kernels", lambda job: kernels)
-    monkeypatch.setattr(own_kernels, "solve", lambda w, bits, group: (solve if bits == 8 else _solve)(w, bits, group))
+    monkeypatch.setattr(
+        own_kernels, "solve", lambda w, bits, group: (solve if bits == 8 else solve_on_cpu)(w, bits, group)
+    )
     job, threads = Job("cpu", tmp_path / "found"), torch.get_num_threads()
     torch.set_num_threads(1)  # operations this small are slower with more
     own_kernels.measure(job)

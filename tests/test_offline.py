@@ -15,9 +15,10 @@ from benchmark.__main__ import main
 from benchmark.studies import offline
 from sharesd.config import EngineConfig
 from sharesd.decoding.tree import Verdict
-from sharesd.load import Runtime, _num_bytes, fixed_width
+from sharesd.load import Runtime, _num_bytes
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling import sampler
+from sharesd.widths import fixed_width
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path / "cache")
+    for module in ("load", "quantizing"):
+        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
 

@@ -24,7 +24,7 @@ from quant.kernels import GemliteLinear, Int4Linear, ReferenceLinear, build_low,
 from quant.linear import LowLinear, Switch, SwitchLinear
 from quant.solver import QuantizedWeight, dequantize, solve
 from quant.store import content_key
-from sharesd.load import _solving
+from sharesd.quantizing import solving
 
 # Largest relative error of a product against float64: about the rounding of the output itself.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-14}
@@ -746,6 +746,6 @@ def quantized_on_fake_gpu(solving: Solving) -> int:
 
 def test_weights_on_a_gpu_are_solved_without_a_copy_on_the_host(tmp_path: Path) -> None:
     """Neither hashed, nor kept on disk; a folder to keep them in would need them on the host."""
-    assert quantized_on_fake_gpu(_solving(torch.device("cuda"), tmp_path)) == 0
+    assert quantized_on_fake_gpu(solving(torch.device("cuda"), tmp_path)) == 0
     with pytest.raises(RuntimeError, match="numpy"):
         quantized_on_fake_gpu(Solving(cache_dir=tmp_path))

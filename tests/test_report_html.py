@@ -196,7 +196,8 @@ def test_shares_of_drafters(tokenizer: Tokenizer) -> None:
 
 def test_a_measurement_writes_the_page(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path / "cache")
+    for module in ("load", "quantizing"):
+        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
     questions = [{"question_id": i, "category": "c", "turns": ["why is the sky blue", "and red"]} for i in (1, 2)]
     Path("q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))

@@ -34,10 +34,11 @@ from tiny import make_checkpoint
 
 from multigpu.tensor import Part, require_even
 from sharesd.config import EngineConfig, OffloadConfig
-from sharesd.load import EAGER_TILE, Runtime
+from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.weights import check_cuts, decoder_slots
+from sharesd.sharing import EAGER_TILE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -114,7 +115,8 @@ def test_texts_of_all_modes_are_those_of_one_rank(folder: Path, options: dict[st
 
 def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """And know them again at the next start: rows of another rank would be the wrong ones."""
-    monkeypatch.setattr("sharesd.load.cache_root", lambda: tmp_path)
+    for module in ("load", "quantizing"):
+        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
     taus = []
     for size in (1, 2, 2):
         with threads(config_of(folder, tensor_parallel=size), ("share",)) as runtime:

@@ -328,7 +328,7 @@ def _affordable_context(config: EngineConfig, fraction: float, needed: int) -> i
     is not counted.
     """
     from compile.attention import SLOT_MULTIPLE
-    from sharesd.load import fixed_width
+    from sharesd.widths import fixed_width
 
     device, total = _device_memory(config.device)
     footprint = _footprint(config, device)
