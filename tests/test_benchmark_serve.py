@@ -423,7 +423,7 @@ def test_modes_are_compared_with_naive(
 
 
 def test_modes_take_turns(fake_spawn: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--turns", "3", "--num-warmups", "0", "--sweep", "50,inf", "--save-detailed")
+    flags = ("--turns", "3", "--dataset", "questions", "--num-warmups", "1", "--sweep", "50,inf", "--save-detailed")
     assert fake_spawn("--spawn", "hybrid", *flags, "--out-dir", str(tmp_path)) == 0
     files = [tmp_path / f"{mode}-rate-{rate}.json" for rate in ("50", "inf") for mode in ("naive", "hybrid")]
     naive, hybrid, *_ = (json.loads(path.read_text()) for path in files)
@@ -438,6 +438,7 @@ def test_each_turn_has_prompts_of_its_own() -> None:
     settings = Settings(
         draw=lambda num, seed: [Request(prompt=f"number {i}", output_len=2) for i in range(num)],
         num_prompts=2,
+        num_turns=2,
         num_warmups=1,
         endpoint="chat",
         model=None,
@@ -456,7 +457,7 @@ def test_each_turn_has_prompts_of_its_own() -> None:
         for turn in range(2):
             asyncio.run(measure(settings, server.url, rate=math.inf, mode=None, step=0, done=lambda _: None, turn=turn))
     asked = [body["messages"][-1]["content"] for body in server.bodies]
-    assert asked == [f"number {i}" for i in (2, 0, 1, 2, 3)]  # one to warm up, two, and two
+    assert asked == [f"number {i}" for i in (4, 0, 1, 2, 3)]  # one to warm up, two, and two
 
 
 def test_other_texts_are_found(fake_spawn: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

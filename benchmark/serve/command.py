@@ -162,6 +162,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
         draw=_dataset(args, tokenizer),
         num_prompts=args.num_prompts,
+        num_turns=args.turns,
         num_warmups=args.num_warmups,
         endpoint=args.endpoint,
         model=args.model,
@@ -203,7 +204,7 @@ def _dataset(args: argparse.Namespace, tokenizer: Any) -> Callable[[int, int], l
                 "--dataset random asks completions in token ids; name --tokenizer or --vocab-size, or a chat"
             )
         return lambda num, seed: workload.random_ids(num, lengths, vocab, seed)
-    num_all = args.num_prompts + args.num_warmups
+    num_all = args.num_prompts * args.turns + args.num_warmups
     if args.dataset == QUESTIONS:
         fixed = workload.from_questions(num_all, args.questions, args.output_len)
     else:

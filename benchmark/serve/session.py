@@ -28,6 +28,8 @@ class Settings:
     draw: Callable[[int, int], list[Request]]
     """(how many, seed) -> requests; the same ones for the same seed."""
     num_prompts: int
+    """Of one turn."""
+    num_turns: int
     num_warmups: int
     endpoint: Endpoint
     model: str | None
@@ -84,9 +86,9 @@ async def measure(
     ValueError where the server cannot be reached, or fails at a warm-up request.
     """
     seed = settings.seed + step
-    begin, end = settings.num_prompts * turn, settings.num_prompts * (turn + 1)
-    drawn = settings.draw(end + (0 if turn else settings.num_warmups), seed)
-    requests, warmups = drawn[begin:end], drawn[end:]
+    num, num_all = settings.num_prompts, settings.num_prompts * settings.num_turns
+    drawn = settings.draw(num_all + settings.num_warmups, seed)
+    requests, warmups = drawn[num * turn : num * (turn + 1)], [] if turn else drawn[num_all:]
     async with Client(
         base_url,
         settings.endpoint,
