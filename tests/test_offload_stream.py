@@ -7,6 +7,8 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +39,8 @@ def run_on_device(seed: int) -> list[str]:
     blocks, num_slots, passes = random_passes(dice)
     device = TimedDevice(lambda: dice.choice([0.1, 1.0, 10.0]) * dice.random())
     slots = [TimedSlot(number, device) for number in range(num_slots)]
-    stream = Stream(blocks, slots, CudaLink({block: block for block in blocks}, cuda=device))  # type: ignore[arg-type, misc]
+    records: Any = {block: SimpleNamespace(tensor=block) for block in blocks}
+    stream = Stream(blocks, slots, CudaLink(records, cuda=device))  # type: ignore[misc]
     for each in passes:
         for block in each:
             device.run(stream.need(block), block)
@@ -176,6 +179,19 @@ def test_memory_is_pinned_at_its_exact_size_and_given_back() -> None:
     assert device.pinned == {memory.tensor.data_ptr(): 5 * 4096}
     memory.close()
     memory.close()
+    assert device.pinned == {}
+    memory = PinnedMemory(4096, cuda=device)
+    assert list(device.pinned.values()) == [4096]
+    del memory  # whoever forgets it does not leave it locked
+    assert device.pinned == {}
+
+
+def test_a_link_that_is_closed_gives_pinned_memory_back() -> None:
+    device = TimedDevice(lambda: 0.0)
+    link = CudaLink({block: PinnedMemory(4096, cuda=device) for block in range(3)}, cuda=device)
+    assert len(device.pinned) == 3
+    link.close()
+    link.close()
     assert device.pinned == {}
 
 
