@@ -130,7 +130,7 @@ class Runtime:
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
             use(self.device)
         offloading: Offloading | None = None
-        if offload is None and (tensors is None or self.device.type == "cuda"):
+        if offload is None:
             modes = tuple(modes or (config.mode,))
             offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
         self.plan = None if offloading is None else offloading.plan

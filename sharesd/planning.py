@@ -113,7 +113,7 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
     device = device_of(config.device)
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     home = home_of(device, dtype, 1 + max(DEPTHS[-1], config.most_draft), config.max_batch)
-    problem, folder = _unsuited(config, home), resolve(config.target, progress=progress)
+    problem, folder = _unsuited(config, home, in_memory), resolve(config.target, progress=progress)
     try:
         shape = decoder_config(folder)
     except Unsupported as reason:
@@ -211,10 +211,12 @@ def own_memory() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _unsuited(config: EngineConfig, home: Home) -> str | None:
+def _unsuited(config: EngineConfig, home: Home, in_memory: bool) -> str | None:
     if isinstance(home, OnGpu):
         if config.compile == "full":
             return "compile is 'full', and blocks that travel run one by one; take regional, or auto"
+    elif in_memory:
+        return "the weights are made in memory, and on a CPU they travel from files; write them, and give the folder"
     elif config.compile not in ("auto", "native"):
         return f"compile is {config.compile!r}; offloaded blocks run in the CPU kernel (--compile native)"
     if config.tensor_parallel > 1:

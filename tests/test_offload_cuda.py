@@ -16,6 +16,11 @@ from recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from timed_device import wrong_uses
 from tiny import make_checkpoint
 
+from benchmark.gpu import offloaded as agenda
+from benchmark.gpu import widened
+from benchmark.gpu.offloaded import Case
+from benchmark.gpu.worker import FAILED, Job, NotHere
+from benchmark.studies.widening import describe
 from compile import regions
 from offload.cuda import CudaLink, PinnedMemory, _EventCopy, link_rate
 from offload.plan import DoesNotFit
@@ -24,6 +29,7 @@ from sharesd import load, planning, sampling
 from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.decoder import call_block
+from sharesd.models.weights import decoder_config
 from sharesd.planning import Offloading, plan_for
 
 LAYERS = 8
@@ -272,6 +278,31 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice) -> None:
     refused("--device-memory is .* free; give less, or end", device_memory=limit)
     with pytest.raises(ValueError, match="compile is 'full', and blocks that travel run one by one; take regional"):
         plan_for(config_of(tiny, limit, compile="full"), ("share",))
+
+
+def test_the_agenda_of_a_gpu_compares_limits(
+    tiny: Path, gpu: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose weights are made in memory, as it is measured on a GPU, in a tiny size."""
+    fixed = partial(EngineConfig, compile="off", threads=1)
+    monkeypatch.setattr(widened, "EngineConfig", fixed)
+    describe(tiny, tmp_path, widened._next_larger(decoder_config(tiny)), name="widened")
+    everything = OffloadConfig(device_memory=10**9, choose_bits=False, choose_depth=False)
+    config = fixed(target=str(tmp_path), device="cpu", max_context=widened.SHORT, max_draft=32, offload=everything)
+    found = plan_for(config, ("share",), in_memory=True)
+    assert found is not None
+    limit = found.plan.device_bytes - 4 * found.plan.block
+    job = Job("cpu", tmp_path / "offload.json", str(tiny))
+    cases = [Case("naive"), Case("naive", limit), Case("share", limit)]
+    agenda.run(job, "7b", cases, prompts=1, tokens=6)
+    assert not job.table(FAILED)
+    whole, plain, share = job.table("offload")
+    assert [row["identical"] for row in (whole, plain, share)] == ["1 of 1"] * 3
+    assert (whole["x naive"], plain["x naive"]) == (1, 1) and "resident" not in whole
+    assert share["resident"] == "3 of 9" and share["pinned, GB"] == pytest.approx(6 * found.plan.block / 1e9)
+    assert plain["its bytes, ms"] > 0 and plain["a pass, ms"] > 0 and not gpu.pinned
+    with pytest.raises(NotHere):
+        agenda.measure(job, "7b")
 
 
 def test_the_rate_of_a_link_is_that_of_its_copies() -> None:
