@@ -120,7 +120,8 @@ def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:
 @pytest.mark.parametrize(
     ("modes", "options", "num_resident"),
     [
-        (("naive", "share", "classic", "hybrid"), {}, 3),
+        (("naive", "share", "classic"), {}, 3),
+        pytest.param(("suffix", "hybrid"), {}, 3, marks=pytest.mark.slow),
         (("share",), {"dtype": "float32", "max_batch": 2, "num_draft": 6, "tree": (2, 3, 6)}, 0),
         (("naive", "share"), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}, 3),
         (("share",), {"dtype": "float32", "quant": QuantConfig(skip_projs=("down",))}, 2),
@@ -303,6 +304,25 @@ def test_the_agenda_of_a_gpu_compares_limits(
     assert plain["its bytes, ms"] > 0 and plain["a pass, ms"] > 0 and not gpu.pinned
     with pytest.raises(NotHere):
         agenda.measure(job, "7b")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("how", ["off", "regional"])
+def test_texts_on_a_gpu(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None, close_after: list[Runtime]
+) -> None:
+    for name in ("DEVICE_BYTES", "SOLVING_BYTES"):
+        monkeypatch.setattr(planning, name, 0)
+    folder = make_checkpoint(tmp_path / "model", hidden=256, layers=LAYERS)
+    quant = QuantConfig(bits=8, head_bits=8)
+    options: dict[str, Any] = {"device": "cuda", "compile": how, "quant": quant, "max_context": 128, "num_draft": 4}
+    limit = limit_for(folder, 3, "share", **options)
+    whole = Runtime(config_of(folder, **options), ("naive", "share"))
+    few = Runtime(config_of(folder, limit, **options), ("naive", "share"))
+    close_after.append(few)
+    assert few.streamed is not None and len(few.streamed.stream.blocks) == LAYERS - 3
+    assert all(slot.is_cuda for slot in few.streamed.stream.slots)
+    assert texts(few, ("naive", "share")) == texts(whole, ("naive", "share"))
 
 
 def test_the_rate_of_a_link_is_that_of_its_copies() -> None:

@@ -142,6 +142,20 @@ def test_a_pass_takes_as_long_as_the_slower_of_link_and_computation(copy_s: floa
     assert link.now <= 5 * 10 * max(copy_s, compute_s) + copy_s + compute_s
 
 
+@pytest.mark.parametrize(("copy_s", "compute_s"), [(1.0, 0.2), (1.0, 1.0), (0.2, 1.0)])
+def test_so_it_does_on_a_device(copy_s: float, compute_s: float) -> None:
+    device = TimedDevice(lambda: compute_s if device.current_stream() is device.compute else copy_s)
+    slots = [TimedSlot(number, device) for number in range(2)]
+    records: Any = {block: SimpleNamespace(tensor=block) for block in range(10)}
+    stream = Stream(range(10), slots, CudaLink(records, cuda=device))  # type: ignore[misc]
+    for _ in range(5):
+        for block in range(10):
+            device.run(stream.need(block), block)
+            stream.done(block)
+    assert device.compute.time <= 5 * 10 * max(copy_s, compute_s) + copy_s + compute_s
+    assert stream.traffic.waited_s < 1, "the host waits for nothing"
+
+
 def test_the_next_pass_arrives_while_others_compute() -> None:
     link = ClockLink(lambda: 1.0)
     stream = Stream(range(6), [ClockSlot(number) for number in range(3)], link)  # type: ignore[misc]
