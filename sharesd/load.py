@@ -41,7 +41,7 @@ from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
-from sharesd.decoding.selfcheck import RowBits, check_rows, shallow
+from sharesd.decoding.selfcheck import RowBits, check_rows
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
 from sharesd.device import device_of, prepare_cuda, use
@@ -73,7 +73,7 @@ from sharesd.staged import StagedBlocks
 from sharesd.steps import Steps
 from sharesd.streamed import StreamedBlocks
 from sharesd.tables import table_of
-from sharesd.widths import choose_rows, fixed_width
+from sharesd.widths import choose_rows, fixed_width, shallow
 
 log = logging.getLogger(__name__)
 

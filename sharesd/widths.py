@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from compile.ranges import Range
 from sharesd.decoding.selfcheck import WIDTHS, RowBits
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
+from sharesd.streamed import HeadInPieces, full_head
 
 log = logging.getLogger(__name__)
 
@@ -81,3 +84,18 @@ def choose_rows(
         else:
             log.warning("exact is off, and rows of trees differ from those of chains: so may texts of modes")
     return Rows(step, widths, depends, trees)
+
+
+def shallow(model: Decoder) -> Decoder:
+    """The model with its first block alone, which runs as it does in the model (but for `run_stack`). Weights of that
+    block which travel stay where they are from step to step, since no others need the place.
+    """
+    twin = copy.copy(model)
+    twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
+    twin.config = replace(model.config, layers=model.config.layers[:1])
+    head = full_head(model)
+    if isinstance(head, HeadInPieces):
+        twin._modules["head"] = head.tail
+    twin.run_stack = None
+    twin.ranges = lambda: [Range(each.first, each.num_blocks, each.before, moves=each.moves) for each in model.ranges()]
+    return twin

@@ -28,11 +28,11 @@ from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
-from sharesd.decoding.selfcheck import check_rows, shallow
+from sharesd.decoding.selfcheck import check_rows
 from sharesd.load import Runtime
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.widths import fixed_width
+from sharesd.widths import fixed_width, shallow
 
 pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread", "own_cache")]
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")

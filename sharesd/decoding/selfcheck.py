@@ -5,9 +5,7 @@ Legend: B rows of the batch, T tokens of a step, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,11 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.attention import Branches, pack_kv
-from compile.ranges import Range
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.models.decoder import Decoder
-from sharesd.streamed import HeadInPieces, full_head
 
 WIDTHS = (1, 2, 5, 8)
 """Numbers of rows that are compared where steps may have any."""
@@ -38,27 +33,12 @@ class RowBits(NamedTuple):
     """Those of a tree, wherever its paths lie. Not looked at, and False, unless chains agree."""
 
 
-def shallow(model: Decoder) -> Decoder:
-    """The model with its first block alone, which runs as it does in the model (but for `run_stack`). Weights of that
-    block which travel stay where they are from step to step, since no others need the place.
-    """
-    twin = copy.copy(model)
-    twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
-    twin.config = replace(model.config, layers=model.config.layers[:1])
-    head = full_head(model)
-    if isinstance(head, HeadInPieces):
-        twin._modules["head"] = head.tail
-    twin.run_stack = None
-    twin.ranges = lambda: [Range(each.first, each.num_blocks, each.before, moves=each.moves) for each in model.ranges()]
-    return twin
-
-
 @torch.inference_mode()
 def check_rows(model: CausalModel, cache: StaticKVCache, widths: Sequence[int], *, trees: bool) -> RowBits:
     """Compare the logits of random rows in steps as rounds run them: of these widths, the narrowest of which is that of
     plain steps. Overwrites the cache, and leaves it empty.
 
-    Takes as long as a few dozen steps of the model do: milliseconds, where it is a `shallow` one.
+    Takes as long as a few dozen steps of the model do: milliseconds, where it has a block or two.
     """
     _fill(cache)
     check = _Check(model, cache, min(widths))
