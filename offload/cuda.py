@@ -6,6 +6,7 @@ the computation by another one. It has never run on a GPU; tests run it on a dev
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -15,39 +16,42 @@ from torch import Tensor
 
 from offload.link import Copy, host_memory
 
+PROBES, PROBE_BYTES = 4, 2**27
+"""Copies that tell how fast a link is, and the bytes of each."""
+
 
 class PinnedMemory:
     """Memory of the host, uint8 [num_bytes], page-locked at exactly this size (torch itself pins powers of two).
 
-    `close` it before it goes.
+    It is unlocked before it is freed, at the latest when nobody knows this object any more; copies from it must have
+    ended by then.
     """
 
     def __init__(self, num_bytes: int, *, cuda: Any = torch.cuda) -> None:
         """Raises ValueError where the system does not lock so much."""
         self.tensor = host_memory(num_bytes)
-        self._cudart = cuda.cudart()
-        code = int(self._cudart.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
+        cudart = cuda.cudart()
+        code = int(cudart.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
         if code:
             raise ValueError(
                 f"{num_bytes / 1e9:.1f} GB of host memory cannot be pinned (CUDA error {code}); raise the limit of "
                 "locked memory (ulimit -l), or set a lower --host-memory"
             )
-        self._is_open = True
-
-    def close(self) -> None:
+        self.close = weakref.finalize(self, _unlock, cudart, self.tensor)
         """Unlock the memory; nothing may copy from it any more. RuntimeError where CUDA refuses."""
-        if self._is_open:
-            self._is_open = False
-            code = int(self._cudart.cudaHostUnregister(self.tensor.data_ptr()))
-            if code:
-                raise RuntimeError(f"pinned memory cannot be given back (CUDA error {code})")
+
+
+def _unlock(cudart: Any, memory: Tensor) -> None:
+    code = int(cudart.cudaHostUnregister(memory.data_ptr()))
+    if code:
+        raise RuntimeError(f"pinned memory cannot be given back (CUDA error {code})")
 
 
 class CudaLink:
-    """One flat copy for each record, from the host's pinned memory into slots of the device."""
+    """One flat copy for each record, from the host's pinned memory into slots of the current device."""
 
-    def __init__(self, records: Mapping[int, Tensor], *, cuda: Any = torch.cuda) -> None:
-        """`records`: uint8 views of pinned memory for each block; from other memory copies would stall the device."""
+    def __init__(self, records: Mapping[int, PinnedMemory], *, cuda: Any = torch.cuda) -> None:
+        """Takes the record of each block over, and gives its memory back when it is closed."""
         self._records, self._cuda = records, cuda
         self._stream = cuda.Stream()
         self._under_way: deque[tuple[Any, Any]] = deque()  # beginning and end of copies not yet counted
@@ -72,14 +76,19 @@ class CudaLink:
             if after is not None:
                 self._stream.wait_event(after)
             begin.record(self._stream)
-            slot.copy_(self._records[block], non_blocking=True)
+            slot.copy_(self._records[block].tensor, non_blocking=True)
             end.record(self._stream)
         self._under_way.append((begin, end))
         return _EventCopy(end, self._cuda)
 
-    def close(self) -> None:
-        """Waits until the last copy has ended."""
+    def synchronize(self) -> None:
+        """Wait until the last copy has ended."""
         self._stream.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+        for record in self._records.values():
+            record.close()
 
 
 class _EventCopy:
@@ -88,3 +97,16 @@ class _EventCopy:
 
     def wait(self) -> None:
         self._cuda.current_stream().wait_event(self._end)
+
+
+def link_rate(device: torch.device, *, num_bytes: int = PROBE_BYTES, cuda: Any = torch.cuda) -> float:
+    """Bytes per second from pinned memory to a device, which is the current one."""
+    slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    link = CudaLink({0: PinnedMemory(num_bytes, cuda=cuda)}, cuda=cuda)
+    try:
+        for _ in range(PROBES):
+            link.start(0, slot, link.mark())
+        link.synchronize()
+        return PROBES * num_bytes / link.busy_s
+    finally:
+        link.close()

@@ -48,8 +48,8 @@ class Limits:
     """Where it computes. On a CPU this is the host's memory."""
     host: float | None = None
     """The host's, where the device has its own; None on a CPU."""
-    disk: float = math.inf
-    """Free space for the store; infinite where it is already there."""
+    disk: float | None = math.inf
+    """Free space for the store; infinite where it is already there, None where nothing may travel from a disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,11 +228,12 @@ class _Case:
         name = "host" if self.limits.host is None else "device"
         if self.slots and self.limits.device < least:
             return f"--{name}-memory of at least {show_bytes(least, round_up=True)}"
-        least = self.sizes.host + 2 * self.block
+        disk = self.limits.disk
+        least = self.sizes.host + (2 if disk is not None else self.num_travelling) * self.block
         if self.limits.host is not None and self.num_from_disk and self.limits.host < least:
             return f"--host-memory of at least {show_bytes(least, round_up=True)}"
         least = self.sizes.num_blocks * self.block
-        if self.num_from_disk and self.limits.disk < least:
+        if self.num_from_disk and disk is not None and disk < least:
             return f"--offload-dir on a disk with {show_bytes(least, round_up=True)} free"
         return None
 

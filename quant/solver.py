@@ -22,7 +22,7 @@ from quant.lazy import lazy_import
 # HQQ passes over its block some hundred times: blocks that stay in the processor's cache are three times as fast. Torch
 # does not split blocks of this size among its threads: ours share the work without waiting for each other at each step.
 _BLOCK_WEIGHTS = {"cpu": 2**15}
-_BLOCK_WEIGHTS_ELSEWHERE = 2**26
+_BLOCK_WEIGHTS_ELSEWHERE = 2**24
 _ROUNDED = 4096
 """Rows that are rounded at a time: heads have many, and float32 takes four times as much as their codes."""
 
@@ -73,7 +73,7 @@ def solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
             device=block_RK.device,
         )
         scale_RG, zero_RG = (meta[name].reshape(len(block_RK), -1) for name in ("scale", "zero"))
-        return q.reshape(block_RK.shape), scale_RG, zero_RG
+        return q.reshape(block_RK.shape).to(torch.uint8), scale_RG, zero_RG  # as codes at once: a head has many
 
     block_weights = _BLOCK_WEIGHTS.get(weight_NK.device.type, _BLOCK_WEIGHTS_ELSEWHERE)
     threads = (
@@ -83,9 +83,7 @@ def solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
         blocks = list(pool.map(solve_block, weight_NK.split(max(1, block_weights // K))))
     # HQQ works in inference mode: clone() makes ordinary tensors of its results.
     q_NK, scale_NG, zero_NG = (torch.cat(parts).clone() for parts in zip(*blocks, strict=True))
-    return QuantizedWeight(
-        q=q_NK.to(torch.uint8), scale=scale_NG.float(), zero=zero_NG.float(), bits=bits, group_size=group_size
-    )
+    return QuantizedWeight(q=q_NK, scale=scale_NG.float(), zero=zero_NG.float(), bits=bits, group_size=group_size)
 
 
 def _round_rows(weight_NK: Tensor) -> QuantizedWeight:

@@ -52,6 +52,7 @@ from sharesd.drafters.glide import GlideDrafter
 from sharesd.drafters.hybrid import HybridDrafter
 from sharesd.drafters.parallel import ParallelDrafter
 from sharesd.drafters.share import ShareDrafter
+from sharesd.homes import home_of
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
@@ -124,9 +125,14 @@ class Runtime:
         started, or those of torchrun joined. Raises RankLost where one of them does not come.
         """
         started = time.perf_counter()
+        self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
+        if self.device.type == "cuda":
+            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+            use(self.device)
         offloading: Offloading | None = None
-        if offload is None and tensors is None:
-            offloading = plan_for(config, tuple(modes or (config.mode,)), progress=progress)
+        if offload is None:
+            modes = tuple(modes or (config.mode,))
+            offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
         self.plan = None if offloading is None else offloading.plan
         """What stays in memory and what travels; None where nobody set a limit and all of it stays."""
         if config.offload.when == "plan-only":
@@ -139,11 +145,8 @@ class Runtime:
             offloading = None
         self.config, self.modes = config, tuple(modes or (config.mode,))
         self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
-        self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
         self.dtype = _dtype(config)
         CREW.fix(config.threads)
-        if self.device.type == "cuda":
-            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
         folder = self._folder = resolve(config.target, progress=progress)
         self._split = split_for(config, self.modes, folder, self.dtype)
         self.device = self.device if self._split is None else self._split.home
@@ -156,8 +159,10 @@ class Runtime:
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
         if self.compile == "native":
             prepare(str(self.dtype).removeprefix("torch."), "choice")
-        if offload is not None and (self.compile == "full" or self.device.type != "cpu"):
-            raise ValueError("offloaded blocks run one by one, on a CPU so far; take device cpu and compile native")
+        if offload is not None and self.compile == "full":
+            raise ValueError(
+                "compile is 'full', and offloaded blocks run one by one; take native, or regional on a GPU"
+            )
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
         self._check_head(progress)
@@ -190,15 +195,16 @@ class Runtime:
             if "share" in self._needs
             else None
         )
+        self._home = home_of(self.device, self.dtype, self._fixed_width, config.max_batch)
         self._placed: PlacedBlocks | None = None
-        with nullcontext() if offloading is None else PlacedBlocks(offloading, quantized, progress) as self._placed:
+        placed = None if offloading is None else PlacedBlocks(offloading, self._home, quantized, progress)
+        with nullcontext() if placed is None else placed as self._placed:
             self.target = self._load(folder, tensors, self._placed, self._placed is not None, self._part, self._split)
             self.weight_bytes = _num_bytes(self.target)
             if self._placed is not None and quantized is not None:
                 self.weight_bytes -= quantized.report().low_bytes
             self._head = self._load_head() if self._needs & {*HEADS} else None
             if quantized is not None:
-                placed = self._placed is not None
                 self._report(
                     "share", quantized.finish() if placed else self._quantizing.whole(self.target, self._switch)
                 )
@@ -215,6 +221,8 @@ class Runtime:
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         in_stages = self._split is not None and self._split.hands_over
         captures = self.device.type == "cuda" and self.compile != "off"
+        if captures and self.streamed is not None:
+            log.warning("weights travel: passes of the target are not captured in CUDA graphs, drafts are")
         if captures and (in_stages or config.draft_device):
             log.warning("rounds on several devices are not captured in CUDA graphs yet: each step is launched anew")
             captures = False
@@ -446,18 +454,13 @@ class Runtime:
     def _pack(self, model: CausalModel) -> None:
         if not isinstance(model, Decoder):
             return
-        if self.device.type == "cpu":
-            pack_linears(model)
-            if model is self.target and self._offload is not None:
-                low = partial(getattr, self._switch, "low") if "share" in self._needs else None
-                self.streamed = StreamedBlocks(model, *self._offload(model), low)
-                model.ranges = self.streamed.ranges
-            if model is not self.target or self._placed is None:  # which lies where it shall already
-                weights_on_huge_pages(model, keep=self.streamed.linears if self.streamed else ())
-        elif runs_triton(self.device):
-            from compile.cuda.linear import use_row_linears  # on GPUs only
-
-            use_row_linears(model, self._fixed_width, self.config.max_batch)
+        self._home.lay(model)
+        if model is self.target and self._offload is not None:
+            low = partial(getattr, self._switch, "low") if "share" in self._needs else None
+            self.streamed = StreamedBlocks(model, *self._offload(model), low)
+            model.ranges = self.streamed.ranges
+        if model is not self.target or self._placed is None:  # which lies where it shall already
+            self._home.settle(model, keep=self.streamed.linears if self.streamed else ())
 
     def _compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
         """The model with its steps of these widths compiled, as all ranks run them."""
@@ -575,7 +578,12 @@ class Runtime:
 
     def _keeper(self, mode: Mode) -> Callable[[Stats], None] | None:
         """Keeps for later plans how often drafts hold."""
-        if self._placed is None or mode not in ("share", "classic", "hybrid") or not self._reports:
+        if (
+            self._placed is None
+            or self._tensors is not None
+            or mode not in ("share", "classic", "hybrid")
+            or not self._reports
+        ):
             return None
         return keeper(self._folder, mode, self.config.quant, trees=self.config.tree is not None)
 
@@ -593,7 +601,7 @@ class Runtime:
             gumbel=self._gumbel,
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,
-            ahead=self._graphs is not None,
+            ahead=self._graphs is not None and self.streamed is None,  # a pass too many takes long
             traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
             ended=self._keeper(mode),
         )

@@ -9,31 +9,30 @@ import copy
 import logging
 import math
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from compile.attention import new_kv, round_slots
-from compile.linear import LowPackedLinear, PackedLinear
-from compile.native import cache_root, give_back_freed_memory
+from compile.attention import MAX_STEP, new_kv, round_slots
+from compile.native import cache_root
 from offload.disk import read_rate
 from offload.layout import Layout
 from offload.link import LinkError
-from offload.plan import DEPTHS, Drafter, Limits, Plan, Rates, Sizes, make_plan, steady
+from offload.plan import DEPTHS, Drafter, Limits, Plan, Rates, Sizes, make_plan, show_bytes, steady
 from offload.store import Content
 from quant.attach import Job, LinearQuantizer
 from quant.config import QuantConfig
 from quant.solver import QuantizedWeight
 from sharesd.acceptance import kept_acceptance
 from sharesd.config import HEADS, TABLES, EngineConfig, Mode
-from sharesd.decoding.prefill import LONG_CHUNK
+from sharesd.decoding.prefill import CHUNK, LONG_CHUNK
 from sharesd.device import device_of
+from sharesd.homes import Home, OnGpu, home_of
 from sharesd.low_builders import packed_for_cpu
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig, Unsupported
@@ -66,6 +65,10 @@ LEFT_FREE = 0.05
 """Share of free memory that is left to others where no limit is given."""
 RUNTIME_BYTES = 64 * 10**6
 """What Python, torch and the tokenizer take beyond what they have when this is asked."""
+DEVICE_BYTES = 512 * 10**6
+"""What libraries take on a GPU, besides CUDA's own context: workspaces, pools of graphs, gaps between tensors."""
+SOLVING_BYTES = 8 * 4 * 2**24
+"""What it takes to solve a part of a linear there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,18 +79,21 @@ class Offloading:
     config: EngineConfig
     """With the drafter's bits and the longest draft of the plan, where these were left to it."""
     content: Content
-    """Of the store."""
+    """What each record holds, and on a CPU what the store does."""
     folder: Path
     """Of stores."""
 
 
-def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress = silent) -> Offloading | None:
+def plan_for(
+    config: EngineConfig, modes: Sequence[Mode], *, progress: Progress = silent, in_memory: bool = False
+) -> Offloading | None:
     """How a model that does not fit in memory runs all the same; None where nobody set a limit and all of it stays.
+    `in_memory`: its folder has no weights, which are made by the caller.
 
-    Raises ValueError where the limits leave no way, something else that was asked for prevents it, or a folder is given
-    that nothing would be written to.
+    Raises ValueError where the limits leave no way, something else that was asked for prevents it, or where a folder or
+    a limit is given that has no effect.
     """
-    found = _plan_for(config, modes, progress)
+    found = _plan_for(config, modes, progress, in_memory)
     if config.offload.folder is not None and (found is None or not found.plan.offloads):
         raise ValueError(
             "--offload-dir has no effect: all of the model stays in memory; drop it, or give --host-memory"
@@ -95,7 +101,7 @@ def plan_for(config: EngineConfig, modes: Sequence[Mode], *, progress: Progress 
     return found
 
 
-def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress) -> Offloading | None:
+def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, in_memory: bool) -> Offloading | None:
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
     if wanted.when == "off":
@@ -105,7 +111,9 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress) -
             raise ValueError("no plan for offloading: the model is split among devices, which keep all of it")
         return None
     device = device_of(config.device)
-    problem, folder = _unsuited(config, device), resolve(config.target, progress=progress)
+    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+    home = home_of(device, dtype, 1 + max(DEPTHS[-1], config.most_draft), config.max_batch)
+    problem, folder = _unsuited(config, home, in_memory), resolve(config.target, progress=progress)
     try:
         shape = decoder_config(folder)
     except Unsupported as reason:
@@ -114,29 +122,36 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress) -
         if always:
             raise ValueError(f"no plan for offloading: {problem}")
         return None
-    if wanted.device_memory is not None:
-        raise ValueError("--device-memory has no effect on a CPU, which computes in the host's memory: --host-memory")
-    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-    limit = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
-    if not always and _plainly_fits(folder, shape, config, limit):
+    limits = _limits(config, home)
+    if not always and not in_memory and _plainly_fits(folder, shape, config, limits.device):
         return None
-    model = _Measured(Decoder(shape, dtype=dtype, device="meta"), config, modes, folder)
+    model = _Measured(Decoder(shape, dtype=dtype, device="meta"), config, modes, None if in_memory else folder, home)
+    sizes = model.sizes()
     smallest = min(model.resident(quant) for quant in model.quants)
-    if not always and model.fixed + smallest + model.num_records * model.layout(None).record_bytes <= limit:
+    if not always and sizes.fixed + smallest + sizes.num_blocks * sizes.block <= limits.device:
         return None
-    sizes = Sizes(num_blocks=model.num_records, block=model.layout(None).record_bytes, fixed=model.fixed)
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
-    contents = {quant: model.content(folder, quant) for quant in model.quants}
-    rates = model.rates(_disk_rate(folder, place, list(contents.values()), wanted.rate))
-    written = any(content.path(place).exists() for content in contents.values())
-    limits = Limits(device=limit, disk=math.inf if written else _free_disk(place))
+    contents = {quant: model.content(quant) for quant in model.quants}
+    disk, link = math.inf, math.inf
+    if isinstance(home, OnGpu):
+        link = min(home.link_rate(), wanted.rate or math.inf)
+    else:
+        disk = _disk_rate(folder, place, list(contents.values()), wanted.rate)
+        if not any(content.path(place).exists() for content in contents.values()):
+            limits = replace(limits, disk=_free_disk(place))
+    rates = model.rates(disk, link)
     free_length = wanted.choose_depth and config.num_draft is None and config.tree is None
     given = (config.tree is not None,)
     kinds = (False, True) if free_length and wanted.choose_trees and model.may_draft_trees else given
     drafters = [(quant, model.drafter(quant, trees=trees)) for quant in model.quants for trees in kinds]
-    most = DEPTHS[-1] if free_length else config.tree[1] if config.tree is not None else config.most_draft
-    give_back_freed_memory()  # of what was timed
+    longest = MAX_STEP - 1 if isinstance(home, OnGpu) else DEPTHS[-1]
+    most = longest if free_length else config.tree[1] if config.tree is not None else config.most_draft
+    home.give_back()  # what was timed
     plan = make_plan(sizes, limits, rates, [drafter for _, drafter in drafters], most)
+    if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
+        raise ValueError(
+            f"--host-memory has no effect: all of the model stays on {device}; drop it, or give --device-memory"
+        )
     quant = next(quant for quant, drafter in drafters if drafter.name == plan.drafter)
     if plan.offloads:
         config = replace(config, quant=quant or config.quant)
@@ -146,6 +161,28 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress) -
         elif free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
+
+
+def _limits(config: EngineConfig, home: Home) -> Limits:
+    """As given, else what is free. ValueError for those that the device cannot have."""
+    wanted = config.offload
+    host = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
+    if not isinstance(home, OnGpu):
+        if wanted.device_memory is not None:
+            raise ValueError(
+                "--device-memory has no effect on a CPU, which computes in the host's memory: --host-memory"
+            )
+        return Limits(device=host)
+    if wanted.folder is not None:
+        raise ValueError("--offload-dir has no effect: blocks travel from the host's memory to a GPU; drop it")
+    free = home.free_memory()
+    given = wanted.device_memory
+    if given is not None and given > free:
+        raise ValueError(
+            f"--device-memory is {show_bytes(given)} and {home.device} has {show_bytes(free)} free; give less, or end "
+            "what else runs there"
+        )
+    return Limits(device=float(given if given is not None else (1 - LEFT_FREE) * free), host=host, disk=None)
 
 
 def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limit: float) -> bool:
@@ -174,10 +211,13 @@ def own_memory() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _unsuited(config: EngineConfig, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"device is {device}, and weights travel on a CPU so far; use --device cpu, or a smaller model"
-    if config.compile not in ("auto", "native"):
+def _unsuited(config: EngineConfig, home: Home, in_memory: bool) -> str | None:
+    if isinstance(home, OnGpu):
+        if config.compile == "full":
+            return "compile is 'full', and blocks that travel run one by one; take regional, or auto"
+    elif in_memory:
+        return "the weights are made in memory, and on a CPU they travel from files; write them, and give the folder"
+    elif config.compile not in ("auto", "native"):
         return f"compile is {config.compile!r}; offloaded blocks run in the CPU kernel (--compile native)"
     if config.tensor_parallel > 1:
         return f"tensor_parallel is {config.tensor_parallel}, and ranks keep all of their weights; drop one of the two"
@@ -187,9 +227,12 @@ def _unsuited(config: EngineConfig, device: torch.device) -> str | None:
 class _Measured:
     """What the parts of a decoder take, in memory and in time. Its tensors are on the meta device."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], folder: Path) -> None:
-        self.decoder, self.config, self._folder = decoder, config, folder
-        self._embedding_stays_in_file = embedding_dtype(folder) == decoder.embed.weight.dtype
+    def __init__(
+        self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], folder: Path | None, home: Home
+    ) -> None:
+        """`folder`: None where no files have the weights. `home`: where the decoder is to be."""
+        self.decoder, self.config, self._folder, self._home = decoder, config, folder, home
+        self._on_gpu = isinstance(home, OnGpu)
         self._needs = {*modes, *(config.hybrid_with if "hybrid" in modes else ())}
         self._dtype = decoder.embed.weight.dtype
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
@@ -201,6 +244,8 @@ class _Measured:
     def _head_pieces(self) -> tuple[int, int]:
         """How many records rows of the head fill, and how many rows in each; none where drafts read all of it."""
         record = self.layout(None)
+        if self._on_gpu:  # a head that is tied is the embedding, which is needed there
+            return 0, 0
         drafts_read = bool(self._needs & {*HEADS}) or any(
             quant is not None and quant.head_bits is None and "share" in self._needs for quant in self.quants
         )
@@ -222,39 +267,71 @@ class _Measured:
         """Of a block's record: what drafts do not read at full precision."""
         shares = quant is not None and "share" in self._needs
         skipped = () if quant is None or not shares else self._skipped(quant)
-        tensors = {f"{path}.weight": _packed(self._linear(0, path)).weight for path in LINEARS if path not in skipped}
+        tensors = {f"{path}.weight": self._laid(self._linear(0, path)) for path in LINEARS if path not in skipped}
         return Layout.of(tensors)
 
-    def content(self, folder: Path, quant: QuantConfig | None) -> Content:
-        """Of the store."""
-        what = {"checkpoint": identity(folder), "dtype": str(self._dtype), "order": "packed for the CPU kernel"}
+    def content(self, quant: QuantConfig | None) -> Content:
+        """What records hold."""
+        what = {"dtype": str(self._dtype), "order": "as it is"}
+        if not self._on_gpu:
+            assert self._folder is not None
+            what |= {"checkpoint": identity(self._folder), "order": "packed for the CPU kernel"}
         return Content(what=what, layout=self.layout(quant), num_blocks=self.num_records)
 
-    @property
-    def fixed(self) -> int:
-        """Bytes that are there whatever drafts."""
-        c, decoder = self.decoder.config, self.decoder
+    def sizes(self) -> Sizes:
+        """What is there whatever drafts."""
+        host = own_memory() + RUNTIME_BYTES
+        fixed = self._small() + self._tail + max(self._decoding(), self._loading())
+        return Sizes(
+            num_blocks=self.num_records,
+            block=self.layout(None).record_bytes,
+            fixed=fixed + (DEVICE_BYTES if self._on_gpu else host),
+            host=host if self._on_gpu else 0,
+        )
+
+    def _small(self) -> int:
+        """Bytes of all weights but the linears', and of tables. On a CPU the embedding may stay in its file; packed, a
+        tied head is not the embedding.
+        """
+        decoder, tied = self.decoder, self.decoder.config.tied
         linears = {id(self._linear(i, path).weight) for i in range(self.num_blocks) for path in LINEARS}
         small = sum(p.nbytes for p in decoder.parameters() if id(p) not in {*linears, id(decoder.head.weight)})
-        if self._embedding_stays_in_file:
-            small -= 0 if c.tied else decoder.embed.weight.nbytes
-        elif c.tied:
-            small += decoder.embed.weight.nbytes
+        if not self._on_gpu:
+            assert self._folder is not None
+            stays_in_file = embedding_dtype(self._folder) == self._dtype
+            small += decoder.embed.weight.nbytes * (int(tied) - int(stays_in_file))
+        return small + sum(buffer.nbytes for buffer in decoder.buffers())
+
+    def _decoding(self) -> int:
+        """Bytes that come when everything has been loaded: KV, logits, what a prompt takes."""
+        c = self.decoder.config
         rows = self.config.max_batch * (1 + max(self.config.most_draft, DEPTHS[-1]))
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
-        read = min(LONG_CHUNK, self.config.max_context)  # tokens of a prompt at a time, one row after the other
-        prompt = read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
-        tables = sum(buffer.nbytes for buffer in decoder.buffers())
-        later = self._kv() + logits + prompt  # comes when everything has been loaded
-        codes = 0 if self.quants == [None] else c.vocab_size * c.hidden_size  # of the head, before they are packed
-        loading = max(3 * self.layout(None).record_bytes // 2, codes)  # is needed until then
-        return small + self._tail + tables + max(later, loading) + own_memory() + RUNTIME_BYTES
+        longest = CHUNK if self._on_gpu else LONG_CHUNK  # tokens of a prompt at a time, one row after the other
+        read = min(longest, self.config.max_context)
+        return self._kv() + logits + read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
+
+    def _loading(self) -> int:
+        """Bytes that are needed until then: a block in both forms, or codes of the head before they are packed."""
+        c, block = self.decoder.config, self.layout(None).record_bytes
+        codes = 0 if self.quants == [None] else c.vocab_size * c.hidden_size
+        if self._on_gpu:
+            return max(block, 3 * codes) + (SOLVING_BYTES if codes else 0)
+        return max(3 * block // 2, codes)
 
     @property
     def _tail(self) -> int:
-        """Bytes of what must stay of the packed head."""
-        weight = _packed(self.decoder.head).weight
+        """Bytes of what must stay of the head."""
+        weight = self._laid(self.decoder.head)
+        if not self._pieces:
+            return weight.nbytes
         return weight.nbytes - self._pieces * self._piece_rows * weight[0].nbytes // weight.shape[2]
+
+    def _laid(self, linear: nn.Linear) -> Tensor:
+        """The weight of a linear in the layout of the device."""
+        weight = self._home.laid(linear).weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def resident(self, quant: QuantConfig | None) -> int:
         """Bytes of all that drafts, and of what must stay for it."""
@@ -267,7 +344,7 @@ class _Measured:
         if "classic" in self._needs:
             num += self._kv()
             if quant is not None and quant.head_bits is None:
-                num += _packed(self.decoder.head).weight.nbytes
+                num += self._laid(self.decoder.head).nbytes
         for path in (self.config.draft, self.config.head):
             if path is not None:
                 num += sum(file.stat().st_size for file in weight_files(resolve(path)))
@@ -275,8 +352,11 @@ class _Measured:
 
     @property
     def may_draft_trees(self) -> bool:
-        """Whether quantized weights are all that drafts, but for tables."""
-        return bool(self._needs & {"share", "classic"}) and self.config.draft is None and not self._needs & {*HEADS}
+        """Whether quantized weights are all that drafts, but for tables. On a GPU nobody gets trees who does not ask:
+        it shows when all has been loaded whether their rows have the bits of chains.
+        """
+        only_low = self._needs & {"share", "classic"} and not self._needs & {*HEADS}
+        return bool(only_low) and self.config.draft is None and not self._on_gpu
 
     def drafter(self, quant: QuantConfig | None, *, trees: bool) -> Drafter:
         """What drafts, as the plan sees it."""
@@ -285,7 +365,7 @@ class _Measured:
         if mode == "naive":
             held = ()
         elif quant is not None and mode not in (*TABLES, *HEADS):
-            measured = kept_acceptance(self._folder, mode, quant, trees=trees)
+            measured = self._kept(mode, quant, trees)
             alpha = self._expected(mode, quant, trees) if measured is None else measured
             held, step = steady(alpha), self._draft_seconds(quant, rows=TREE_TOP if trees else 1)
         return Drafter(
@@ -302,18 +382,22 @@ class _Measured:
 
     def _expected(self, mode: str, quant: QuantConfig, trees: bool) -> float:
         """How often drafts may hold, from what is known of those of the other form, or else assumed."""
-        other = kept_acceptance(self._folder, mode, quant, trees=not trees)
+        other = self._kept(mode, quant, not trees)
         if not trees:
             return ASSUMED[quant.bits] if other is None else max(0.0, 1 - (1 - other) / TREE_MISSES)
         return 1 - TREE_MISSES * (1 - (ASSUMED[quant.bits] if other is None else other))
 
-    def rates(self, disk: float) -> Rates:
+    def _kept(self, mode: str, quant: QuantConfig, trees: bool) -> float | None:
+        return None if self._folder is None else kept_acceptance(self._folder, mode, quant, trees=trees)
+
+    def rates(self, disk: float, link: float) -> Rates:
         """Rates of this machine."""
         linear = self._probe()
-        per_byte = {rows: _seconds_per_byte(linear, self._ones(rows)) for rows in TIMED_ROWS}
+        per_byte = {rows: self._seconds_per_byte(linear, rows) for rows in TIMED_ROWS}
         block = self.layout(None).record_bytes
         return Rates(
             disk=disk,
+            link=link,
             block={rows: seconds * block for rows, seconds in per_byte.items()},
             rest={rows: seconds * self._tail for rows, seconds in per_byte.items()},
         )
@@ -323,12 +407,19 @@ class _Measured:
         total = 0.0
         sizes = self._low_bytes(quant)
         for bits, num_bytes in sizes.items():
-            low = packed_for_cpu(_codes(self._probe_shape(), bits, quant), None)
-            total += _seconds_per_byte(low, self._ones(rows)) * num_bytes
+            low = self._home.low(_codes(self._probe_shape(), bits, quant, self._home.device))
+            total += self._seconds_per_byte(low, rows) * num_bytes
         if quant.head_bits is None:
-            head = _packed(self.decoder.head).weight.nbytes
-            total += _seconds_per_byte(self._probe(), self._ones(rows)) * head
+            total += self._seconds_per_byte(self._probe(), rows) * self._laid(self.decoder.head).nbytes
         return total
+
+    def _seconds_per_byte(self, linear: nn.Module, rows: int) -> float:
+        """Of a product, for each byte of weights that come from memory."""
+        num_bytes = sum(tensor.nbytes for tensor in (*linear.parameters(), *linear.buffers()))
+        copies = [linear, *(copy.deepcopy(linear) for _ in range(PROBED_BYTES // num_bytes - 1))]
+        x_MK = torch.ones(rows, self.decoder.config.hidden_size, dtype=self._dtype, device=self._home.device)
+        with torch.inference_mode():
+            return self._home.seconds([partial(each, x_MK) for each in copies]) / num_bytes
 
     def _low_bytes(self, quant: QuantConfig) -> dict[int, int]:
         """Bits -> bytes of all quantized linears with so many."""
@@ -351,7 +442,10 @@ class _Measured:
         config = self.config
         longest = 1 + max(DEPTHS[-1], config.most_draft)
         top, deepest, _ = config.tree or (TREE_TOP, DEPTHS[-1] // 2, 0)
-        return sum(kv_bytes(self.decoder, config, longest + max(longest, 2 + top * deepest)))
+        overhang = longest + max(longest, 2 + top * deepest)
+        if self._on_gpu:  # where prompts are read in padded pieces, and drafts are replayed
+            overhang = max(overhang + longest, CHUNK)
+        return sum(kv_bytes(self.decoder, config, overhang))
 
     def _linear(self, block: int, path: str) -> nn.Linear:
         linear = self.decoder.blocks[block].get_submodule(path)
@@ -362,11 +456,11 @@ class _Measured:
         K = self.decoder.config.hidden_size
         return max(64, PROBE_BYTES // (K * self._dtype.itemsize) // 64 * 64), K
 
-    def _probe(self) -> PackedLinear:
-        return PackedLinear(torch.ones(self._probe_shape(), dtype=self._dtype), None)
-
-    def _ones(self, rows: int) -> Tensor:
-        return torch.ones(rows, self.decoder.config.hidden_size, dtype=self._dtype)
+    def _probe(self) -> nn.Module:
+        N, K = self._probe_shape()
+        linear = nn.Linear(K, N, bias=False, device="meta")
+        linear.weight = nn.Parameter(torch.ones(N, K, dtype=self._dtype, device=self._home.device), requires_grad=False)
+        return self._home.laid(linear)
 
 
 def kv_bytes(decoder: Decoder, config: EngineConfig, overhang: int) -> list[int]:
@@ -401,31 +495,15 @@ def low_bytes(decoder: Decoder, job: Job, quant: QuantConfig) -> int:
 @cache
 def _bytes_of_some_rows(K: int, bits: int, quant: QuantConfig) -> int:
     """Packed for good: the meta device's kernels, in Python, take 80 MB."""
-    return packed_for_cpu(_codes((SOME_ROWS, K), bits, quant), None).nbytes
+    return packed_for_cpu(_codes((SOME_ROWS, K), bits, quant, torch.device("cpu")), None).nbytes
 
 
-def _packed(linear: nn.Linear) -> PackedLinear:
-    return PackedLinear(linear.weight.detach(), None)
-
-
-def _codes(shape: tuple[int, ...], bits: int, quant: QuantConfig) -> QuantizedWeight:
+def _codes(shape: tuple[int, ...], bits: int, quant: QuantConfig, device: torch.device) -> QuantizedWeight:
     """A solved matrix, without the solution."""
     N, K = shape
     group = K if bits == 8 else quant.group_size
-    scale, q = torch.ones(N, K // group), torch.ones(N, K, dtype=torch.uint8)
+    scale, q = torch.ones(N, K // group, device=device), torch.ones(N, K, dtype=torch.uint8, device=device)
     return QuantizedWeight(q=q, scale=scale, zero=scale, bits=bits, group_size=group)
-
-
-def _seconds_per_byte(linear: PackedLinear | LowPackedLinear, x: Tensor) -> float:
-    """Of a product, for each byte of weights that come from memory: the shortest of a few."""
-    copies = [linear, *(copy.deepcopy(linear) for _ in range(PROBED_BYTES // linear.weight.nbytes - 1))]
-    times = []
-    for _ in range(4):
-        started = time.perf_counter()
-        for each in copies:
-            each(x)
-        times.append(time.perf_counter() - started)
-    return min(times) / (len(copies) * linear.weight.nbytes)
 
 
 def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: float | None) -> float:

@@ -88,6 +88,14 @@ class StreamedBlocks:
                         f"{name} of block {block} has no quantized weights, and draft steps need it: it must stay"
                     )
         self._owners = {block: [(name, *owner[1:]) for name, owner in each.items()] for block, each in owners.items()}
+        parameters = {
+            name
+            for each in self._owners.values()
+            for name, linear, part in each
+            if isinstance(getattr(linear, part), nn.Parameter)
+        }
+        for slot in self._views:
+            slot |= {name: nn.Parameter(slot[name], requires_grad=False) for name in parameters}
         self._slot_of: dict[int, int] = {}
         for block in stream.blocks:
             self._point(block, 0)  # memory of the right shapes, until they are needed
@@ -135,6 +143,12 @@ class StreamedBlocks:
             for name, linear, part in self._owners[block]:
                 setattr(linear, part, self._views[slot][name])
             self._slot_of[block] = slot
+
+
+def use_tensor(linear: nn.Module, part: str, tensor: Tensor) -> None:
+    """Have a linear use a tensor in place of one of its own; what was a parameter is one again."""
+    is_parameter = isinstance(getattr(linear, part), nn.Parameter)
+    setattr(linear, part, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
 def full_head(decoder: Decoder) -> nn.Module:

@@ -85,8 +85,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_the_steps_fit_into_28_minutes_and_their_functions_exist() -> None:
-    assert sum(step.limit_s for step in STEPS) <= command.BUDGET_S == 28 * 60
+def test_the_steps_fit_into_29_minutes_and_their_functions_exist() -> None:
+    assert sum(step.limit_s for step in STEPS) <= command.BUDGET_S == 29 * 60
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         module, _, function = step.measure.partition(":")
@@ -264,7 +264,8 @@ def test_all_steps_go_through_on_a_cpu(tmp_path: Path, target: str) -> None:
     values = json.loads((tmp_path / "gpu.json").read_text())
     states = {name: outcome["state"] for name, outcome in values["steps"].items()}
     assert states.keys() == {step.name for step in STEPS}
-    assert {name for name, state in states.items() if state != "done"} == {"kernels", "tiles", "gemlite", "tests"}
+    need_a_gpu = {"kernels", "tiles", "gemlite", "tests", "offload"}
+    assert {name for name, state in states.items() if state != "done"} == need_a_gpu
     assert values["steps"]["135m"]["found"]["all_texts_identical"]
     assert report.markdown(values) == (tmp_path / "gpu.md").read_text()
 

@@ -16,7 +16,7 @@ from compile.native import cache_root
 from offload.plan import DoesNotFit
 from offload.store import StoreError
 from quant.config import QuantConfig
-from sharesd import placing, planning
+from sharesd import planning, records
 from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.planning import Offloading, plan_for
@@ -140,7 +140,7 @@ def test_the_store_is_written_once(
     config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
     close_after.append(Runtime(config))
     (store,) = tmp_path.iterdir()
-    monkeypatch.setattr(placing, "Writer", None)  # not called
+    monkeypatch.setattr(records, "Writer", None)  # not called
     close_after.append(Runtime(config))
     with store.open("r+b") as file:
         file.truncate(store.stat().st_size - 1)
@@ -154,7 +154,7 @@ def test_a_store_that_was_begun_is_gone_on_with(
     limit = limit_for(tiny, 3, "naive")
     config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
     written: list[int] = []
-    write = placing.Writer.write
+    write = records.Writer.write
 
     def dies_at_the_fifth(writer: Any, block: int, slot: Any) -> None:
         if len(written) == 4:
@@ -163,7 +163,7 @@ def test_a_store_that_was_begun_is_gone_on_with(
         written.append(block)
         write(writer, block, slot)
 
-    monkeypatch.setattr(placing.Writer, "write", dies_at_the_fifth)
+    monkeypatch.setattr(records.Writer, "write", dies_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         Runtime(config)
     close_after.append(Runtime(config))

@@ -139,6 +139,7 @@ def test_three_tiers() -> None:
         (Limits(device=0.3 * GB, host=8 * GB), "--device-memory of at least 479 MB"),
         (Limits(device=GB, host=0.1 * GB), "--host-memory of at least 113 MB"),
         (Limits(device=GB, disk=GB), "a disk with 1.8 GB free"),
+        (Limits(device=GB, host=GB, disk=None), "--host-memory of at least 1.29 GB"),
     ],
 )
 def test_the_smallest_limits_are_told_and_would_do(limits: Limits, message: str) -> None:

@@ -7,6 +7,8 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +39,8 @@ def run_on_device(seed: int) -> list[str]:
     blocks, num_slots, passes = random_passes(dice)
     device = TimedDevice(lambda: dice.choice([0.1, 1.0, 10.0]) * dice.random())
     slots = [TimedSlot(number, device) for number in range(num_slots)]
-    stream = Stream(blocks, slots, CudaLink({block: block for block in blocks}, cuda=device))  # type: ignore[arg-type, misc]
+    records: Any = {block: SimpleNamespace(tensor=block) for block in blocks}
+    stream = Stream(blocks, slots, CudaLink(records, cuda=device))  # type: ignore[misc]
     for each in passes:
         for block in each:
             device.run(stream.need(block), block)
@@ -139,6 +142,20 @@ def test_a_pass_takes_as_long_as_the_slower_of_link_and_computation(copy_s: floa
     assert link.now <= 5 * 10 * max(copy_s, compute_s) + copy_s + compute_s
 
 
+@pytest.mark.parametrize(("copy_s", "compute_s"), [(1.0, 0.2), (1.0, 1.0), (0.2, 1.0)])
+def test_so_it_does_on_a_device(copy_s: float, compute_s: float) -> None:
+    device = TimedDevice(lambda: compute_s if device.current_stream() is device.compute else copy_s)
+    slots = [TimedSlot(number, device) for number in range(2)]
+    records: Any = {block: SimpleNamespace(tensor=block) for block in range(10)}
+    stream = Stream(range(10), slots, CudaLink(records, cuda=device))  # type: ignore[misc]
+    for _ in range(5):
+        for block in range(10):
+            device.run(stream.need(block), block)
+            stream.done(block)
+    assert device.compute.time <= 5 * 10 * max(copy_s, compute_s) + copy_s + compute_s
+    assert stream.traffic.waited_s < 1, "the host waits for nothing"
+
+
 def test_the_next_pass_arrives_while_others_compute() -> None:
     link = ClockLink(lambda: 1.0)
     stream = Stream(range(6), [ClockSlot(number) for number in range(3)], link)  # type: ignore[misc]
@@ -176,6 +193,19 @@ def test_memory_is_pinned_at_its_exact_size_and_given_back() -> None:
     assert device.pinned == {memory.tensor.data_ptr(): 5 * 4096}
     memory.close()
     memory.close()
+    assert device.pinned == {}
+    memory = PinnedMemory(4096, cuda=device)
+    assert list(device.pinned.values()) == [4096]
+    del memory  # whoever forgets it does not leave it locked
+    assert device.pinned == {}
+
+
+def test_a_link_that_is_closed_gives_pinned_memory_back() -> None:
+    device = TimedDevice(lambda: 0.0)
+    link = CudaLink({block: PinnedMemory(4096, cuda=device) for block in range(3)}, cuda=device)
+    assert len(device.pinned) == 3
+    link.close()
+    link.close()
     assert device.pinned == {}
 
 

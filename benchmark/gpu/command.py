@@ -13,7 +13,7 @@ from benchmark.gpu.agenda import STEPS, Step
 from benchmark.questions.records import read_json, replace_file, write_json
 from sharesd.cli.console import console, err_console
 
-BUDGET_S = 1680.0
+BUDGET_S = 1740.0
 
 
 def add_parser(subparsers: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from benchmark.gpu.modes import answer, compare_modes, loaded, profile, prompts_of
 from benchmark.gpu.worker import Job
@@ -33,7 +33,7 @@ def measure(job: Job, size: str) -> None:
 
 
 def _measure_exact(job: Job, size: str) -> None:
-    with job.part("exact"), _model(job, size, ("naive", "share")) as runtime:
+    with job.part("exact"), widened_model(job, size, ("naive", "share")) as runtime:
         compare_modes(job, runtime, ("naive", "share"), ["T=0", "T=1"], prompts=3, tokens=128, label="exact")
         with job.part("profile"):
             engine = runtime.engine("naive")
@@ -45,14 +45,14 @@ def _measure_exact(job: Job, size: str) -> None:
 
 
 def _measure_naive(job: Job, size: str, label: str, *, exact: bool = True, max_context: int = SHORT) -> None:
-    with job.part(label), _model(job, size, ("naive",), exact=exact, max_context=max_context) as runtime:
+    with job.part(label), widened_model(job, size, ("naive",), exact=exact, max_context=max_context) as runtime:
         compare_modes(job, runtime, ("naive",), ["T=0"], prompts=2, tokens=128, label=label)
 
 
 def compare(job: Job, modes: str, size: str = "7b") -> None:
     """Two modes prompt by prompt: the second should be nowhere slower than the first."""
     first, second = cast("list[Mode]", modes.split(","))
-    with _model(job, size, (first, second)) as runtime:
+    with widened_model(job, size, (first, second)) as runtime:
         found = compare_modes(job, runtime, (first, second), ["T=0"], prompts=8, tokens=128)
         ratios = [b / a for a, b in zip(found[first, "T=0"].speeds, found[second, "T=0"].speeds, strict=True)]
         job.put(least_gain=min(ratios), gains=[{"prompt": i, second: ratio} for i, ratio in enumerate(ratios)])
@@ -63,9 +63,17 @@ def compare(job: Job, modes: str, size: str = "7b") -> None:
 
 
 @contextmanager
-def _model(
-    job: Job, size: str, modes: tuple[Mode, ...], *, exact: bool = True, max_context: int = SHORT
+def widened_model(
+    job: Job,
+    size: str,
+    modes: tuple[Mode, ...],
+    *,
+    label: str = "",
+    exact: bool = True,
+    max_context: int = SHORT,
+    **options: Any,
 ) -> Iterator[Runtime]:
+    """A model of this size, on a CPU the smallest that there is; `options` are those of the runtime."""
     source = resolve(job.target)
     shape = SHAPES[size] if job.on_gpu else _next_larger(decoder_config(source))
     name = source.name if job.target else "SmolLM2-135M-Instruct"
@@ -73,9 +81,9 @@ def _model(
     job.put(model=name)
     with tempfile.TemporaryDirectory() as folder:
         describe(source, Path(folder), shape, name=name)
-        config = EngineConfig(target=folder, device=job.device, exact=exact, max_context=max_context)
+        config = EngineConfig(target=folder, device=job.device, exact=exact, max_context=max_context, **options)
         tensors = partial(wide_tensors, source, shape, device=job.device)
-        label = f"{', '.join(modes)}{'' if exact else ', not exact'}, {max_context} slots"
+        label = label or f"{', '.join(modes)}{'' if exact else ', not exact'}, {max_context} slots"
         with loaded(job, config, modes, tensors, label) as runtime:
             yield runtime
 

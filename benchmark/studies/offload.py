@@ -23,6 +23,7 @@ from benchmark.questions.records import replace_file, write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
 from sharesd.config import TABLES, EngineConfig, Mode, SamplingParams
+from sharesd.device import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +59,7 @@ class Figures:
     transfer_s: float
     """Seconds that a pass's bytes travel, as planned."""
     peak_bytes: int
-    """Most memory of its own that the process had, loading included."""
+    """Most memory of its own that the process had, loading included; on a GPU what torch took of its memory."""
     texts: list[list[int]]
 
     @property
@@ -73,12 +74,12 @@ def add_parser(subparsers: Any) -> None:
         "offload",
         help="how fast is a model that does not fit?",
         description="Decode with less memory than the model takes, under several limits: plainly, and with drafts. "
-        "With --link the disk is slowed down, to see what slower machines do.",
+        "With --link the disk (on a GPU: the bus) is slowed down, to see what slower machines do.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
     group = parser.add_argument_group("offload")
-    group.add_argument("--memory", default="1.2,1.6", metavar="LIST", help="limits of memory, in GB")
+    group.add_argument("--memory", default="1.2,1.6", metavar="LIST", help="limits of memory (a GPU's, on one), in GB")
     group.add_argument(
         "--drafters", default="share", metavar="LIST", help="modes besides naive, as share,hybrid,suffix"
     )
@@ -104,8 +105,10 @@ def run(args: argparse.Namespace) -> int:
     out_dir = arguments.out_folder(args.out_dir, "offload")
     params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
     figures: list[Figures] = []
+    on_gpu = device_of(base.device).type == "cuda"
     for limit in limits:
-        offload = replace(base.offload, host_memory=int(limit), rate=rate, choose_bits=False)
+        device, host = (int(limit), None) if on_gpu else (None, int(limit))
+        offload = replace(base.offload, device_memory=device, host_memory=host, rate=rate, choose_bits=False)
         config = replace(base, offload=offload, mode="naive")
         quants = [replace(base.quant, bits=each, head_bits=base.quant.head_bits and each) for each in bits]
         drafting = [
@@ -120,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {"command": arguments.command(), "model": model_name(base.target), "bytes_per_second": rate}
     write_json(out_dir / "offload.json", {"settings": settings, "figures": [asdict(each) for each in figures]})
     head, rows = _rows(figures, same)
-    title = f"{settings['model']}, {'its own disk' if rate is None else f'link {args.link:g} GB/s'}"
+    title = f"{settings['model']}, {'its own link' if rate is None else f'link {args.link:g} GB/s'}"
     replace_file(out_dir / "offload.md", f"{title}\n\n{markdown_table(head, rows, 2)}\n")
     draw(out_dir / "offload.png", title, figures)
     console.print(rich_table(title, head, rows, 2))
@@ -136,6 +139,8 @@ def in_a_process(config: EngineConfig, prompts: Sequence[str], params: SamplingP
 
 def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams) -> Figures:
     """Decode as planned for the config's limit. ValueError where that leaves no way."""
+    import torch
+
     from sharesd.load import Runtime
 
     mode: Mode = config.mode
@@ -148,7 +153,7 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
         runtime.close()
     stats, traffic = engine.stats, engine.stats.traffic
     return Figures(
-        limit=float(config.offload.host_memory or 0),
+        limit=float(config.offload.device_memory or config.offload.host_memory or 0),
         drafter=_name(config),
         depth=plan.depth,
         nodes=plan.nodes,
@@ -160,7 +165,7 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
         link_utilisation=traffic.utilisation if traffic else 0.0,
         pass_s=stats.verify_s / stats.steps if stats.steps else 0.0,
         transfer_s=plan.transfer_s,
-        peak_bytes=peak.bytes,
+        peak_bytes=torch.cuda.max_memory_reserved() if runtime.device.type == "cuda" else peak.bytes,
         texts=texts,
     )
 

@@ -15,6 +15,8 @@ from compile.cuda.linear import FewRows
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Inputs that share a scale and an offset, with 4 bits."""
+_PACKED_ROWS = 4096
+"""Rows that are packed at a time: a head's are many, and int32 takes four times as much as their codes."""
 
 
 class LowRowLinear(FewRows):
@@ -39,7 +41,7 @@ class LowRowLinear(FewRows):
         super().__init__(N, K, codes_NK.device, most_rows, batch)
         self.factor_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
         if bits == 8:
-            weight, scale = (codes_NK.to(torch.int16) - 128).to(torch.int8), scale_NG.float().flatten()
+            weight, scale = (codes_NK ^ 128).view(torch.int8), scale_NG.float().flatten()  # code - 128
         else:
             self.group_size = K // scale_NG.shape[1]
             if self.group_size not in GROUP_SIZES:
@@ -69,10 +71,12 @@ class LowRowLinear(FewRows):
 
 def pack4(codes_NK: Tensor, group: int) -> Tensor:
     """int16 [N, K / 4]: four groups side by side, the first in the lowest bits of `group` columns. Zeros fill up."""
-    codes_NB4g = F.pad(codes_NK, (0, -codes_NK.shape[1] % (4 * group))).to(torch.int32).unflatten(1, (-1, 4, group))
     shifts = torch.tensor([1, 1 << 4, 1 << 8, 1 << 12], dtype=torch.int32, device=codes_NK.device)
-    words_NBg = (codes_NB4g * shifts[:, None]).sum(2, dtype=torch.int32)
-    return words_NBg.to(torch.int16).flatten(1)
+    missing, words = -codes_NK.shape[1] % (4 * group), []
+    for codes_RK in codes_NK.split(_PACKED_ROWS):
+        padded_RB4g = F.pad(codes_RK, (0, missing)).to(torch.int32).unflatten(1, (-1, 4, group))
+        words.append((padded_RB4g * shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16).flatten(1))
+    return torch.cat(words)
 
 
 def unpack4(words: Tensor, group: int) -> Tensor:

@@ -117,16 +117,21 @@ def _batches(engine: Engine) -> list[int]:
 
 @torch.inference_mode()
 def _capture(engine: Engine, params: SamplingParams) -> None:
-    """Run every form of a round until it is replayed, with idle rows, which change nothing."""
+    """Run every form of a round until it is replayed, with idle rows, which change nothing. Where weights travel, only
+    drafts are captured, and nothing else is run.
+    """
     engine.rest()
     model, round_ = _model_drafter(engine), engine.way(params).round()
     kinds = {(shape.is_tree, shape.recent): shape for shape in model.shapes} if model is not None else {}
     for _ in range(1 + WARM_CALLS):
-        round_.verify(DraftTree(torch.zeros(engine.cache.batch, 0, dtype=torch.int64)))
+        if not engine.offloaded:
+            round_.verify(DraftTree(torch.zeros(engine.cache.batch, 0, dtype=torch.int64)))
         for shape in kinds.values():  # the largest of each kind
             assert model is not None
-            round_.verify(model.draft(round_.drafting, shape))
-        if engine.num_draft:
+            tree = model.draft(round_.drafting, shape)
+            if not engine.offloaded:
+                round_.verify(tree)
+        if engine.num_draft and not engine.offloaded:
             round_.verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
 
 

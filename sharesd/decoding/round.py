@@ -67,7 +67,7 @@ class Round:
     """Verify, accept, commit.
 
     Where there are `graphs`, two of them are replayed: one for plain steps, and one for whatever lies in the buffers,
-    which does for plain steps too where these have the same width.
+    which does for plain steps too where these have the same width. If only drafts are, rounds do the same eagerly.
     """
 
     def __init__(
@@ -79,21 +79,23 @@ class Round:
         state: RowState,
         *,
         widths: Sequence[int] | None,
+        eager: bool = False,
     ) -> None:
         """Over the rows of `drafting`, which are all that `cache` and `state` have.
 
-        `widths`: numbers of tokens that steps may have, to the next of which they are padded; None = any.
+        `widths`: numbers of tokens that steps may have, to the next of which they are padded; None = any. `eager`:
+        graphs are for drafts alone.
         """
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.drafting = drafting
         self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
-        graphs, match = drafting.graphs, not drafting.sampler.wants_probs
+        graphs, match = None if eager else drafting.graphs, not drafting.sampler.wants_probs
         constrained = drafting.sampler.kind.constrained
         legal_B1W = drafting.buffers.legal_BTW[:, :1] if constrained else None
         self._plain = Replayed(partial(self._verify, DraftTree(state.root_B[:, None][:, :0], legal=legal_B1W)), graphs)
         self._full: Replayed[RoundResult] | None = None
         self._plain_apart = True
-        if graphs is not None and drafter is not None:
+        if drafting.graphs is not None and drafter is not None:
             tree = drafting.buffers.tree(branches=drafter.trees and match, probs=not match, legal=constrained)
             self._full = Replayed(partial(self._verify, tree), graphs)
             self._plain_apart = not match or self._width(1) < self._width(1 + drafting.buffers.most)

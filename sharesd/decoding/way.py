@@ -39,7 +39,7 @@ class Way:
         """As `Engine` has them."""
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
         self._sampling, self._state, self._gumbel = sampling, state, gumbel
-        self._widths, self._graphs = widths, graphs
+        self._widths, self._graphs, self._offloaded = widths, graphs, offloaded
         shapes = drafter.shapes if drafter else (PLAIN,)
         self._most = max(shape.nodes for shape in shapes)
         if graphs is not None and widths:
@@ -59,7 +59,9 @@ class Way:
         buffers = DraftBuffers(end - first, self._most, self._target.vocab_size, self._cache.lengths.device)
         state, cache = self._state.rows(first, end), self._cache.rows(first, end)
         drafting = Drafting(first, end, sampler, state.root_B, buffers, self.policy, self._graphs)
-        return Round(self._target, cache, self._drafter, drafting, state, widths=self._widths)
+        # What waits for weights that travel can't be captured: their copies are others each time.
+        eager = self._offloaded
+        return Round(self._target, cache, self._drafter, drafting, state, widths=self._widths, eager=eager)
 
     def shape(self, num_idle: int) -> Shape:
         """What to draft in the coming round; where the drafter decides, a chain of as many nodes as it may have.
