@@ -73,7 +73,8 @@ class Content:
     @property
     def header(self) -> bytes:
         """The first pages of the file."""
-        text = json.dumps({"format": FORMAT, "key": self.key, "what": self.what}).encode() + b"\n"
+        fields = {"format": FORMAT, "key": self.key, "what": self.what}
+        text = json.dumps(fields, sort_keys=True).encode() + b"\n"
         return text.ljust(_pages(len(text)), b" ")
 
     @property

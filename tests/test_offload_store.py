@@ -123,6 +123,13 @@ def _spoil(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
+def test_the_order_in_which_content_is_described_changes_nothing() -> None:
+    one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    layout = _content().layout
+    a, b = (Content(what=what, layout=layout, num_blocks=BLOCKS) for what in (one, other))
+    assert (a.key, a.header) == (b.key, b.header)
+
+
 def test_files_that_are_damaged_are_told_and_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = _content()
     path, table = content.path(tmp_path), len(content.header)
