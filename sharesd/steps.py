@@ -81,7 +81,7 @@ class Steps:
             activation=config.activation,
             norm=model.norm,
             low=self._low,
-            ranges=model.ranges,
+            ranges=lambda: model.ranges(),  # which may be replaced
             gather=gather,
         )
 

@@ -338,13 +338,36 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "12", "--num-draft", "2"]
-    assert benchmark(["multi", *args, "--stages", "2", "--hop", "3", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
+    args += ["--stages", "2", "--hop", "3", "--ranks", "3", "--repeats", "1", "--out-dir", str(tmp_path)]
+    assert benchmark(["multi", *args]) == 0
     report = json.loads((tmp_path / "multi.json").read_text())
-    assert [(one["stages"], one["mode"]) for one in report["figures"]] == [
-        (count, mode) for mode in ("naive", "share") for count in (1, 2)
-    ]
-    one, two, _, share = report["figures"]
-    assert report["hop_s"] >= 0.003 and two["round_s"] >= one["round_s"] + 0.003
-    assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * report["hop_s"])
-    assert share["round_s"] >= 2 * (1 + 2) * 0.003
-    assert "not measured, there is one device" in capsys.readouterr().out
+    figures = {(one["place"], one["mode"]): one for one in report["figures"]}
+    h = report["hop_s"]
+    one, two, share = (figures[key] for key in (("1 device", "naive"), ("2 stages", "naive"), ("2 stages", "share")))
+    assert h >= 0.003 and len(report["stage_s"]["2 stages"]) == 2 and min(report["stage_s"]["2 stages"]) > 0
+    assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * h)
+    assert two["round_s"] >= one["round_s"] + 2 * 0.003 and share["round_s"] >= 2 * (1 + 2) * 0.003
+    for place, mode, hops in (("2 stages", "classic", 2), ("2 stages, own draft", "classic", 2 + 2 * 2)):
+        found, alone = figures[place, mode], figures["1 device", mode]
+        assert found["predicted_round_s"] == pytest.approx(alone["round_s"] + hops * h)
+        assert found["round_s"] >= hops * 0.003
+    assert figures["1 device, waits as 2", "share"]["round_s"] >= 2 * (1 + 2) * 0.003
+    assert figures["own draft, at once", "share"]["round_s"] is None
+    said = capsys.readouterr().out
+    assert "not measured: drafts made while the target verifies" in said
+    assert "not measured: links between devices" in said
+    assert "not measured: 3 ranks: tensor_parallel is 3, and the model's 2 key/value heads" in said
+
+
+@pytest.mark.slow
+def test_the_study_of_ranks(folder: Path, tmp_path: Path) -> None:
+    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "8", "--num-draft", "2"]
+    assert benchmark(["multi", *args, "--stages", "1", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "multi.json").read_text())
+    figures = {(one["place"], one["mode"]): one for one in report["figures"]}
+    assert report["ranks"] == 2 and list(report["exchange_s"]) == ["gather"]
+    for style, (plain_s, verify_s) in report["exchange_s"].items():
+        assert plain_s > 0 and verify_s > 0
+        for mode, spent in (("naive", plain_s), ("share", 2 * plain_s + verify_s)):
+            ranks = figures[f"2 ranks, {style}", mode]
+            assert ranks["round_s"] > 0 and ranks["predicted_round_s"] > spent
