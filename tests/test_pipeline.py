@@ -360,12 +360,13 @@ def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_the_study_of_ranks(folder: Path, tmp_path: Path) -> None:
+def test_the_study_of_ranks(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", hidden=128)  # groups of 64 inputs for each of two ranks
     args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "8", "--num-draft", "2"]
     assert benchmark(["multi", *args, "--stages", "1", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "multi.json").read_text())
     figures = {(one["place"], one["mode"]): one for one in report["figures"]}
-    assert report["ranks"] == 2 and list(report["exchange_s"]) == ["gather"]
+    assert report["ranks"] == 2 and list(report["exchange_s"]) == ["gather", "reduce"]
     for style, (plain_s, verify_s) in report["exchange_s"].items():
         assert plain_s > 0 and verify_s > 0
         for mode, spent in (("naive", plain_s), ("share", 2 * plain_s + verify_s)):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from benchmark import arguments
 from benchmark.arguments import markdown_table, rich_table
@@ -25,7 +25,7 @@ from benchmark.environment import environment
 from benchmark.questions.records import replace_file, write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
-from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig
+from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig, TensorParallelStyle
 
 if TYPE_CHECKING:
     from compile.ranges import Range
@@ -361,41 +361,46 @@ def _by_ranks(
     config: EngineConfig, alone: Runtime, ranks: int | None, params: SamplingParams, repeats: int, found: Found
 ) -> None:
     """Adds what ranks give; why not, where they cannot share this model, or have no devices."""
-    from benchmark.studies.exchange import seconds_of_passes
+    from benchmark.studies.exchange import exchanges_of, seconds_of_passes
     from multigpu.launch import local_device
+    from multigpu.tensor import Part
     from sharesd.load import Runtime
     from sharesd.models.weights import check_cuts
 
     device, drafts = alone.device, config.most_draft
     num = found.ranks = ranks or _fewest_ranks(alone)
+    shape = _decoder(alone).config
     try:
-        check_cuts(_decoder(alone).config, num)
+        check_cuts(shape, num)
         local_device(device, num)
     except ValueError as reason:
         found.notes.append(f"{num} ranks: {reason}")
         return
-    shape = _decoder(alone).config
-    block = (shape.num_heads * shape.head_dim, shape.hidden_size, shape.mlp_size, shape.hidden_size)
-    gathers = [part // num for part in (*block * len(shape.layers), shape.vocab_size)]
-    place = f"{num} ranks, gather"
-    with err_console.status(f"loading {place}"):
-        plain_s, verify_s = seconds_of_passes(num, device, alone.dtype, gathers, (1, 1 + drafts))
-        runtime = Runtime(replace(config, tensor_parallel=num, split=SplitConfig()), RANK_MODES)
-    found.exchange_s["gather"] = [plain_s, verify_s]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = -(-num // cores) * cores / num if device.type == "cpu" else 1 / num
     how: dict[str, Any] = {"share": share, "threads": max(1, cores // num)}
-    formula = f"{share:.3g} R + D E(1) + E(D+1)"
-    cases = [
-        *(Case(ONE, mode, alone, "") for mode in RANK_MODES),
-        Case(place, "naive", runtime, f"{share:.3g} T + E(1)", plain_s, **how),
-        Case(place, "share", runtime, formula, drafts * plain_s + verify_s, **how),
-    ]
-    try:
-        rounds = _in_turns(cases, params, repeats)
-    finally:
-        runtime.close()
-    found.figures += [_figures(case, rounds) for case in cases if case.runtime is runtime]
+    for style in get_args(TensorParallelStyle):
+        place, exchanges = f"{num} ranks, {style}", exchanges_of(shape, Part(size=num, reduces=style == "reduce"))
+        with err_console.status(f"loading {place}"):
+            passes = [(1, exchanges), (1 + drafts, exchanges)]
+            plain_s, verify_s = found.exchange_s[style] = seconds_of_passes(num, device, alone.dtype, passes)
+            options: dict[str, Any] = {"tensor_parallel": num, "tensor_parallel_style": style, "split": SplitConfig()}
+            try:
+                runtime = Runtime(replace(config, **options), RANK_MODES)
+            except ValueError as reason:  # groups of quantized weights that inputs cut through
+                found.notes.append(f"{place}: {reason}")
+                continue
+        formula = f"{share:.3g} R + D E(1) + E(D+1)"
+        cases = [
+            *(Case(ONE, mode, alone, "") for mode in RANK_MODES),
+            Case(place, "naive", runtime, f"{share:.3g} T + E(1)", plain_s, **how),
+            Case(place, "share", runtime, formula, drafts * plain_s + verify_s, **how),
+        ]
+        try:
+            rounds = _in_turns(cases, params, repeats, place if style == "reduce" else "")
+        finally:
+            runtime.close()
+        found.figures += [_figures(case, rounds) for case in cases if case.runtime is runtime]
 
 
 def _fewest_ranks(alone: Runtime) -> int:
@@ -412,8 +417,12 @@ def _fewest_ranks(alone: Runtime) -> int:
 # ---- rounds
 
 
-def _in_turns(cases: Sequence[Case], params: SamplingParams, repeats: int) -> dict[tuple[str, str], Rounds]:
-    """Rounds of each (place, mode). Raises RuntimeError where texts differ."""
+def _in_turns(
+    cases: Sequence[Case], params: SamplingParams, repeats: int, own_texts: str = ""
+) -> dict[tuple[str, str], Rounds]:
+    """Rounds of each (place, mode). Raises RuntimeError where texts differ: of all places, but for one that may have
+    `own_texts`.
+    """
     from compile.threads import CREW
 
     found: dict[tuple[str, str], Rounds] = {(case.place, case.mode): Rounds() for case in cases}
@@ -440,7 +449,7 @@ def _in_turns(cases: Sequence[Case], params: SamplingParams, repeats: int) -> di
                     before, tokens = now, [*tokens, *chunk.token_ids]
             rounds, stats = found[case.place, case.mode], engine.stats
             rounds.tokens, rounds.tau, rounds.alpha = tokens, stats.tau, stats.alpha
-            if tokens != found[ONE, "naive"].tokens:
+            if tokens != found[own_texts if case.place == own_texts else ONE, "naive"].tokens:
                 raise RuntimeError(f"{case.mode} of {case.place} says something else; that is an error of this program")
             rounds.seconds += seconds
             rounds.draft_step_s.append(stats.draft_s / max(1, stats.draft_steps))
