@@ -14,16 +14,17 @@ import torch
 from oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from recorded_graphs import host_reads, take_the_way_of_cuda
 from served import served
-from staged_places import in_stages, watched
+from staged_places import Hop, in_stages, watched
 from tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, texts_of, texts_of_moved_rows
 from tiny import make_checkpoint
 from tiny_heads import make_head
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark.__main__ import main as benchmark
 from compile import regions
 from compile.regions import CompiledBlocks
 from multigpu import pipeline
-from multigpu.pipeline import DoesNotFit, Sizes, from_map, shares
+from multigpu.pipeline import DoesNotFit, Sizes, copied, from_map, shares
 from serve.command import load_model
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SplitConfig
@@ -177,9 +178,54 @@ def test_no_operation_reads_two_stages(kind: str, way_of_cuda: None) -> None:
     caches = [engine.cache]
     with watched(engine.target, *caches) as places:  # type: ignore[arg-type]
         texts = [done.token_ids for done in engine.complete(prompts, params)]
-    assert places.found == [] and places.num_copies > 2 * engine.stats.steps
+    assert places.found == [] and len(places.hops) > 2 * engine.stats.steps
     alone = new_engine(tiny_decoder(num_hidden_layers=5), batch=2)
     assert texts == [done.token_ids for done in alone.complete(prompts, params)]
+
+
+@pytest.mark.parametrize(("kind", "widths"), [("naive", [1]), ("share", [1, 1, 1, 1, 5])])
+def test_what_is_copied_in_a_round(kind: str, widths: list[int], way_of_cuda: None) -> None:
+    """Of each pass tokens, lengths and the residual stream, to where they are needed; to the host nothing."""
+    engine = kinds()[kind](2)
+    with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
+        chunks = engine.generate([[1, 2, 3], [4, 5]], replace(GREEDY, max_new_tokens=60))
+        next(chunks)
+        steps = engine.stats.steps
+        while engine.stats.steps == steps:  # until the first round is over
+            places.hops.clear()
+            next(chunks)
+        assert places.hops == [
+            Hop(shape, source, target)
+            for width in widths
+            for shape, source, target in (
+                *(((2, width), 2, 0), ((2,), 2, 0)),
+                *(((2,), 2, 1), ((2, width, 32), 0, 1), ((2, width, 32), 1, 2)),
+            )
+        ]
+        chunks.close()
+
+
+def test_copies_to_other_devices_wait_for_nothing() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            asked.append(kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2)
+    with Copies():
+        copied(tensor, torch.device("meta"))
+    assert [each["non_blocking"] for each in asked] == [True]
+
+
+def test_a_stage_whose_device_was_not_made_current_is_noticed(way_of_cuda: None, monkeypatch: Any) -> None:
+    engine = kinds()["naive"](1)
+    with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
+        ranges = [each._replace(before=lambda: None) for each in engine.target.ranges()]  # type: ignore[attr-defined]
+        monkeypatch.setattr(engine.target, "ranges", lambda: ranges)
+        engine.complete([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
+    assert any("on 1 while 0 is the current device" in found for found in places.found)
 
 
 def test_a_tensor_at_a_wrong_place_is_noticed(way_of_cuda: None) -> None:

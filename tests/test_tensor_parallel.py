@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from recorded_graphs import host_reads, take_the_way_of_cuda
 from tensor_ranks import (
     GREEDY,
     MODES,
@@ -174,6 +176,25 @@ def test_sums_are_the_same_on_all_ranks_and_in_steps_of_any_width(dtype: torch.d
     assert all(torch.equal(other, first) for other in others)
     assert torch.equal(summed(slice(2, 3))[1], first[2:3])
     torch.testing.assert_close(first, parts_RMN.double().sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("style", ["gather", "reduce"])
+def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for addresses, which kernels for CPUs read. Other ranks read nothing but what rank 0 tells them to do."""
+    take_the_way_of_cuda(monkeypatch)
+    options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off"}
+    with threads(config_of(folder, **options), ("share",)) as runtime:
+        chunks = runtime.engine("share", warm=GREEDY).generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
+        next(chunks)
+        reads: list[tuple[bool, str]] = []
+        for _ in range(3):
+            reads.clear()
+            with host_reads(lambda name: reads.append((current_thread() is main_thread(), name))):
+                next(chunks)
+            assert [name for by_rank_0, name in reads if by_rank_0 and name != "data_ptr"] == ["tolist"]
+            told = [name for by_rank_0, name in reads if not by_rank_0 and name != "data_ptr"]
+            assert told == ["tolist"] * len(told)
+        chunks.close()
 
 
 def test_split_sums_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

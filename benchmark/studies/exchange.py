@@ -20,7 +20,7 @@ from multigpu.lifeline import RankLost
 from multigpu.tensor import Part, gather_columns, sum_parts
 from sharesd.models.decoder_config import DecoderConfig
 
-PASSES = 20
+PASSES = 10
 """Passes that are timed."""
 TOLD = 16
 """Words of each of the two broadcasts in which rank 0 tells of a step."""

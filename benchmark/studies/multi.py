@@ -39,8 +39,6 @@ SENT = 20
 """Hops that are timed."""
 PASSES = 20
 """Passes in which stages are timed."""
-WARM = 8
-"""Tokens of an answer that is not timed."""
 MOST_RANKS = 8
 """Tried out in finding the fewest that can share a model."""
 NOT_MEASURED = "not measured"
@@ -431,13 +429,13 @@ def _in_turns(
         given = case.runtime.config.threads
         CREW.reset(case.threads or given, fixed=given is not None)
 
-    for case in cases:  # the first time, much is new
+    engines = []
+    for case in cases:
         use_threads(case)
-        case.runtime.engine(case.mode, warm=params).complete([PROMPT], replace(params, max_new_tokens=WARM))
+        engines.append(case.runtime.engine(case.mode, warm=params))
     for _ in range(repeats):
-        for case in cases:
+        for case, engine in zip(cases, engines, strict=True):
             use_threads(case)
-            engine = case.runtime.engine(case.mode)
             seconds: list[float] = []
             before: float | None = None
             tokens: list[int] = []

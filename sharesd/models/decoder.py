@@ -236,6 +236,7 @@ class Decoder(nn.Module):
         """See `sharesd.models.base.CausalModel.forward`."""
         split = self.split
         if split.hands_over:
+            use(split.stages[0].device)
             tokens_BT = split.send(tokens_BT, split.stages[0].device)
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:
