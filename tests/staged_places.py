@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -100,13 +101,45 @@ class Places(TorchDispatchMode):
             self.found.append(f"copy_ from {source} to {target}, for which the host waits")
 
 
+class TimedPlaces(Places):
+    """With a clock for each place: what is launched there runs one after the other, each matrix product for a unit of
+    time. Copies between places wait for both, as those between GPUs do; what comes from the host waits for the one.
+    """
+
+    def __init__(self, home: int) -> None:
+        super().__init__(home)
+        self.clocks: Counter[int] = Counter()
+        self.busy: dict[int, list[int]] = defaultdict(list)
+        """Place -> when its products began."""
+
+    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.untyped_storage()._cdata in self._place:
+            self._wait_for_each_other(self._place_of(tensor), device.index)
+        return super().copied(tensor, device)
+
+    def _cross(self, written: Tensor, read: Tensor, non_blocking: bool = False) -> None:
+        super()._cross(written, read, non_blocking)
+        self._wait_for_each_other(self._place_of(read), self._place_of(written))
+
+    def _wait_for_each_other(self, *places: int) -> None:
+        self.clocks |= dict.fromkeys(places, max(self.clocks[place] for place in places))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.name in ("aten::mm", "aten::linear"):
+            place = self._place_of(args[1])
+            self.busy[place].append(self.clocks[place])
+            self.clocks[place] += 1
+        return out
+
+
 @contextmanager
-def watched(decoder: Decoder, *caches: Any) -> Iterator[Places]:
+def watched(decoder: Decoder, *caches: Any, kind: type[Places] = Places) -> Iterator[Places]:
     """Within the block, every operation has its tensors at one place, whose device is the current one: each stage's at
     its own, all else at the last.
     """
     stages = decoder.split.stages
-    places = Places(stages[-1].device.index)
+    places = kind(stages[-1].device.index)
     with pytest.MonkeyPatch.context() as patch:
         for module in ("multigpu.pipeline", "sharesd.staged", "sharesd.decoding.cache"):
             patch.setattr(f"{module}.{copied.__name__}", places.copied)

@@ -14,7 +14,7 @@ import torch
 from oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from recorded_graphs import host_reads, take_the_way_of_cuda
 from served import served
-from staged_places import Hop, in_stages, watched
+from staged_places import Hop, TimedPlaces, in_stages, watched
 from tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, texts_of, texts_of_moved_rows
 from tiny import make_checkpoint
 from tiny_heads import make_head
@@ -29,6 +29,7 @@ from serve.command import load_model
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SplitConfig
 from sharesd.decoding.engine import Engine
+from sharesd.decoding.prefill import Piece, prefill, read_piece
 from sharesd.load import Runtime
 from sharesd.models.weights import decoder_config
 
@@ -203,6 +204,25 @@ def test_what_is_copied_in_a_round(kind: str, widths: list[int], way_of_cuda: No
             )
         ]
         chunks.close()
+
+
+def test_pieces_of_a_prompt_go_through_stages_one_behind_the_other(way_of_cuda: None) -> None:
+    """The first stage reads a piece while the second one is at the piece before, and nothing waits longer than that."""
+    decoder, num_pieces = in_stages(tiny_decoder(num_hidden_layers=6), (2, 2, 2)), 6
+    cache, tokens = decoder.new_cache(1, 128), [*range(1, 1 + 4 * num_pieces)]
+    with watched(decoder, cache, kind=TimedPlaces) as places:
+        for first in range(0, len(tokens), 4):
+            logits_1V = read_piece(decoder, cache, 0, tokens, Piece(first, first + 4, 4))
+    assert isinstance(places, TimedPlaces) and places.found == []
+    products = len(places.busy[0]) // num_pieces  # of a piece in a stage; the last stage has the head besides
+    begins = [[places.busy[stage][i * products] for i in range(num_pieces)] for stage in (0, 1)]
+    assert all(
+        second < end for second, end in zip(begins[0][1:], (begin + products for begin in begins[1]), strict=False)
+    )
+    assert max(places.clocks.values()) <= (num_pieces + 2) * (products + 1)
+    alone = tiny_decoder(num_hidden_layers=6)
+    whole_1V = prefill(alone, alone.new_cache(1, 128), [tokens], [0])
+    torch.testing.assert_close(logits_1V, whole_1V)
 
 
 def test_copies_to_other_devices_wait_for_nothing() -> None:

@@ -156,7 +156,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--repeats", type=arguments.number, default=2, metavar="N", help="answers of each, in turns")
     arguments.add_out_dir(group, "multi")
     options.add_model_options(parser)
-    options.add_sampling_options(parser, max_new_tokens=24)
+    options.add_sampling_options(parser, max_new_tokens=16)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -427,7 +427,9 @@ def _in_turns(
 
     def use_threads(case: Case) -> None:
         given = case.runtime.config.threads
-        CREW.reset(case.threads or given, fixed=given is not None)
+        most = given or case.threads or CREW.available
+        if CREW.most != most:  # else it goes on with what it has learnt of the machine
+            CREW.reset(most, fixed=given is not None)
 
     engines = []
     for case in cases:
