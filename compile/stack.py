@@ -27,7 +27,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _BLOCK_WORDS = 62
 _FULL_WEIGHTS = slice(12 + 1, 12 + 4 * 6, 6)  # behind six norms: the address in each linear's six words
 _Step = ctypes.c_int64 * 31
-_Gather = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+_Join = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_int64)
 
 
 class Unsuited(ValueError):
@@ -47,14 +47,15 @@ class NativeStack:
         norm: Any = None,
         low: Callable[[], bool] = lambda: False,
         ranges: Ranges | None = None,
-        gather: Callable[[Tensor, Tensor], object] | None = None,
+        join: Callable[[Tensor, Tensor], object] | None = None,
     ) -> None:
         """`tables` are (cosines, sines) [positions, r] of every rope, `ropes` names that of each block, `norm` follows
         the last block. `ranges` tell, at each call, how blocks run (of a longer stack, too); None: all at once.
         Raises Unsuited where the kernel does not know a module.
 
-        With `gather` each linear has one rank's outputs, while `o` and `down` read those of all ranks: called with a
-        part [M, n] (bytes), it fills the whole [M, ranks * n] with the parts of all ranks side by side.
+        With `join` each linear has one rank's outputs, while `o` and `down` read those of all ranks: called with a
+        part [M, n], it fills the whole [M, ranks * n] with the parts of all ranks side by side. Where `o` and `down`
+        have one rank's inputs instead, the part [M, n] is a summand of the whole [M, n].
         """
         self._low, self._norm, self._tables = low, norm, tables
         self._angles = torch.tensor([pair[i].data_ptr() for i in (0, 1) for pair in tables])
@@ -70,9 +71,10 @@ class NativeStack:
         self.hidden_size, self._mlp_size = gate_up.in_features, gate_up.out_features // 2
         self._activation = ACTIVATIONS.index(activation)
         self.constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
-        self._gather = gather
-        self._called = None if gather is None else _Gather(self._gather_rows)  # kept alive for the kernel
-        self._gather_address = 0 if self._called is None else ctypes.cast(self._called, c_void_p).value or 0
+        self._join = join
+        self._called = None if join is None else _Join(self._join_rows)  # kept alive for the kernel
+        self._join_address = 0 if self._called is None else ctypes.cast(self._called, c_void_p).value or 0
+        self._dtype = torch.float32  # of the step that runs
         self._failure: BaseException | None = None
 
     def __call__(self, x_BTD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
@@ -100,6 +102,7 @@ class NativeStack:
         """Replaces x by what these blocks, and behind the last one the norm, make of it."""
         taps = (ctypes.c_int64 * len(cache.taps))(*(tap - blocks.first for tap in cache.taps))
         kept = None if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))
+        self._dtype = x_BTD.dtype
         step = _Step(*self.words(x_BTD.shape, cache, branches, blocks, x_BTD.data_ptr(), kept or (0, 0, 0)))
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
             ctypes.addressof(step), *self.constants
@@ -146,7 +149,7 @@ class NativeStack:
             *((0, 0, 0) if branches is None else branches.words()),
             *features,
             CREW.lost_address,
-            self._gather_address,
+            self._join_address,
         ]
 
     def _find_weights(self, blocks: Range) -> None:
@@ -155,21 +158,21 @@ class NativeStack:
             addresses = [full_of(linear).weight.data_ptr() for linear in _linears(self._modules[index])]
             self._table[index, _FULL_WEIGHTS] = torch.tensor(addresses)
 
-    def _gather_rows(self, part: int, whole: int, rows: int, part_bytes: int, whole_bytes: int) -> None:
-        """The kernel's way to `gather`. It cannot hear of a failure, and goes through the rest of the step."""
+    def _join_rows(self, part: int, whole: int, rows: int, part_bytes: int, whole_bytes: int) -> None:
+        """The kernel's way to `join`. It cannot hear of a failure, and goes through the rest of the step."""
         if self._failure is not None:
             return
-        assert self._gather is not None
+        assert self._join is not None
         try:
-            self._gather(_bytes_at(part, rows, part_bytes), _bytes_at(whole, rows, whole_bytes))
+            self._join(*(_rows_at(*at, rows, self._dtype) for at in ((part, part_bytes), (whole, whole_bytes))))
         except BaseException as failure:
             self._failure = failure
 
 
-def _bytes_at(address: int, rows: int, columns: int) -> Tensor:
+def _rows_at(address: int, row_bytes: int, rows: int, dtype: torch.dtype) -> Tensor:
     """A view of the kernel's memory."""
-    memory = (ctypes.c_char * (rows * columns)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(rows, columns)
+    memory = (ctypes.c_char * (rows * row_bytes)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, -1)
 
 
 def _describe(block: Any, rope: int) -> list[int]:

@@ -14,6 +14,7 @@ Mode = Literal["naive", "classic", "share", "eagle", "parallel", "glide", "ngram
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 Offload = Literal["auto", "off", "plan-only"]
+TensorParallelStyle = Literal["gather", "reduce"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -282,7 +283,10 @@ class EngineConfig:
     Texts do not depend on it."""
     tensor_parallel: int = 1
     """Ranks that share each linear and the heads of attention, each a process with a device of its own (on a CPU: with
-    a part of the cores). Texts do not depend on it."""
+    a part of the cores). Texts do not depend on it, if the style is `gather`."""
+    tensor_parallel_style: TensorParallelStyle = "gather"
+    """`gather`: no sum is split, with four exchanges a block. `reduce`: two, and bits depend on the number of ranks;
+    texts of all modes are the same with the same number."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Devices that have some of the blocks each, in place of `device`. Texts do not depend on it."""
     draft_device: str | None = None
@@ -325,6 +329,9 @@ class EngineConfig:
                 f"hybrid_with is {', '.join(self.hybrid_with)}; give one of {' and '.join(MODEL_DRAFTERS)}"
             )
         _at_least("tensor_parallel", self.tensor_parallel, 1)
+        _one_of("tensor_parallel_style", self.tensor_parallel_style, get_args(TensorParallelStyle))
+        if self.tensor_parallel_style == "reduce" and self.tensor_parallel == 1:
+            raise ValueError("tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks, or leave it out")
         _at_least("max_batch", self.max_batch, 1)
         if self.threads is not None:
             _at_least("threads", self.threads, 1)

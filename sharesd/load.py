@@ -180,7 +180,7 @@ class Runtime:
             self._group, self.device = meet(
                 config, self.modes, self._needs, folder, device=self.device, compile=self.compile, group=group
             )
-            self._part = Part(self._group.rank, self._group.size)
+            self._part = Part(self._group.rank, self._group.size, config.tensor_parallel_style == "reduce")
         self._draft_widths = {1, *([config.tree[0]] if config.tree else [])}
         self._steps = Steps(self.compile, asked=config.compile, switch=self._switch, group=self._group)
         self._quantizing = Quantizing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from sharesd.config import HEADS, CompileMode, EngineConfig, Mode
 from sharesd.device import use
 from sharesd.models.decoder_config import Unsupported
 from sharesd.models.weights import check_cuts, decoder_config
+
+log = logging.getLogger(__name__)
 
 EAGER_TILE = 64
 """Outputs of gate that stay together where torch's own activations run on a CPU: vectors of them, and what is left over
@@ -53,6 +56,10 @@ def meet(
         check_cuts(decoder_config(folder), size, EAGER_TILE if eager else TILE)
     except Unsupported as reason:
         raise ValueError(f"tensor_parallel is {size}, and only native decoders are shared out: {reason}") from None
+    if config.tensor_parallel_style == "reduce" and (group is None or group.rank == 0):
+        log.warning(
+            "tensor_parallel_style is reduce: sums are split, so texts may be others than with another number of ranks"
+        )
     if config.threads is None:
         CREW.reset(max(1, CREW.available // num_sharing(size)))
     if isinstance(group, ProcessGroup) or group is None:

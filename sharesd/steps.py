@@ -12,7 +12,7 @@ from compile.head import NativeHead
 from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
 from compile.stack import NativeStack, Unsuited
 from multigpu.group import Group
-from multigpu.tensor import WHOLE, GatheredLinear, gather_columns
+from multigpu.tensor import WHOLE, GatheredLinear, SummedLinear, gather_columns, sum_parts
 from quant.linear import Switch
 from sharesd import sampling
 from sharesd.config import CompileMode
@@ -47,7 +47,7 @@ class Steps:
         a cache. Raises Unsuited where the CPU kernel was asked for and cannot do it, ValueError where ranks can't.
         """
         if isinstance(model, Decoder) and model.part != WHOLE:
-            self._gather(model)
+            self._join(model)
             return model
         if self.how == "off":
             return model
@@ -70,10 +70,10 @@ class Steps:
 
     def stack(self, model: Decoder) -> NativeStack:
         """All blocks and the last norm, in the CPU kernel. Raises Unsuited."""
-        config, gather = model.config, None
+        config, join = model.config, None
         if model.part != WHOLE:
             assert self._group is not None
-            gather = partial(gather_columns, self._group)
+            join = partial(sum_parts if model.part.reduces else gather_columns, self._group)
         return NativeStack(
             model.blocks,
             tables=model.rope_tables,
@@ -81,8 +81,8 @@ class Steps:
             activation=config.activation,
             norm=model.norm,
             low=self._low,
-            ranges=model.ranges,
-            gather=gather,
+            ranges=lambda: model.ranges(),  # which may be replaced
+            join=join,
         )
 
     def head(self, head: FeatureHead) -> NativeHead | None:
@@ -105,7 +105,7 @@ class Steps:
             return sampling.native_gumbel
         return sampling.gumbel if self.how == "off" else CompiledForms(sampling.gumbel)
 
-    def _gather(self, model: Decoder) -> None:
+    def _join(self, model: Decoder) -> None:
         """Have a model, of which each rank has a part, bring together what its linears give."""
         if isinstance(model.head, GatheredLinear):
             return
@@ -120,7 +120,10 @@ class Steps:
                 raise ValueError(f"{reason}; take --compile off, or leave tensor_parallel out") from None
         for name in [name for i in range(len(model.blocks)) for name in (f"{i}.attn.o", f"{i}.mlp.down")]:
             linear = model.blocks.get_submodule(name)
-            model.blocks.set_submodule(name, GatheredLinear(linear, group, cut_inputs=True))
+            joined = (
+                SummedLinear(linear, group) if model.part.reduces else GatheredLinear(linear, group, cut_inputs=True)
+            )
+            model.blocks.set_submodule(name, joined)
 
     def _whole(
         self, model: CausalModel, widths: set[int], new_cache: Callable[[], StaticKVCache], draft_widths: set[int]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,11 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from multigpu.pipeline import Split, copied
+from sharesd.device import use
 from sharesd.models.decoder import Decoder
 from sharesd.staged import StagedBlocks
 
 CROSSES = ("copy_",)
 """Operations that read another device's tensor than the one they write."""
+
+
+class Hop(NamedTuple):
+    """A copy from one place to another."""
+
+    shape: tuple[int, ...]
+    source: int
+    target: int
 
 
 def in_stages(decoder: Decoder, num_blocks: tuple[int, ...]) -> Decoder:
@@ -32,10 +42,14 @@ class Places(TorchDispatchMode):
     may be anywhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: int) -> None:
+        """`home`: where tensors are that nobody has put anywhere."""
         super().__init__()
         self.found: list[str] = []
-        self.num_copies = 0
+        self.hops: list[Hop] = []
+        """Copies from place to place, in their order."""
+        self.current = self._home = home
+        """The device that is current: operations elsewhere are noted, too."""
         self._place: dict[int, tuple[int, Tensor]] = {}  # storages, which are kept alive: addresses are used again
 
     def put(self, tensors: Iterable[Tensor], place: int) -> None:
@@ -45,18 +59,29 @@ class Places(TorchDispatchMode):
 
     def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
         """`multigpu.pipeline.copied`, to another place."""
-        self.num_copies += 1
+        source = self._place_of(tensor)
+        current, self.current = self.current, source  # which of them is the current one is nothing to copies
         copy = tensor.clone()
+        self.current = current
+        self.hops.append(Hop(tuple(tensor.shape), source, device.index))
         self.put([copy], device.index)
         return copy
+
+    def use(self, device: torch.device) -> None:
+        """`sharesd.device.use`, of GPUs."""
+        self.current = device.index
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         places = {self._place[key][0] for t in given if (key := t.untyped_storage()._cdata) in self._place}
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if len(places) > 1 and name not in CROSSES:
+        if len(places) > 1 and name in CROSSES:
+            self._cross(*args, **(kwargs or {}))
+        elif len(places) > 1:
             self.found.append(f"{name} of places {sorted(places)}: {[tuple(t.shape) for t in given]}")
+        elif places - {self.current} and not func.is_view and not name.startswith("empty"):
+            self.found.append(f"{name} on {min(places)} while {self.current} is the current device")
         before = {t.untyped_storage()._cdata for t in given}
         fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage()._cdata not in before]
         asked = (kwargs or {}).get("device")
@@ -66,14 +91,61 @@ class Places(TorchDispatchMode):
             self.put(fresh, min(places))
         return out
 
+    def _place_of(self, tensor: Tensor) -> int:
+        return self._place.get(tensor.untyped_storage()._cdata, (self._home, tensor))[0]
+
+    def _cross(self, written: Tensor, read: Tensor, non_blocking: bool = False) -> None:
+        source, target = self._place_of(read), self._place_of(written)
+        self.hops.append(Hop(tuple(written.shape), source, target))
+        if not non_blocking:
+            self.found.append(f"copy_ from {source} to {target}, for which the host waits")
+
+
+class TimedPlaces(Places):
+    """With a clock for each place: what is launched there runs one after the other, each matrix product for a unit of
+    time. Copies between places wait for both, as those between GPUs do; what comes from the host waits for the one.
+    """
+
+    def __init__(self, home: int) -> None:
+        super().__init__(home)
+        self.clocks: Counter[int] = Counter()
+        self.busy: dict[int, list[int]] = defaultdict(list)
+        """Place -> when its products began."""
+
+    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.untyped_storage()._cdata in self._place:
+            self._wait_for_each_other(self._place_of(tensor), device.index)
+        return super().copied(tensor, device)
+
+    def _cross(self, written: Tensor, read: Tensor, non_blocking: bool = False) -> None:
+        super()._cross(written, read, non_blocking)
+        self._wait_for_each_other(self._place_of(read), self._place_of(written))
+
+    def _wait_for_each_other(self, *places: int) -> None:
+        self.clocks |= dict.fromkeys(places, max(self.clocks[place] for place in places))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.name in ("aten::mm", "aten::linear"):
+            place = self._place_of(args[1])
+            self.busy[place].append(self.clocks[place])
+            self.clocks[place] += 1
+        return out
+
 
 @contextmanager
-def watched(decoder: Decoder, *caches: Any) -> Iterator[Places]:
-    """Within the block, every operation has its tensors at one place: each stage's at its own, all else at the last."""
-    places, stages = Places(), decoder.split.stages
+def watched(decoder: Decoder, *caches: Any, kind: type[Places] = Places) -> Iterator[Places]:
+    """Within the block, every operation has its tensors at one place, whose device is the current one: each stage's at
+    its own, all else at the last.
+    """
+    stages = decoder.split.stages
+    places = kind(stages[-1].device.index)
     with pytest.MonkeyPatch.context() as patch:
         for module in ("multigpu.pipeline", "sharesd.staged", "sharesd.decoding.cache"):
             patch.setattr(f"{module}.{copied.__name__}", places.copied)
+        for module in ("sharesd.models.decoder", "sharesd.staged", "sharesd.decoding.cache"):
+            patch.setattr(f"{module}.{use.__name__}", places.use)
+        patch.setattr(decoder, "ranges", StagedBlocks(decoder.split).ranges)
         for stage in stages:
             number = stage.device.index
             for block in stage.blocks:

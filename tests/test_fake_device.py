@@ -18,11 +18,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from multigpu.tensor import WHOLE, Part
 from quant.linear import Switch, SwitchLinear
 from sharesd.config import SamplingParams
 from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import prefill
+from sharesd.decoding.ranks import LeadingModel
 from sharesd.decoding.tree import PLAIN, DraftTree, chain, chains, pack, shapes_of
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.share import ShareDrafter
@@ -30,6 +32,7 @@ from sharesd.drafters.tables.base import Guess
 from sharesd.models import hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.steps import Steps
 
 DEVICE = torch.device("meta")
 GREEDY = SamplingParams()
@@ -90,9 +93,25 @@ def inference() -> Iterator[None]:
         yield
 
 
-def decoder(family: str) -> Decoder:
+def decoder(family: str, part: Part = WHOLE) -> Decoder:
     config = DecoderConfig.from_hf(SIZES | FAMILIES[family])
-    return Decoder(config, dtype=torch.bfloat16, device=DEVICE).eval().requires_grad_(False)
+    return Decoder(config, dtype=torch.bfloat16, device=DEVICE, part=part).eval().requires_grad_(False)
+
+
+class FakeGroup:
+    """Rank 0 of two: what is exchanged is on the device, but for commands, which go from host to host."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.gathers, self.told = 0, []  # type: tuple[int, list[str]]
+
+    def all_gather(self, part: torch.Tensor, parts: torch.Tensor) -> None:
+        assert {part.device, parts.device} == {DEVICE} and parts.shape == (2, *part.shape)
+        self.gathers += 1
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.told.append(tensor.device.type)
 
 
 def switched(model: Decoder) -> Switch:
@@ -147,6 +166,25 @@ def test_rounds_of_model_drafters_stay_on_the_device(family: str, name: str, tre
     for params in SAMPLINGS.values():
         if params.acceptance == "match" or not tree:
             assert rounds(engine, params, (PLAIN, chain(3), shapes[-1])) == []
+
+
+@pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduce"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounds_of_ranks_stay_on_the_device(family: str, reduces: bool) -> None:
+    group: Any = FakeGroup()
+    model = decoder(family, Part(0, 2, reduces))
+    switch = switched(model)
+    Steps("off", asked="off", switch=switch, group=group).of(model, set(), lambda: cache, set())
+    leading: Any = LeadingModel(model, switch, group)
+    cache = leading.new_cache(2, 256)
+    engine = new(leading, ShareDrafter(leading, cache, switch, shapes=chains(4), low_bytes=0, top=1), cache)
+    for params in SAMPLINGS.values():
+        assert rounds(engine, params, (PLAIN, chain(4))) == []
+    group.gathers, group.told = 0, []
+    assert rounds(engine, GREEDY, [chain(4)]) == []
+    passes = 1 + 4 + 2  # of the round, and of a prompt for each row
+    assert group.gathers == passes * (1 + 2 * (2 if reduces else 4))
+    assert group.told == ["cpu", DEVICE.type] * passes
 
 
 def test_rounds_of_the_fallback_stay_on_the_device() -> None:

@@ -14,20 +14,22 @@ import torch
 from oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from recorded_graphs import host_reads, take_the_way_of_cuda
 from served import served
-from staged_places import in_stages, watched
+from staged_places import Hop, TimedPlaces, in_stages, watched
 from tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, texts_of, texts_of_moved_rows
 from tiny import make_checkpoint
 from tiny_heads import make_head
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark.__main__ import main as benchmark
 from compile import regions
 from compile.regions import CompiledBlocks
 from multigpu import pipeline
-from multigpu.pipeline import DoesNotFit, Sizes, from_map, shares
+from multigpu.pipeline import DoesNotFit, Sizes, copied, from_map, shares
 from serve.command import load_model
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SplitConfig
 from sharesd.decoding.engine import Engine
+from sharesd.decoding.prefill import Piece, prefill, read_piece
 from sharesd.load import Runtime
 from sharesd.models.weights import decoder_config
 
@@ -177,9 +179,73 @@ def test_no_operation_reads_two_stages(kind: str, way_of_cuda: None) -> None:
     caches = [engine.cache]
     with watched(engine.target, *caches) as places:  # type: ignore[arg-type]
         texts = [done.token_ids for done in engine.complete(prompts, params)]
-    assert places.found == [] and places.num_copies > 2 * engine.stats.steps
+    assert places.found == [] and len(places.hops) > 2 * engine.stats.steps
     alone = new_engine(tiny_decoder(num_hidden_layers=5), batch=2)
     assert texts == [done.token_ids for done in alone.complete(prompts, params)]
+
+
+@pytest.mark.parametrize(("kind", "widths"), [("naive", [1]), ("share", [1, 1, 1, 1, 5])])
+def test_what_is_copied_in_a_round(kind: str, widths: list[int], way_of_cuda: None) -> None:
+    """Of each pass tokens, lengths and the residual stream, to where they are needed; to the host nothing."""
+    engine = kinds()[kind](2)
+    with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
+        chunks = engine.generate([[1, 2, 3], [4, 5]], replace(GREEDY, max_new_tokens=60))
+        next(chunks)
+        steps = engine.stats.steps
+        while engine.stats.steps == steps:  # until the first round is over
+            places.hops.clear()
+            next(chunks)
+        assert places.hops == [
+            Hop(shape, source, target)
+            for width in widths
+            for shape, source, target in (
+                *(((2, width), 2, 0), ((2,), 2, 0)),
+                *(((2,), 2, 1), ((2, width, 32), 0, 1), ((2, width, 32), 1, 2)),
+            )
+        ]
+        chunks.close()
+
+
+def test_pieces_of_a_prompt_go_through_stages_one_behind_the_other(way_of_cuda: None) -> None:
+    """The first stage reads a piece while the second one is at the piece before, and nothing waits longer than that."""
+    decoder, num_pieces = in_stages(tiny_decoder(num_hidden_layers=6), (2, 2, 2)), 6
+    cache, tokens = decoder.new_cache(1, 128), [*range(1, 1 + 4 * num_pieces)]
+    with watched(decoder, cache, kind=TimedPlaces) as places:
+        for first in range(0, len(tokens), 4):
+            logits_1V = read_piece(decoder, cache, 0, tokens, Piece(first, first + 4, 4))
+    assert isinstance(places, TimedPlaces) and places.found == []
+    products = len(places.busy[0]) // num_pieces  # of a piece in a stage; the last stage has the head besides
+    begins = [[places.busy[stage][i * products] for i in range(num_pieces)] for stage in (0, 1)]
+    assert all(
+        second < end for second, end in zip(begins[0][1:], (begin + products for begin in begins[1]), strict=False)
+    )
+    assert max(places.clocks.values()) <= (num_pieces + 2) * (products + 1)
+    alone = tiny_decoder(num_hidden_layers=6)
+    whole_1V = prefill(alone, alone.new_cache(1, 128), [tokens], [0])
+    torch.testing.assert_close(logits_1V, whole_1V)
+
+
+def test_copies_to_other_devices_wait_for_nothing() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            asked.append(kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2)
+    with Copies():
+        copied(tensor, torch.device("meta"))
+    assert [each["non_blocking"] for each in asked] == [True]
+
+
+def test_a_stage_whose_device_was_not_made_current_is_noticed(way_of_cuda: None, monkeypatch: Any) -> None:
+    engine = kinds()["naive"](1)
+    with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
+        ranges = [each._replace(before=lambda: None) for each in engine.target.ranges()]  # type: ignore[attr-defined]
+        monkeypatch.setattr(engine.target, "ranges", lambda: ranges)
+        engine.complete([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
+    assert any("on 1 while 0 is the current device" in found for found in places.found)
 
 
 def test_a_tensor_at_a_wrong_place_is_noticed(way_of_cuda: None) -> None:
@@ -338,13 +404,37 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "12", "--num-draft", "2"]
-    assert benchmark(["multi", *args, "--stages", "2", "--hop", "3", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
+    args += ["--stages", "2", "--hop", "3", "--ranks", "3", "--repeats", "1", "--out-dir", str(tmp_path)]
+    assert benchmark(["multi", *args]) == 0
     report = json.loads((tmp_path / "multi.json").read_text())
-    assert [(one["stages"], one["mode"]) for one in report["figures"]] == [
-        (count, mode) for mode in ("naive", "share") for count in (1, 2)
-    ]
-    one, two, _, share = report["figures"]
-    assert report["hop_s"] >= 0.003 and two["round_s"] >= one["round_s"] + 0.003
-    assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * report["hop_s"])
-    assert share["round_s"] >= 2 * (1 + 2) * 0.003
-    assert "not measured, there is one device" in capsys.readouterr().out
+    figures = {(one["place"], one["mode"]): one for one in report["figures"]}
+    h = report["hop_s"]
+    one, two, share = (figures[key] for key in (("1 device", "naive"), ("2 stages", "naive"), ("2 stages", "share")))
+    assert h >= 0.003 and len(report["stage_s"]["2 stages"]) == 2 and min(report["stage_s"]["2 stages"]) > 0
+    assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * h)
+    assert two["round_s"] >= one["round_s"] + 2 * 0.003 and share["round_s"] >= 2 * (1 + 2) * 0.003
+    for place, mode, hops in (("2 stages", "classic", 2), ("2 stages, own draft", "classic", 2 + 2 * 2)):
+        found, alone = figures[place, mode], figures["1 device", mode]
+        assert found["predicted_round_s"] == pytest.approx(alone["round_s"] + hops * h)
+        assert found["round_s"] >= hops * 0.003
+    assert figures["1 device, waits as 2", "share"]["round_s"] >= 2 * (1 + 2) * 0.003
+    assert figures["own draft, at once", "share"]["round_s"] is None
+    said = capsys.readouterr().out
+    assert "not measured: drafts made while the target verifies" in said
+    assert "not measured: links between devices" in said
+    assert "not measured: 3 ranks: tensor_parallel is 3, and the model's 2 key/value heads" in said
+
+
+@pytest.mark.slow
+def test_the_study_of_ranks(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", hidden=128)  # groups of 64 inputs for each of two ranks
+    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "8", "--num-draft", "2"]
+    assert benchmark(["multi", *args, "--stages", "1", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "multi.json").read_text())
+    figures = {(one["place"], one["mode"]): one for one in report["figures"]}
+    assert report["ranks"] == 2 and list(report["exchange_s"]) == ["gather", "reduce"]
+    for style, (plain_s, verify_s) in report["exchange_s"].items():
+        assert plain_s > 0 and verify_s > 0
+        for mode, spent in (("naive", plain_s), ("share", 2 * plain_s + verify_s)):
+            ranks = figures[f"2 ranks, {style}", mode]
+            assert ranks["round_s"] > 0 and ranks["predicted_round_s"] > spent

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from recorded_graphs import host_reads, take_the_way_of_cuda
 from tensor_ranks import (
     GREEDY,
     MODES,
@@ -32,17 +35,19 @@ from tensor_ranks import (
 )
 from tiny import make_checkpoint
 
-from multigpu.tensor import Part, require_even
+from multigpu.group import ThreadGroup
+from multigpu.tensor import Part, require_even, sum_parts
 from sharesd.config import EngineConfig, OffloadConfig
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.weights import check_cuts, decoder_slots
+from sharesd.models.weights import Tensors, check_cuts, decoder_slots
 from sharesd.sharing import EAGER_TILE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
 ROOT = Path(__file__).parents[1]
+REDUCED: dict[str, Any] = {"tensor_parallel": 2, "tensor_parallel_style": "reduce"}
 DTYPES = ("bfloat16", "float32", "float64")
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},  # biases of q, k, v
@@ -79,10 +84,8 @@ def test_logits_are_those_of_one_rank(folder: Path, size: int, dtype: str, compi
         assert all(map(torch.equal, logits_of(runtime), logits_of(Runtime(config))))
 
 
-@pytest.mark.parametrize("compile", ["native", "off"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_each_family(folder: Path, tmp_path: Path, family: str, compile: str) -> None:
-    mlp = {"native": 96, "off": 128}[compile]  # torch's activations round by whole vectors
+def make_family(folder: Path, tmp_path: Path, family: str, mlp: int) -> Tensors:
+    """A model of this family in `tmp_path`, with a tokenizer from `folder`; returns its tensors."""
     raw = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": mlp, "num_hidden_layers": 3}
     raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2}
     raw |= {"model_type": family, **FAMILIES[family]}
@@ -96,6 +99,14 @@ def test_logits_of_each_family(folder: Path, tmp_path: Path, family: str, compil
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         return decoder_slots(whole)
 
+    return tensors
+
+
+@pytest.mark.parametrize("compile", ["native", "off"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_each_family(folder: Path, tmp_path: Path, family: str, compile: str) -> None:
+    mlp = {"native": 96, "off": 128}[compile]  # torch's activations round by whole vectors
+    tensors = make_family(folder, tmp_path, family, mlp)
     config = config_of(tmp_path, dtype="float32", compile=compile, max_batch=2)
     with threads(replace(config, tensor_parallel=2), tensors=tensors) as runtime:
         assert all(map(torch.equal, logits_of(runtime), logits_of(Runtime(config, tensors=tensors))))
@@ -111,6 +122,86 @@ def test_texts_of_all_modes_are_those_of_one_rank(folder: Path, options: dict[st
             wanted = texts_of(alone, "naive", params)
             for mode in runtime.modes:
                 assert texts_of(runtime, mode, params) == wanted, mode
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_draft": 4, "num_draft": None},
+        {"num_draft": 6, "tree": (2, 3, 6)},
+        {"num_draft": 6, "tree": (2, 3, 6), "compile": "off"},
+    ],
+)
+def test_texts_of_all_modes_where_sums_are_split(folder: Path, options: dict[str, Any]) -> None:
+    config = config_of(folder, **REDUCED, max_batch=3, **options)
+    with threads(config, (*MODES, "classic")) as runtime:
+        for params in (GREEDY, SAMPLED):
+            wanted = texts_of(runtime, "naive", params)
+            for mode in runtime.modes:
+                assert texts_of(runtime, mode, params) == wanted, mode
+
+
+@pytest.mark.parametrize("compile", ["native", "off"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_sums_are_those_of_one_rank_but_for_rounding(
+    folder: Path, tmp_path: Path, family: str, compile: str
+) -> None:
+    """Biases, which are added once, and linears that are merged, too."""
+    tensors = make_family(folder, tmp_path, family, 128)
+    config = config_of(tmp_path, dtype="float64", compile=compile, max_batch=2)
+    with threads(replace(config, **REDUCED), tensors=tensors) as runtime:
+        assert runtime.target.part.reduces  # type: ignore[union-attr]
+        for split, whole in zip(logits_of(runtime), logits_of(Runtime(config, tensors=tensors)), strict=True):
+            torch.testing.assert_close(split, whole, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_split_sums_are_as_near_to_the_truth_as_whole_ones(folder: Path, size: int) -> None:
+    config = config_of(folder, max_batch=3)
+    truth, whole = (logits_of(Runtime(replace(config, dtype=dtype))) for dtype in ("float64", "bfloat16"))
+    with threads(replace(config, **{**REDUCED, "tensor_parallel": size})) as runtime:
+        for split, one, exact in zip(logits_of(runtime), whole, truth, strict=True):
+            assert (split - exact).norm() < 1.2 * (one - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_sums_are_the_same_on_all_ranks_and_in_steps_of_any_width(dtype: torch.dtype) -> None:
+    parts_RMN = torch.randn(4, 5, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def summed(rows: slice) -> list[torch.Tensor]:
+        with ThreadPoolExecutor(4) as ranks:
+            return list(ranks.map(lambda group: sum_parts(group, parts_RMN[group.rank, rows]), ThreadGroup.new(4)))
+
+    first, *others = summed(slice(None))
+    assert all(torch.equal(other, first) for other in others)
+    assert torch.equal(summed(slice(2, 3))[1], first[2:3])
+    torch.testing.assert_close(first, parts_RMN.double().sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("style", ["gather", "reduce"])
+def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for addresses, which kernels for CPUs read. Other ranks read nothing but what rank 0 tells them to do."""
+    take_the_way_of_cuda(monkeypatch)
+    options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off"}
+    with threads(config_of(folder, **options), ("share",)) as runtime:
+        chunks = runtime.engine("share", warm=GREEDY).generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
+        next(chunks)
+        reads: list[tuple[bool, str]] = []
+        for _ in range(3):
+            reads.clear()
+            with host_reads(lambda name: reads.append((current_thread() is main_thread(), name))):
+                next(chunks)
+            assert [name for by_rank_0, name in reads if by_rank_0 and name != "data_ptr"] == ["tolist"]
+            told = [name for by_rank_0, name in reads if not by_rank_0 and name != "data_ptr"]
+            assert told == ["tolist"] * len(told)
+        chunks.close()
+
+
+def test_split_sums_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with threads(config_of(folder, **REDUCED)):
+        assert [record.message for record in caplog.records] == [
+            "tensor_parallel_style is reduce: sums are split, so texts may be others than with another number of ranks"
+        ]
 
 
 def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -161,6 +252,8 @@ def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
             {"tensor_parallel": 3},
             "is 3, and the model's 4 key/value heads cannot be shared out evenly; take 2 or 4, or",
         ),
+        ({"tensor_parallel_style": "reduce"}, "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks"),
+        ({"tensor_parallel": 2, "tensor_parallel_style": "sum"}, "tensor_parallel_style is 'sum'; choose one of"),
         ({"tensor_parallel": 2, "compile": "regional"}, "compile is 'regional' and tensor_parallel is 2"),
         ({"tensor_parallel": 2, "mode": "eagle", "head": "."}, "trained heads run on one device; drop mode eagle"),
         ({"tensor_parallel": 2, "mode": "glide", "head": "."}, "trained heads run on one device; drop mode glide"),

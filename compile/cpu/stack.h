@@ -42,8 +42,9 @@ struct Step {
   const int64_t* taps;  // counted from the first of these blocks; one more than there are: behind the norm
   int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
   // Where ranks share the blocks, each with some outputs of every linear (H, K and mlp are then its own numbers):
-  // fills `whole` with the rows of all ranks' parts side by side. Null: there is one rank.
-  void (*gather)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
+  // fills `whole` with the rows of all ranks' parts side by side, or with their sum, where these are as wide. Linears
+  // behind attention and the MLP that have some of the inputs read this rank's part. Null: there is one rank.
+  void (*join)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
 };
 static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "stack.py writes these words");
 
@@ -118,7 +119,7 @@ template <typename T> struct Shared {
       : qkv(s.B * s.T * (s.H + 2 * s.K) * s.d), attended(kept * s.H * s.d), out(kept * s.D), gate_up(kept * 2 * s.mlp),
         hidden(kept * s.mlp) {
     const Linear* linears = s.blocks->linears[0];
-    if (s.gather) whole.resize(kept * std::max({linears[1].K, linears[3].K, s.D}));
+    if (s.join) whole.resize(kept * std::max({linears[1].K, linears[3].K, s.D}));
   }
 };
 
@@ -149,10 +150,15 @@ template <typename T> struct Worker {
     barrier.wait();
   }
 
+  // What a linear reads, of which all threads have written their share: `width` columns, of `whole_width` that it wants.
+  const T* inputs(const std::vector<T>& part, int64_t width, int64_t whole_width, int64_t M) {
+    return width == whole_width ? part.data() : joined(part, width, whole_width, M);
+  }
+
   // Rows of which all threads have written their share of this rank's part: `width` of `whole_width` columns.
-  const T* gathered(const std::vector<T>& part, int64_t width, int64_t whole_width, int64_t M) {
-    if (!s.gather) return part.data();
-    if (me == 0) s.gather(part.data(), shared.whole.data(), M, width * sizeof(T), whole_width * sizeof(T));
+  const T* joined(const std::vector<T>& part, int64_t width, int64_t whole_width, int64_t M) {
+    if (!s.join) return part.data();
+    if (me == 0) s.join(part.data(), shared.whole.data(), M, width * sizeof(T), whole_width * sizeof(T));
     barrier.wait(false);
     return shared.whole.data();
   }
@@ -205,8 +211,8 @@ template <typename T> struct Worker {
     const int64_t M = a.z.B * a.z.T;
     attend_share(a, plan, me, all, parts, scratch, [&] { barrier.wait(); });
     barrier.wait();
-    multiply(linears[1], &linears[2], gathered(shared.attended, s.H * s.d, linears[1].K, M), shared.out.data(), M);
-    add(gathered(shared.out, linears[1].N, s.D, M), block.attn_out_norm, M, x, h);
+    multiply(linears[1], &linears[2], inputs(shared.attended, s.H * s.d, linears[1].K, M), shared.out.data(), M);
+    add(joined(shared.out, linears[1].N, s.D, M), block.attn_out_norm, M, x, h);
 
     for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x + m * s.D, h + m * s.D, s.D, n.eps);
     multiply(linears[2], &linears[3], h, shared.gate_up.data(), M);
@@ -221,8 +227,8 @@ template <typename T> struct Worker {
         for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
     }
     barrier.wait();
-    multiply(linears[3], next, gathered(shared.hidden, s.mlp, linears[3].K, M), shared.out.data(), M);
-    add(gathered(shared.out, linears[3].N, s.D, M), block.mlp_out_norm, M, x, h);
+    multiply(linears[3], next, inputs(shared.hidden, s.mlp, linears[3].K, M), shared.out.data(), M);
+    add(joined(shared.out, linears[3].N, s.D, M), block.mlp_out_norm, M, x, h);
   }
 };
 

@@ -30,6 +30,7 @@ from sharesd.config import (
     OffloadConfig,
     SamplingParams,
     SplitConfig,
+    TensorParallelStyle,
 )
 
 __all__ = [
@@ -237,6 +238,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="share every linear and the heads of attention among N processes, each with a device of its own (on a "
         "CPU with a part of the cores), started here or by torchrun; texts stay the same",
+    )
+    group.add_argument(
+        "--tensor-parallel-style",
+        choices=get_args(TensorParallelStyle),
+        default=_DEFAULTS.tensor_parallel_style,
+        help="`gather` splits no sum; `reduce` takes half the exchanges, and texts depend on the number of processes",
     )
     group.add_argument(
         "--compile", choices=get_args(CompileMode), default=_DEFAULTS.compile, help="how steps are compiled"
@@ -474,6 +481,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         split=split,
         draft_device=draft_device,
         tensor_parallel=args.tensor_parallel,
+        tensor_parallel_style=args.tensor_parallel_style,
         quant=_DEFAULTS.quant if auto else QuantConfig.parse(quant or _DEFAULTS.quant.spec, args.quant_skip),
         compile=args.compile,
         exact=args.exact,

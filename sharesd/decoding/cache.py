@@ -69,6 +69,8 @@ class StaticKVCache:
         self.recent = 0
         """Slots that steps look back, besides the first few (see `compile.attention.attend`); 0 = all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.known_length: int | None = None
+        """`lengths` of all rows, while the host knows them: it tells all stages, and none waits for the last one."""
         self.held: list[list[int]] = [[] for _ in range(batch)]
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
         self.settled = [0] * batch
@@ -118,8 +120,16 @@ class StaticKVCache:
         if view is None:
             view = self._mirrors[stage] = self._view()
             view.lengths = torch.empty_like(self.lengths, device=self._split.stages[stage].device)
-        view.lengths.copy_(self.lengths, non_blocking=True)
+        if self.known_length is None:
+            view.lengths.copy_(self.lengths, non_blocking=True)
+        else:
+            view.lengths.fill_(self.known_length)
         return view
+
+    @property
+    def entry(self) -> torch.device:
+        """Where tokens are read first."""
+        return self.lengths.device if self._split is None else self._split.stages[0].device
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
         """How many of the first tokens of a text each row holds."""

@@ -70,12 +70,20 @@ def read_piece(
     # Kernels for steps read live slots alone, of whole caches. Those for prompts read all that they are given.
     view = cache.row(row, cache.slots if size <= MAX_STEP else _up_to_chunk(first + size))
     view.lengths.fill_(first)
-    device = cache.lengths.device
-    piece_1T = torch.tensor([[*tokens[first:end], *[0] * (size - (end - first))]], device=device)
-    last_1R = torch.arange(end - first - num_rows, end - first, device=device)[None]
+    piece_1T = _sent([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
+    last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
+    view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
     logits_RV = model.forward(piece_1T, view, last_1R)[0]
+    view.known_length = None
     view.lengths.fill_(end)
     return logits_RV
+
+
+def _sent(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Whole numbers there. The host does not wait until a GPU is ready for them."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 def reads_in_pieces(cache: StaticKVCache) -> bool:

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.window, self.use_rope = kind.window, kind.rope >= 0
         width = (self.num_heads + 2 * self.num_kv_heads) * c.head_dim
         self.qkv = empty_linear(c.hidden_size, width, bias=c.qkv_bias, **place)
-        self.o = empty_linear(c.num_heads * c.head_dim, part.of(c.hidden_size), bias=c.o_bias, **place)
+        self.o = empty_linear(*part.of_second(c.num_heads * c.head_dim, c.hidden_size), bias=c.o_bias, **place)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
 
@@ -106,7 +106,7 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig, part: Part = WHOLE, **place) -> None:
         super().__init__()
         self.gate_up = empty_linear(config.hidden_size, 2 * part.of(config.mlp_size), bias=config.mlp_bias, **place)
-        self.down = empty_linear(config.mlp_size, part.of(config.hidden_size), bias=config.mlp_bias, **place)
+        self.down = empty_linear(*part.of_second(config.mlp_size, config.hidden_size), bias=config.mlp_bias, **place)
         self.activation = config.activation
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
@@ -175,8 +175,8 @@ class Decoder(nn.Module):
         """`split`: where each part is, instead of all on `device`; the blocks are handed over by whoever puts `ranges`
         in their place. `block_device`: of the blocks, if it is another: on `meta` they take no memory before they are
         replaced.
-        `part`: what this rank has of heads and of each linear's outputs; what `o`, `down` and the head give is gathered
-        by whoever puts that in their place.
+        `part`: what this rank has of heads and of each linear; what `o`, `down` and the head give is put together by
+        whoever puts that in their place.
         """
         super().__init__()
         self.config, self.part = config, part
@@ -236,6 +236,7 @@ class Decoder(nn.Module):
         """See `sharesd.models.base.CausalModel.forward`."""
         split = self.split
         if split.hands_over:
+            use(split.stages[0].device)
             tokens_BT = split.send(tokens_BT, split.stages[0].device)
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:

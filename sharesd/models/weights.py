@@ -217,14 +217,17 @@ def check_cuts(config: DecoderConfig, num_parts: int, gate_tile: int = TILE) -> 
 def _cut(
     named: Iterable[tuple[str, str, Tensor]], config: DecoderConfig, part: Part
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Of each linear's weight and bias, the rows of this part."""
+    """Of each linear's weight and bias, what this part has."""
     q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     outputs = {"q_proj": (q,), "k_proj": (k,), "v_proj": (k,), "qkv_proj": (q, k, k), "lm_head": (config.vocab_size,)}
-    outputs |= {"o_proj": (config.hidden_size,), "down_proj": (config.hidden_size,)}
     outputs |= {"gate_proj": (config.mlp_size,), "up_proj": (config.mlp_size,), "gate_up_proj": (config.mlp_size,) * 2}
     for stored_name, name, tensor in named:
-        rows = outputs.get(name.rpartition(".")[0].rpartition(".")[2])
-        yield stored_name, name, tensor if rows is None else part.cut(tensor, rows)
+        linear = name.rpartition(".")[0].rpartition(".")[2]
+        if linear in ("o_proj", "down_proj"):
+            tensor = part.cut_second(tensor)
+        elif linear in outputs:
+            tensor = part.cut(tensor, outputs[linear])
+        yield stored_name, name, tensor
 
 
 def _plain_name(name: str) -> str | None:
