@@ -288,7 +288,7 @@ def _ranges_of(target: Decoder, ranges: Callable[[], Sequence[Range]]) -> Iterat
 
 
 def _held_back(target: Decoder, staged: Decoder, seconds: float) -> Any:
-    """Within the context a target on one device waits wherever a staged one hops: what waiting costs besides its time."""
+    """Within the context a target on one device waits wherever a staged one hops: what waiting itself costs."""
     from compile.ranges import Range
 
     wait = partial(time.sleep, seconds)
