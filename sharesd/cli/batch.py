@@ -252,4 +252,5 @@ def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
         "raw": work.raw,
         "system": work.system,
         "sampling": asdict(work.params),
+        **({"ranks that split sums": config.tensor_parallel} if config.tensor_parallel_style == "reduce" else {}),
     }
