@@ -32,10 +32,13 @@ GB = 1e9
 SAMPLE_S = 0.05
 """Seconds between two looks at how much memory the process has."""
 
-SPEED = ("memory", "drafter", "tok/s", "times naive", "of predicted", "same texts")
-"""Of what is shown on the terminal, the first table; files have all in one."""
-PLACES = ("memory", "drafter", "peak", "resident", "depth", "tau", "MB/token", "link in use", "a pass", "its bytes")
-"""The second."""
+NAMES = ("memory", "drafter")
+TABLES_SHOWN = {
+    "speed": ("tok/s", "times naive", "of predicted", "same texts"),
+    "what stays, and how far it drafts": ("peak", "resident", "depth", "tau"),
+    "what travels": ("MB/token", "link in use", "a pass", "its bytes"),
+}
+"""On the terminal, each behind `NAMES`; files have all in one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,9 +134,10 @@ def run(args: argparse.Namespace) -> int:
     title = f"{settings['model']}, {'its own link' if rate is None else f'link {args.link:g} GB/s'}"
     replace_file(out_dir / "offload.md", f"{title}\n\n{markdown_table(head, rows, 2)}\n")
     draw(out_dir / "offload.png", title, figures)
-    for caption, columns in ((title, SPEED), ("what lay where, and what travelled", PLACES)):
-        chosen = [head.index(name) for name in columns]
-        console.print(rich_table(caption, columns, [[row[i] for i in chosen] for row in rows], 2))
+    for caption, columns in TABLES_SHOWN.items():
+        chosen = [head.index(name) for name in (*NAMES, *columns)]
+        caption = f"{title}: {caption}"
+        console.print(rich_table(caption, [head[i] for i in chosen], [[row[i] for i in chosen] for row in rows], 2))
     console.print(f"details: {out_dir / 'offload.json'}", markup=False, highlight=False, soft_wrap=True)
     return 0 if all(same) else 1
 
