@@ -128,7 +128,7 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_why(
     eager = new_runtime(checkpoint, "off", max_context=128)
     caplog.clear()
     runtime = new_runtime(checkpoint, "full", max_context=128)
-    [said] = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.name == "sharesd.load"]
+    [said] = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.name == "sharesd.steps"]
     assert said.startswith("gpt2 (transformers) runs eagerly, which is slower: ")
     assert runtime.step is runtime.target and runtime.target.step_widths == frozenset()
     for mode in MODES:
