@@ -1,4 +1,4 @@
-"""Ranks that share a model out: whether it can be, how they meet, and what those that follow rank 0 do first."""
+"""Ranks that share a model out: whether it can be, how they meet, and how they part."""
 
 from __future__ import annotations
 

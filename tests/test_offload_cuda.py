@@ -32,6 +32,8 @@ from sharesd.models.decoder import call_block
 from sharesd.models.weights import decoder_config
 from sharesd.planning import Offloading, plan_for
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS = 8
 PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [5, 6, 7] * 20]
 WAYS = [SamplingParams(max_new_tokens=12, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0)]
@@ -40,15 +42,6 @@ WAYS = [SamplingParams(max_new_tokens=12, temperature=t, seed=3, ignore_eos=True
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operations this small are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

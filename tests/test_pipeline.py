@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -438,3 +439,17 @@ def test_the_study_of_ranks(tmp_path: Path) -> None:
         for mode, spent in (("naive", plain_s), ("share", 2 * plain_s + verify_s)):
             ranks = figures[f"2 ranks, {style}", mode]
             assert ranks["round_s"] > 0 and ranks["predicted_round_s"] > spent
+
+
+def test_a_pass_that_fails_leaves_lengths_to_the_device() -> None:
+    """What the host knew of the row would be wrong for the next one, if views of the cache are remembered."""
+    decoder = tiny_decoder()
+    cache = decoder.new_cache(1, 64)
+
+    def fails(*given: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    model = SimpleNamespace(forward=fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        read_piece(model, cache, 0, [1, 2, 3], Piece(0, 3, 3))  # type: ignore[arg-type]
+    assert cache.rows(0, 1).known_length is None

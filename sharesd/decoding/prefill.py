@@ -73,8 +73,10 @@ def read_piece(
     piece_1T = _sent([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
     last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
     view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
-    logits_RV = model.forward(piece_1T, view, last_1R)[0]
-    view.known_length = None
+    try:
+        logits_RV = model.forward(piece_1T, view, last_1R)[0]
+    finally:
+        view.known_length = None  # the view may be remembered
     view.lengths.fill_(end)
     return logits_RV
 
