@@ -3,8 +3,17 @@
 // therefore the same bits in a plain step and in a wide verify step, for every dtype and shape.
 //
 // Packed weights: [N / L][K / P][L][P], padded with zeros; L lanes (16, or 8 of float64), P = 2 for bfloat16, else 1.
+//
+// With AMX, bfloat16 is multiplied by tiles instead (see `linear_tiles`): same layout, other sums, and still the same ones for a
+// row in any step.
 #pragma once
 #include "types.h"
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <type_traits>
+#endif
 
 namespace sharesd {
 
@@ -110,6 +119,115 @@ void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int
 
 template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Kernel<T>::W); }
 
+#if defined(__AMX_BF16__) && defined(__linux__)
+// The kernel of Linux gives a process its tiles when it asks (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
+inline const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+
+constexpr int64_t TILE = 16, STEP = 32;  // rows and columns of a tile of sums; inputs of a step
+
+struct TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t num_rows[16] = {};
+};
+
+// Rows m..m+rows of the sums in a tile, with the bias, to y.
+inline void store_sums(const float* sums, const bf16* bias, bf16* y, int64_t rows, int64_t m, int64_t n, int64_t N) {
+  const int64_t left = std::min(TILE, N - n * TILE);
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t l = 0; l < left; ++l) {
+      const int64_t o = n * TILE + l;
+      narrow(bias ? sums[i * TILE + l] + widen(bias[o]) : sums[i * TILE + l], y + (m + i) * N + o);
+    }
+}
+
+// Vector blocks begin..end of the outputs. A tile of weights is 16 outputs and 32 inputs, a kilobyte that lies in a piece, and
+// multiplies a tile of up to 16 rows in as many cycles; each sum takes its products in the order of the inputs, whatever the
+// rows beside it. With up to 16 rows four blocks are read at once; with more, two blocks meet two tiles of rows. The last tiles
+// of rows begin early enough to be whole: what they share with those before is computed twice.
+inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t N, int64_t K,
+                         int64_t begin, int64_t end) {
+  const int64_t height = std::min(M, TILE), pitch = K * sizeof(bf16), block = K * TILE;
+  TileShapes shapes;  // sums 0 to 3, rows 4 and 5, weights 6 and 7
+  for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 6 ? height : TILE;
+  _tile_loadconfig(&shapes);
+  alignas(64) float sums[4][TILE * TILE];
+  // Fetches a tile of each block some kilobytes ahead: processors foresee a stream to the end of a page only.
+  auto fetch = [](const bf16* at) {
+    for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(reinterpret_cast<const char*>(at) + 4096 + line * 64, 0, 2);
+  };
+  int64_t n = begin;
+  if (M <= TILE) {
+    for (; n + 4 <= end; n += 4) {
+      const bf16* at = w + n * block;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
+        _tile_loadd(4, x + k, pitch);
+        fetch(at), fetch(at + block), fetch(at + 2 * block), fetch(at + 3 * block);
+        _tile_loadd(6, at, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, at + block, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, at + 2 * block, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, at + 3 * block, 64);
+        _tile_dpbf16ps(3, 4, 7);
+      }
+      _tile_stored(0, sums[0], 64);
+      _tile_stored(1, sums[1], 64);
+      _tile_stored(2, sums[2], 64);
+      _tile_stored(3, sums[3], 64);
+      for (int b = 0; b < 4; ++b) store_sums(sums[b], bias, y, height, 0, n + b, N);
+    }
+  } else {
+    for (; n + 2 <= end; n += 2)
+      for (int64_t m = 0; m < M; m += 2 * TILE) {
+        const int64_t upper = std::max<int64_t>(std::min(m, M - 2 * TILE), 0), lower = std::min(m + TILE, M - TILE);
+        const bf16 *at = w + n * block, *a = x + upper * K, *b = x + lower * K;
+        _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+        for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
+          if (m == 0) fetch(at), fetch(at + block);
+          _tile_loadd(4, a + k, pitch);
+          _tile_loadd(6, at, 64);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(7, at + block, 64);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_loadd(5, b + k, pitch);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, sums[0], 64);
+      _tile_stored(1, sums[1], 64);
+      _tile_stored(2, sums[2], 64);
+      _tile_stored(3, sums[3], 64);
+        for (int b = 0; b < 2; ++b) {
+          store_sums(sums[b], bias, y, TILE, upper, n + b, N);
+          store_sums(sums[2 + b], bias, y, TILE, lower, n + b, N);
+        }
+      }
+  }
+  for (; n < end; ++n)
+    for (int64_t m = 0; m < M; m += TILE) {
+      const int64_t top = std::min(m, M - height);
+      _tile_zero(0);
+      for (int64_t k = 0; k < K; k += STEP) {
+        _tile_loadd(4, x + top * K + k, pitch);
+        _tile_loadd(6, w + n * block + k * TILE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+      }
+      _tile_stored(0, sums[0], 64);
+      store_sums(sums[0], bias, y, height, top, n, N);
+    }
+  _tile_release();
+}
+#endif
+
 // Vector blocks begin..end of the outputs; several threads may share a product. Processors foresee a stream of memory to the
 // end of a page only, so what comes is fetched by instruction. A row or two wait for memory, which gives most where six
 // blocks are read at once. Up to nine rows reading hides behind arithmetic, best with one block after the other, each
@@ -118,6 +236,10 @@ template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Ke
 template <typename T>
 void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
                    const void* next = nullptr) {
+#if defined(__AMX_BF16__) && defined(__linux__)
+  if constexpr (std::is_same_v<T, bf16>)
+    if (has_tiles && K % STEP == 0) return linear_tiles(x, w, bias, y, M, N, K, begin, end);
+#endif
   const int64_t block = K * lanes<T>() * sizeof(T);
   int64_t n = begin;
   if (M <= 2)
