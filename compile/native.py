@@ -124,7 +124,7 @@ def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**25)
-        mallopt(_M_TRIM_THRESHOLD, 2**28)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def give_back_freed_memory() -> None:

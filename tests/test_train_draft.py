@@ -38,7 +38,7 @@ def test_a_draft_of_all_layers_is_the_target(data: Path, tmp_path: Path) -> None
     lesson = frozen.lessons(TEXTS)[0]
     [states] = draft.unroll(lesson)
     torch.testing.assert_close(draft.lm_head(draft.before_logits(states)), want[:, 1:-1])
-    found = losses(draft, lesson, teacher, [1.0])
+    found = losses(draft, [lesson], teacher, [1.0])
     torch.testing.assert_close(found.divergence, torch.zeros_like(found.divergence))
     agreed = acceptance(draft, frozen, [TEXTS], 3)
     assert agreed.reached[0] == agreed.accepted[0] == 8

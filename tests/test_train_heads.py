@@ -153,8 +153,8 @@ def test_losses_are_those_of_their_definitions(
     weight_VD = target.head.weight.clone()
     lesson = frozen_for(head, target).lessons(TEXTS)[0]
     weights = [0.5, 0.25, 0.1]
-    assert losses(head, lesson, teacher, weights).rejection == 0
-    found = losses(head, lesson, teacher, weights, rejection=True)
+    assert losses(head, [lesson], teacher, weights).rejection == 0
+    found = losses(head, [lesson], teacher, weights, rejection=True)
     (found.divergence + 0.3 * found.feature + 0.7 * found.rejection).backward()
     got = [parameter.grad.clone() for parameter in head.parameters()]
     head.zero_grad()
@@ -195,7 +195,7 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=(2,), decay=0.5)
     trainer = Trainer(head, frozen, teacher, Rows([TEXTS, TEXTS]), recipe)  # type: ignore[arg-type]
     want = sum(
-        sum(losses(head, lesson, teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
+        sum(losses(head, [lesson], teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
         for weights in ([1 / 1.5 / 8, 0], [0, 0.5 / 1.5 / 5])  # places of both steps: 5 + 3, and 3 + 2
     )
     found = trainer.advance()

@@ -54,7 +54,7 @@ def test_losses_are_those_of_their_definition(ids: Any) -> None:
     teacher = teacher_of(target, ids)  # of plain linears
     lesson = a_lesson(target, head)._replace(anchors_A=torch.tensor([2, 8]))
     weights = [0.5, 0.25, 0.1]
-    found = losses(head, lesson, teacher, weights)
+    found = losses(head, [lesson], teacher, weights)
     found.divergence.backward()
     got = [parameter.grad.clone() for parameter in head.parameters()]
     head.zero_grad()

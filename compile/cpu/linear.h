@@ -124,6 +124,7 @@ template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Ke
 inline const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 constexpr int64_t TILE = 16, STEP = 32;  // rows and columns of a tile of sums; inputs of a step
+constexpr int64_t AHEAD = 2048;  // weights that are fetched while others are multiplied
 
 struct TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -141,20 +142,62 @@ inline void store_sums(const float* sums, const bf16* bias, bf16* y, int64_t row
     }
 }
 
+// What tiles make of M rows and B blocks of weights, bit for bit: in each step inputs of even and of odd number are summed by
+// themselves, and subnormal numbers count as 0.
+template <int M, int B>
+void sums_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t n, int64_t N, int64_t K) {
+  const int64_t block = K * TILE;
+  vfloat sums[M][B] = {};
+  for (int64_t k = 0; k < K; k += STEP) {
+    vfloat even[M][B] = {}, odd[M][B] = {};
+    for (int64_t i = k; i < k + STEP; i += 2)
+      for (int b = 0; b < B; ++b) {
+        const bf16* at = w + (n + b) * block + i * TILE;
+        const vuint pair = Kernel<bf16>::weights(at);
+        __builtin_prefetch(reinterpret_cast<const char*>(at) + 1024, 0, 2);
+        for (int m = 0; m < M; ++m) {
+          const __m512 first = _mm512_set1_ps(widen(x[m * K + i])), second = _mm512_set1_ps(widen(x[m * K + i + 1]));
+          even[m][b] = (vfloat)_mm512_fmadd_ps(first, (__m512)(pair << 16), (__m512)even[m][b]);
+          odd[m][b] = (vfloat)_mm512_fmadd_ps(second, (__m512)(pair & 0xffff0000u), (__m512)odd[m][b]);
+        }
+      }
+    for (int m = 0; m < M; ++m)
+      for (int b = 0; b < B; ++b) sums[m][b] += even[m][b] + odd[m][b];
+  }
+  for (int m = 0; m < M; ++m)
+    for (int b = 0; b < B; ++b) store_sums(reinterpret_cast<const float*>(&sums[m][b]), bias, y, 1, m, n + b, N);
+}
+
+// The same for blocks begin..end. One or two rows wait for memory, which vectors read better than tiles do.
+template <int M, int B>
+void linear_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K, int64_t begin,
+                        int64_t end) {
+  const unsigned control = _mm_getcsr();
+  _mm_setcsr(control | 0x8040);  // subnormal numbers, read and written, are 0
+  int64_t n = begin;
+  for (; n + B <= end; n += B) sums_as_in_tiles<M, B>(x, w, bias, y, n, N, K);
+  for (; n < end; ++n) sums_as_in_tiles<M, 1>(x, w, bias, y, n, N, K);
+  _mm_setcsr(control);
+}
+
 // Vector blocks begin..end of the outputs. A tile of weights is 16 outputs and 32 inputs, a kilobyte that lies in a piece, and
 // multiplies a tile of up to 16 rows in as many cycles; each sum takes its products in the order of the inputs, whatever the
 // rows beside it. With up to 16 rows four blocks are read at once; with more, two blocks meet two tiles of rows. The last tiles
 // of rows begin early enough to be whole: what they share with those before is computed twice.
 inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t N, int64_t K,
                          int64_t begin, int64_t end) {
+  if (M == 1) return linear_as_in_tiles<1, 6>(x, w, bias, y, N, K, begin, end);
+  if (M == 2) return linear_as_in_tiles<2, 4>(x, w, bias, y, N, K, begin, end);
   const int64_t height = std::min(M, TILE), pitch = K * sizeof(bf16), block = K * TILE;
   TileShapes shapes;  // sums 0 to 3, rows 4 and 5, weights 6 and 7
   for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 6 ? height : TILE;
   _tile_loadconfig(&shapes);
   alignas(64) float sums[4][TILE * TILE];
-  // Fetches a tile of each block some kilobytes ahead: processors foresee a stream to the end of a page only.
-  auto fetch = [](const bf16* at) {
-    for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(reinterpret_cast<const char*>(at) + 4096 + line * 64, 0, 2);
+  // Fetches a tile some kilobytes ahead, of the block that is read or of the one that is read next: processors foresee a stream
+  // to the end of a page only.
+  auto fetch = [&](const bf16* at, int64_t k, int64_t blocks) {
+    const bf16* to = at + AHEAD + (k * TILE + AHEAD < block ? 0 : (blocks - 1) * block);
+    for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(to + line * 32, 0, 2);
   };
   int64_t n = begin;
   if (M <= TILE) {
@@ -166,7 +209,7 @@ inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y
       _tile_zero(3);
       for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
         _tile_loadd(4, x + k, pitch);
-        fetch(at), fetch(at + block), fetch(at + 2 * block), fetch(at + 3 * block);
+        fetch(at, k, 4), fetch(at + block, k, 4), fetch(at + 2 * block, k, 4), fetch(at + 3 * block, k, 4);
         _tile_loadd(6, at, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, at + block, 64);
@@ -192,7 +235,7 @@ inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y
       _tile_zero(2);
       _tile_zero(3);
         for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
-          if (m == 0) fetch(at), fetch(at + block);
+          if (m == 0) fetch(at, k, 2), fetch(at + block, k, 2);
           _tile_loadd(4, a + k, pitch);
           _tile_loadd(6, at, 64);
           _tile_dpbf16ps(0, 4, 6);
@@ -238,7 +281,7 @@ void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64
                    const void* next = nullptr) {
 #if defined(__AMX_BF16__) && defined(__linux__)
   if constexpr (std::is_same_v<T, bf16>)
-    if (has_tiles && K % STEP == 0) return linear_tiles(x, w, bias, y, M, N, K, begin, end);
+    if (has_tiles && M > 0 && K % STEP == 0) return linear_tiles(x, w, bias, y, M, N, K, begin, end);
 #endif
   const int64_t block = K * lanes<T>() * sizeof(T);
   int64_t n = begin;

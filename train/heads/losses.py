@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sharesd.models.heads.head import FeatureHead
 from sharesd.models.heads.parallel import Parallel
 from train.heads.anchors import guesses
 from train.heads.draft import Draft, Learner, unroll
 from train.heads.frozen import Lesson
 
-LOGITS = 2**21
+LOGITS = 2**22
 """Logits of the head that are made at a time, at most: what a large cache holds, since they are gone through often."""
+WHOLE = 64
+"""Places are filled up to whole numbers of so many: libraries build a product anew for each shape that they meet."""
 
 
 class Teacher(NamedTuple):
@@ -51,37 +54,62 @@ class Losses(NamedTuple):
 
 
 def losses(
-    head: Learner, lesson: Lesson, teacher: Teacher, step_weights: Sequence[float], *, rejection: bool = False
+    head: Learner,
+    lessons: Sequence[Lesson],
+    teacher: Teacher,
+    step_weights: Sequence[float],
+    *,
+    feature: bool = True,
+    rejection: bool = False,
 ) -> Losses:
     """Of as many unrolled steps as there are weights; `step_weights` are those of each place of a step. Without
-    `rejection` that one is 0, and takes no time.
+    `feature` or `rejection` that one is 0, and takes no time.
     """
-    if isinstance(head, Parallel):
-        states_ND, at_N, weights_N = guesses(head, lesson, step_weights)
-        states_SND, weights_SN = states_ND[None].to(lesson.teacher_TD.dtype), weights_N[None]
-    else:
-        states_SND, at_N, weights_SN = _unrolled(head, lesson, step_weights)
-    teacher_ND = lesson.teacher_TD[at_N]
+    states_SND, teacher_ND, weights_SN = _made(head, lessons, step_weights)
     own = teacher.weight_KD if head.lm_head is None else head.lm_head.weight
+    more = -states_SND.shape[1] % WHOLE
     divergence, rejected = _Distances.apply(
-        head.before_logits(states_SND), own, teacher_ND, teacher, weights_SN, rejection
+        F.pad(head.before_logits(states_SND), (0, 0, 0, more)),
+        own,
+        F.pad(teacher_ND, (0, 0, 0, more)),
+        teacher,
+        F.pad(weights_SN, (0, more)),
+        rejection,
     )
-    if isinstance(head, Draft):  # whose states are not meant to be the target's
+    if not feature or isinstance(head, Draft):  # whose states are not meant to be the target's
         return Losses(divergence, torch.zeros_like(divergence), rejected)
     distances_SND = F.smooth_l1_loss(states_SND, teacher_ND.expand_as(states_SND), reduction="none")
     return Losses(divergence, (distances_SND.mean(2) * weights_SN).sum(), rejected)
 
 
-def _unrolled(head: Learner, lesson: Lesson, step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """States [S, N, D] of chains, the places [N] whose tokens are foretold, and weights [S, N], 0 where they do not
-    count.
+def _made(head: Learner, lessons: Sequence[Lesson], step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """States [S, N, D], the target's hidden states [N, D] that choose what they foretell, and weights [S, N], 0 where
+    they do not count.
     """
-    counted_ST = torch.stack([lesson.counted(step) for step in range(len(step_weights))])
+    if isinstance(head, Parallel):
+        found = [guesses(head, lesson, step_weights) for lesson in lessons]
+        states_ND, weights_N = torch.cat([one[0] for one in found]), torch.cat([one[2] for one in found])
+        teacher = [lesson.teacher_TD[at_N] for lesson, (_, at_N, _) in zip(lessons, found, strict=True)]
+        return states_ND[None].to(teacher[0].dtype), torch.cat(teacher), weights_N[None]
+    steps = range(len(step_weights))
+    counted_ST = torch.cat([torch.stack([lesson.counted(step) for step in steps]) for lesson in lessons], 1)
     at_N = counted_ST[0].nonzero()[:, 0]  # all places of later steps are among these
-    unrolled = unroll(head, lesson, len(step_weights))
-    states_SND = torch.stack([states_1TD[0, at_N] for states_1TD in unrolled]).to(lesson.teacher_TD.dtype)
-    weights_S1 = torch.tensor(step_weights, dtype=states_SND.dtype, device=at_N.device)[:, None]
-    return states_SND, at_N, counted_ST[:, at_N] * weights_S1
+    states_SND = torch.stack([states_1TD[0, at_N] for states_1TD in _unrolled(head, lessons, len(steps))])
+    teacher_ND = torch.cat([lesson.teacher_TD for lesson in lessons])[at_N]
+    weights_S1 = torch.tensor(step_weights, dtype=teacher_ND.dtype, device=at_N.device)[:, None]
+    return states_SND.to(teacher_ND.dtype), teacher_ND, counted_ST[:, at_N] * weights_S1
+
+
+def _unrolled(head: Learner, lessons: Sequence[Lesson], steps: int) -> list[Tensor]:
+    """States [1, T, D] of all texts, one behind the other, step by step."""
+    if not isinstance(head, FeatureHead):
+        each = [unroll(head, lesson, steps) for lesson in lessons]
+        return [torch.cat(states, 1) for states in zip(*each, strict=True)]
+    lengths = [len(lesson.foretold_T) for lesson in lessons]
+    more = -sum(lengths) % WHOLE
+    tokens_1T = F.pad(torch.cat([lesson.tokens_1T for lesson in lessons], 1), (0, more))
+    features_1TF = F.pad(torch.cat([lesson.features_1TF for lesson in lessons], 1), (0, 0, 0, more))
+    return head.unroll(tokens_1T, features_1TF, steps, [*lengths, more])
 
 
 class _Distances(torch.autograd.Function):
@@ -98,12 +126,12 @@ class _Distances(torch.autograd.Function):
         rejection: bool,
     ) -> tuple[Tensor, Tensor]:
         totals = weights_SN.new_zeros(2)
-        gradients = [_Gradient(states_SND, weight_KD, ctx.needs_input_grad[1]) for _ in range(1 + rejection)]
         S, N, _ = states_SND.shape
-        size = max(1, LOGITS // (S * len(weight_KD)))
+        size = max(1, LOGITS // (S * len(weight_KD)) // WHOLE) * WHOLE
         wide, device = weights_SN.dtype, states_SND.device.type
         if torch.is_autocast_enabled(device):
             weight_KD = weight_KD.to(torch.get_autocast_dtype(device))  # once, not in every product
+        gradients = [_Gradient(states_SND, weight_KD, ctx.needs_input_grad[1]) for _ in range(1 + rejection)]
         for part in (slice(first, first + size) for first in range(0, N, size)):
             states_MD = states_SND[:, part].flatten(0, 1).to(weight_KD.dtype)  # one product is faster than S
             weights = weights_SN[:, part]
@@ -125,10 +153,10 @@ class _Distances(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
-        of_states, of_weight = saved[0] * grads[0], None if saved[1] is None else saved[1] * grads[0]
+        of_states, of_weight = saved[0] * grads[0], None if saved[1] is None else saved[1].to(grads[0]) * grads[0]
         if len(saved) > 2:
             of_states += saved[2] * grads[1]
-            of_weight = None if of_weight is None else of_weight + saved[3] * grads[1]
+            of_weight = None if of_weight is None else of_weight + saved[3].to(grads[1]) * grads[1]
         return of_states, of_weight, None, None, None, None
 
 
@@ -144,4 +172,4 @@ class _Gradient:
         grad_MK = grad_SNK.to(states_MD.dtype).flatten(0, 1)
         self.states[:, part] = (grad_MK @ weight_KD).unflatten(0, (weights.shape[0], -1)) * weights[..., None]
         if self.weight is not None:
-            self.weight += grad_MK.T @ (states_MD * weights.flatten()[:, None]).to(states_MD.dtype)
+            self.weight.addmm_(grad_MK.T, (states_MD * weights.flatten()[:, None]).to(states_MD.dtype))

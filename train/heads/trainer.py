@@ -82,17 +82,20 @@ class Trainer:
         counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(unroll)]
         decays = [recipe.decay**step for step in range(unroll)]
         weights = [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
-        found = dict.fromkeys(("loss", *Losses._fields), 0.0)
         device = head.get_buffer("cos").device.type
-        with torch.autocast(device, torch.bfloat16, enabled=recipe.bf16):  # weights are cast once for all lessons
-            for lesson in lessons:
-                parts = losses(head, lesson, self._teacher, weights, rejection=recipe.rejection_weight > 0)
-                loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
-                loss = loss + recipe.rejection_weight * parts.rejection
-                with torch.autocast(device, enabled=False):
-                    loss.backward()
-                for name, part in zip(found, (loss, *parts), strict=True):
-                    found[name] += part.item()
+        with torch.autocast(device, torch.bfloat16, enabled=recipe.bf16):  # weights are cast once for all texts
+            parts = losses(
+                head,
+                lessons,
+                self._teacher,
+                weights,
+                feature=recipe.feature_weight > 0,
+                rejection=recipe.rejection_weight > 0,
+            )
+            loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
+            loss = loss + recipe.rejection_weight * parts.rejection
+        loss.backward()
+        found = {name: part.item() for name, part in zip(("loss", *Losses._fields), (loss, *parts), strict=True)}
         found["gradient"] = clip_grad_norm_(head.parameters(), recipe.clip).item()
         if not math.isfinite(found["gradient"]):
             raise ValueError(f"the gradient of step {self.step} is {found['gradient']}; lower --lr, or train in fp32")

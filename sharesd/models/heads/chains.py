@@ -18,6 +18,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+def attend_chains_of_texts(
+    q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, lengths: Sequence[int]
+) -> Tensor:
+    """`attend_chains` of texts of these lengths, which lie one behind the other and do not see each other."""
+    texts = zip(*(x.split(list(lengths), 2) for x in (q_BHTd, *keys, *values)), strict=True)
+    num = len(keys)
+    return torch.cat([attend_chains(q, known[:num], known[num:], scale) for q, *known in texts], 2)
+
+
 def attend_chains(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
     """What the queries of the newest step find, [B, H, T, d], among keys and values [B, K, T, d] of all steps from 0.
     The first s places of step s mean nothing.

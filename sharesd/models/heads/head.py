@@ -7,6 +7,7 @@ hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
-from sharesd.models.heads.chains import attend_chains
+from sharesd.models.heads.chains import attend_chains_of_texts
 from sharesd.models.heads.config import HeadConfig
 
 
@@ -215,17 +216,22 @@ class FeatureHead(Head):
         states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
         return self.draft_logits(states_BFD)
 
-    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """As `Head.unroll`: training-time test (EAGLE-3)."""
+    def unroll(
+        self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1, lengths: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """As `Head.unroll`: training-time test (EAGLE-3). `lengths`: of texts that lie one behind the other, if there
+        are several.
+        """
+        lengths = lengths or (tokens_BT.shape[1],)
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
-        place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        place_T = torch.cat([torch.arange(length, device=tokens_BT.device) for length in lengths])
         keys, values, unrolled = [], [], []
         for _ in range(steps):
             x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
             q_BHTd, k_BKTd, v_BKTd = self.qkv(self.block.attn, inputs_BTE, place_T)
             keys.append(k_BKTd)
             values.append(v_BKTd)
-            attended_BHTd = attend_chains(q_BHTd, keys, values, self.block.attn.scale)
+            attended_BHTd = attend_chains_of_texts(q_BHTd, keys, values, self.block.attn.scale, lengths)
             x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
             x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
             unrolled.append(x_BTD)
