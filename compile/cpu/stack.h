@@ -48,33 +48,33 @@ struct Step {
 };
 static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "stack.py writes these words");
 
-template <typename W> inline W activate(W x, int64_t kind) {
-  if (kind == 0) {  // silu
-    const W e = exp_neg(x < 0 ? x : -x);
-    return x * (x < 0 ? e : W(1)) / (1 + e);
-  }
+template <typename W> inline W gelu(W x, int64_t kind) {
   if (kind == 1) return W(0.5) * x * (1 + std::erf(x * W(0.7071067811865476)));
   return W(0.5) * x * (1 + std::tanh(W(0.7978845608028654) * (x + W(0.044715) * x * x * x)));
+}
+
+// silu of a gate, times up.
+template <typename T>
+void gate_by_silu(const T* gate, const T* up, T* to, int64_t size) {
+  by_vectors<T>(size, [&](auto get, auto put) {
+    const auto x = get(gate);
+    const auto e = exp_or_0<T>(x < 0 ? x : -x);
+    put(x * (x < 0 ? e : e - e + 1) / (e + 1) * get(up), to);
+  });
 }
 
 template <typename T>
 void norm(const Norm& how, const T* x, T* y, int64_t size, double eps) {
   using W = typename Wide<T>::type;
-  W sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < size; ++i) sum += widen(x[i]) * widen(x[i]);
-  const W factor = 1 / std::sqrt(sum / size + static_cast<W>(eps));
-  if (how.wide) {
-    const W* w = static_cast<const W*>(how.weight);
-    for (int64_t i = 0; i < size; ++i) narrow(widen(x[i]) * factor * w[i], y + i);
-  } else {
-    const T* w = static_cast<const T*>(how.weight);
-    for (int64_t i = 0; i < size; ++i) {
-      T rounded;
-      narrow(widen(x[i]) * factor, &rounded);
-      narrow(widen(w[i]) * widen(rounded), y + i);
-    }
-  }
+  typename Vec<W>::type sums = {};
+  by_vectors<T>(size, [&](auto get, auto) { sums += get(x) * get(x); });
+  const W factor = 1 / std::sqrt(sum_of(sums) / size + static_cast<W>(eps));
+  by_vectors<T>(size, [&](auto get, auto put) {
+    if (how.wide)
+      put(get(x) * factor * get(static_cast<const W*>(how.weight)), y);
+    else
+      put(get(static_cast<const T*>(how.weight)) * put(get(x) * factor, y), y);
+  });
 }
 
 template <typename T>
@@ -172,7 +172,7 @@ template <typename T> struct Worker {
         y = h + m * s.D;
       }
       T* xm = x + m * s.D;
-      for (int64_t i = 0; i < s.D; ++i) narrow(widen(xm[i]) + widen(y[i]), xm + i);
+      by_vectors<T>(s.D, [&](auto get, auto put) { put(get(xm) + get(y), xm); });
     }
   }
 
@@ -222,9 +222,9 @@ template <typename T> struct Worker {
       T* to = shared.hidden.data() + m * s.mlp;
       const int64_t begin = share(s.mlp, me, all), end = share(s.mlp, me + 1, all);
       if (s.activation == 0)
-        for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), 0) * widen(up[i]), to + i);
+        gate_by_silu(gate + begin, up + begin, to + begin, end - begin);
       else
-        for (int64_t i = begin; i < end; ++i) narrow(activate<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
+        for (int64_t i = begin; i < end; ++i) narrow(gelu<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
     }
     barrier.wait();
     multiply(linears[3], next, inputs(shared.hidden, s.mlp, linears[3].K, M), shared.out.data(), M);

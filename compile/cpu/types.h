@@ -142,6 +142,36 @@ inline void store_rounded(vfloat x, f16* to, vfloat* rounded) {
 inline void store_rounded(vfloat x, float* to, vfloat* rounded) { std::memcpy(to, &x, 64), *rounded = x; }
 inline void store_rounded(vdouble x, double* to, vdouble* rounded) { std::memcpy(to, &x, 64), *rounded = x; }
 
+// Goes through arrays of this size a vector at a time: f(get, put), where get(p) is the next vector of p, filled up with 0 behind
+// the end, and put(x, p) stores one there, rounded, and returns what was stored.
+template <typename T, typename F> inline void by_vectors(int64_t size, F&& f) {
+  using V = typename Vec<typename Wide<T>::type>::type;
+  constexpr int64_t L = sizeof(V) / sizeof(typename Wide<T>::type);
+  int64_t i = 0;
+  for (; i + L <= size; i += L)
+    f([i](const auto* p) {
+      V x;
+      load(p + i, &x);
+      return x;
+    }, [i](V x, T* p) {
+      store_rounded(x, p + i, &x);
+      return x;
+    });
+  if (i == size) return;
+  f([i, size](const auto* p) {
+    std::decay_t<decltype(*p)> some[L] = {};
+    std::copy(p + i, p + size, some);
+    V x;
+    load(some, &x);
+    return x;
+  }, [i, size](V x, T* p) {
+    T some[L];
+    store_rounded(x, some, &x);
+    std::copy(some, some + size - i, p + i);
+    return x;
+  });
+}
+
 // Memory of n elements on a 64-byte border, whatever it held before.
 template <typename T> class Aligned {
  public:
