@@ -23,7 +23,7 @@ constexpr int64_t kBlock = 32;   // slots; caches are multiples of it
 constexpr int64_t kChunk = 128;  // slots of a part
 constexpr int64_t kFewChunks = 8;  // of a head lie in the second level of cache
 constexpr int64_t kSinks = 32;   // first slots, which are seen even where only recent ones are
-constexpr int64_t kTile = 12;    // queries that are scored together
+constexpr int64_t kTile = 16;    // queries that are scored together
 constexpr int64_t kRows = 32;    // new rows of the batch's row that read a chunk together
 constexpr int64_t kMaxHead = 512;
 
@@ -146,7 +146,7 @@ template <typename T> struct Scratch {  // of one thread
  private:
   Scratch(const AttentionShape& z, int64_t queries, Layout<T> at)
       : q(queries * at.key_size()), weights(kTile * kChunk), keys(z.tree.path ? kChunk * at.key_size() : 0),
-        values((z.tree.path ? kChunk : at.P) * at.value_size()), scores(kTile * kChunk), parts(kTile * at.part()),
+        values((z.tree.path ? kChunk : slot_step(at)) * at.value_size()), scores(kTile * kChunk), parts(kTile * at.part()),
         joined(queries * at.part()) {}
 };
 
@@ -179,20 +179,36 @@ void add_products(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_
   if (blocks) add_rows<T, 6, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
 }
 
+// Whether sums over heads of this size go by tiles (see linear.h); then they go over whole steps of slots, too.
+template <typename T> bool by_tiles(const Layout<T>& at) {
+  return std::is_same_v<T, bf16> && has_tiles && at.key_size() % STEP == 0 && at.value_size() == at.key_size();
+}
+
+// Slots that sums over slots take together.
+template <typename T> int64_t slot_step(const Layout<T>& at) { return by_tiles(at) ? STEP : Layout<T>::P; }
+
 // Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them. Fetches keys `ahead` slots behind.
 template <typename T, typename W>
 void score(const Layout<T>& at, const T* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.key_size();
+  if constexpr (std::is_same_v<T, bf16>)
+    if (by_tiles(at))
+      return add_tile_products(q, size, keys, L * size, L * P, L * STEP, slots / L, size / STEP, ahead * size * sizeof(T),
+                               scores, kChunk, M);
   add_products(q, size, keys, L * size, L * P, slots / L, size / P, ahead * size * sizeof(T), scores, kChunk, M);
 }
 
-// Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of P. Fetches values `ahead` slots behind.
+// Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of `slot_step`. Fetches values `ahead` slots behind.
 template <typename T, typename W>
 void blend(const Layout<T>& at, const T* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M,
            int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.value_size();
+  if constexpr (std::is_same_v<T, bf16>)
+    if (by_tiles(at))
+      return add_tile_products(weights, kChunk, values, L * P, size * P, size * STEP, size / L, slots / STEP,
+                               ahead * size * sizeof(T), sums, pitch, M);
   add_products(weights, kChunk, values, L * P, size * P, size / L, slots / P, ahead * size * sizeof(T), sums, pitch, M);
 }
 
@@ -282,6 +298,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const AttentionShape& z = a.z;
   const Layout<T> at{z.d};
+  const int64_t unit = slot_step(at);
   const int64_t G = z.H / z.K, length = a.lengths[g.b], base = chunk * kChunk, num = g.rows * G;
   const int64_t ahead = g.chunks() <= kFewChunks ? z.S : kChunk;  // the same chunk of the next head, or the next chunk
   const T* k_head = a.k_cache + (g.b * z.K + g.h) * z.S * at.key_size();
@@ -325,22 +342,27 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       else
         std::memset(weights + n * kChunk, 0, blocks * sizeof(T));
     }
-    const int64_t known = std::min(shared, stop), pairs = known / P * P;
-    blend(at, weights, v_head + base * at.value_size(), pairs, parts + L, stride, queries, ahead);
-    if (pairs < known) {  // the other of the last pair may be anything, and 0 times that may be no number
+    const int64_t known = std::min(shared, stop), whole = known / unit * unit, size = at.value_size();
+    blend(at, weights, v_head + base * size, whole, parts + L, stride, queries, ahead);
+    // Behind the last slot there may be anything, and 0 times that may be no number.
+    auto clear = [&](int64_t slots) {
+      const int64_t from = slots / P * P;
+      std::memset(scratch.values.data() + from * size, 0, (round_up(slots, unit) - from) * size * sizeof(T));
+    };
+    if (whole < known) {
       T* values = scratch.values.data();
-      std::memset(values, 0, P * at.value_size() * sizeof(T));
-      at.copy_value(v_head, base + pairs, values, 0);
-      blend(at, weights + pairs, values, P, parts + L, stride, queries);
+      std::memcpy(values, v_head + (base + whole) * size, (known - whole) / P * P * size * sizeof(T));
+      clear(known - whole);
+      if (known % P) at.copy_value(v_head, base + known - 1, values, known - 1 - whole);
+      blend(at, weights + whole, values, unit, parts + L, stride, queries);
     }
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* values = scratch.values.data();
-      if (slots % P) std::memset(values + slots / P * P * at.value_size(), 0, P * at.value_size() * sizeof(T));
-      if (own < length)
-        std::memcpy(values, v_head + own * at.value_size(), round_up(length - own, P) * at.value_size() * sizeof(T));
+      if (slots % unit) clear(slots);
+      if (own < length) std::memcpy(values, v_head + own * size, round_up(length - own, P) * size * sizeof(T));
       gather(z, g.b, g.t + r, length, own, own + slots,
              [&](int64_t slot, int64_t place) { at.copy_value(v_head, slot, values, place); });
-      blend(at, weights + n * kChunk + shared, values, round_up(slots, P), parts + n * stride + L, stride, count);
+      blend(at, weights + n * kChunk + shared, values, round_up(slots, unit), parts + n * stride + L, stride, count);
     });
     done(first, queries);
   }

@@ -132,6 +132,13 @@ struct TileShapes {
   uint8_t num_rows[16] = {};
 };
 
+// Tiles of this thread: sums 0 to 3 and inputs 4 and 5 of so many rows, weights 6 and 7.
+inline void shape_tiles(int64_t rows) {
+  TileShapes shapes;
+  for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 6 ? rows : TILE;
+  _tile_loadconfig(&shapes);
+}
+
 // Rows m..m+rows of the sums in a tile, with the bias, to y.
 inline void store_sums(const float* sums, const bf16* bias, bf16* y, int64_t rows, int64_t m, int64_t n, int64_t N) {
   const int64_t left = std::min(TILE, N - n * TILE);
@@ -189,9 +196,7 @@ inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y
   if (M == 1) return linear_as_in_tiles<1, 6>(x, w, bias, y, N, K, begin, end);
   if (M == 2) return linear_as_in_tiles<2, 4>(x, w, bias, y, N, K, begin, end);
   const int64_t height = std::min(M, TILE), pitch = K * sizeof(bf16), block = K * TILE;
-  TileShapes shapes;  // sums 0 to 3, rows 4 and 5, weights 6 and 7
-  for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 6 ? height : TILE;
-  _tile_loadconfig(&shapes);
+  shape_tiles(height);
   alignas(64) float sums[4][TILE * TILE];
   // Fetches a tile some kilobytes ahead, of the block that is read or of the one that is read next: processors foresee a stream
   // to the end of a page only.
@@ -269,6 +274,57 @@ inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y
     }
   _tile_release();
 }
+
+// y [M, y_pitch] += x [M, 32 * steps] times B blocks of weights, by tiles of this shape: a tile's rows lie `row` apart, those of
+// the next step `step`, and of the next block `block`. Fetches what lies `ahead` bytes behind.
+template <int B>
+void add_tiles(const bf16* x, int64_t x_pitch, const bf16* w, int64_t block, int64_t row, int64_t step, int64_t steps,
+               int64_t ahead, float* y, int64_t y_pitch) {
+  const int64_t pitch = x_pitch * sizeof(bf16), stride = row * sizeof(bf16), sums = y_pitch * sizeof(float);
+  auto fetch = [&](const bf16* at) {
+    for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(reinterpret_cast<const char*>(at + i * row) + ahead, 0, 2);
+  };
+  _tile_loadd(0, y, sums);
+  if constexpr (B > 1) _tile_loadd(1, y + TILE, sums);
+  if constexpr (B > 2) _tile_loadd(2, y + 2 * TILE, sums);
+  if constexpr (B > 3) _tile_loadd(3, y + 3 * TILE, sums);
+  for (int64_t k = 0; k < steps; ++k, x += STEP, w += step) {
+    for (int b = 0; ahead && b < B; ++b) fetch(w + b * block);
+    _tile_loadd(4, x, pitch);
+    _tile_loadd(6, w, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (B > 1) {
+      _tile_loadd(7, w + block, stride);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (B > 2) {
+      _tile_loadd(6, w + 2 * block, stride);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (B > 3) {
+      _tile_loadd(7, w + 3 * block, stride);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, y, sums);
+  if constexpr (B > 1) _tile_stored(1, y + TILE, sums);
+  if constexpr (B > 2) _tile_stored(2, y + 2 * TILE, sums);
+  if constexpr (B > 3) _tile_stored(3, y + 3 * TILE, sums);
+}
+
+// The same for any number of blocks, and up to 16 rows.
+inline void add_tile_products(const bf16* x, int64_t x_pitch, const bf16* w, int64_t block, int64_t row, int64_t step,
+                              int64_t blocks, int64_t steps, int64_t ahead, float* y, int64_t y_pitch, int64_t M) {
+  shape_tiles(M);
+  for (; blocks >= 4; blocks -= 4, w += 4 * block, y += 4 * TILE)
+    add_tiles<4>(x, x_pitch, w, block, row, step, steps, ahead, y, y_pitch);
+  for (; blocks; --blocks, w += block, y += TILE) add_tiles<1>(x, x_pitch, w, block, row, step, steps, ahead, y, y_pitch);
+  _tile_release();
+}
+#else
+constexpr bool has_tiles = false;
+constexpr int64_t STEP = 32;
+inline void add_tile_products(...) {}
 #endif
 
 // Vector blocks begin..end of the outputs; several threads may share a product. Processors foresee a stream of memory to the
