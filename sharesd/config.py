@@ -31,6 +31,8 @@ MOST_TOP_LOGPROBS = 20
 EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-instruct.npz"
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
+EMBEDDED_HEADS = Path(__file__).parent / "drafters" / "heads" / "smollm2-135m-instruct"
+"""Folders of heads for the embedded model, by the mode that they draft in."""
 
 
 class PlanOnly(Exception):
@@ -247,7 +249,8 @@ class EngineConfig:
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
     head: str | None = None
     """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`,
-    `glide`: the head, as `python -m train parallel` and `glide` write it."""
+    `glide`: the head, as `python -m train parallel` and `glide` write it. None = the one that comes with the embedded
+    model, if that is the target."""
     head_quant: QuantConfig | None = None
     """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
     the target is copied for that."""
@@ -341,9 +344,9 @@ class EngineConfig:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
         for mode in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
-            if mode in HEADS and self.head is None:
+            if mode in HEADS and self.head_of(mode) is None:
                 raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
-        if self.head_quant is not None and self.head is None:
+        if self.head_quant is not None and not any(map(self.head_of, HEADS)):
             raise ValueError(
                 f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
             )
@@ -372,6 +375,11 @@ class EngineConfig:
                 f"num_draft is {self.num_draft} and tree is {shown}; leave num_draft to be chosen, or make it {budget} "
                 "for the whole tree in every round"
             )
+
+    def head_of(self, mode: str) -> str | None:
+        """What a mode of `HEADS` drafts with: `head`, or what comes with the embedded model; None = nothing."""
+        shipped = EMBEDDED_HEADS / mode
+        return str(shipped) if self.head is None and self.target is None and shipped.is_dir() else self.head
 
     @property
     def table_file(self) -> Path | None:

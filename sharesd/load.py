@@ -407,9 +407,10 @@ class Runtime:
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
         for mode in sorted(self._needs & {*HEADS}):
-            if self.config.head is None:
+            head = self.config.head_of(mode)
+            if head is None:
                 raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
-            self._head_folder = resolve(self.config.head, progress=progress)
+            self._head_folder = resolve(head, progress=progress)
 
     def _load_head(self) -> Head:
         """The trained head, with its linears as they run. Call it while the target has its plain ones."""

@@ -345,7 +345,7 @@ class _Measured:
             num += self._kv()
             if quant is not None and quant.head_bits is None:
                 num += self._laid(self.decoder.head).nbytes
-        for path in (self.config.draft, self.config.head):
+        for path in (self.config.draft, *map(self.config.head_of, sorted(self._needs & {*HEADS}))):
             if path is not None:
                 num += sum(file.stat().st_size for file in weight_files(resolve(path)))
         return num

@@ -18,7 +18,7 @@ from benchmark.questions.questions import Question, QuestionSet
 from benchmark.questions.records import Key
 from multigpu.places import environments
 from sharesd.cli import options
-from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
+from sharesd.config import HEADS, MODES, EngineConfig, Mode, SamplingParams
 
 NUM_QUESTIONS = 16
 """Asked by default: a few minutes with the embedded model on two CPU cores."""
@@ -69,13 +69,14 @@ def job_of(args: argparse.Namespace) -> Job:
     if asked is not None and asked > num_available and hasattr(args, "num_questions"):
         raise ValueError(f"--num-questions is {asked}, but {found.label} holds {num_available}; ask for no more")
     chosen = found.questions[:asked]
+    drafting = sorted({*HEADS} & {*modes, *(config.hybrid_with if "hybrid" in modes else ())})
     settings = {
         "benchmark": args.benchmark,
         "command": arguments.command(),
         "model": model_name(config.target),
         "target": config.target,
         "draft": config.draft,
-        "head": config.head,
+        "head": config.head or next(("shipped" for mode in drafting if config.head_of(mode)), None),
         "head_quant": config.head_quant and str(config.head_quant),
         "modes": list(modes),
         "questions": {

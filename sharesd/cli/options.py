@@ -120,7 +120,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--head",
         metavar="HEAD",
         help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or "
-        "of parallel or glide (a folder that `python -m train parallel` or `glide` wrote)",
+        "of parallel or glide (a folder that `python -m train parallel` or `glide` wrote; default: the one that comes "
+        "with the embedded model, if there is one)",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -428,7 +429,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     if head is not None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
         raise ValueError(f"--head is {head!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
     head_quant = getattr(args, "head_quant", None)
-    if head_quant is not None and head is None:
+    if head_quant is not None and head is None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
         raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):

@@ -109,7 +109,7 @@ def _unrolled(head: Learner, lessons: Sequence[Lesson], steps: int) -> list[Tens
     more = -sum(lengths) % WHOLE
     tokens_1T = F.pad(torch.cat([lesson.tokens_1T for lesson in lessons], 1), (0, more))
     features_1TF = F.pad(torch.cat([lesson.features_1TF for lesson in lessons], 1), (0, 0, 0, more))
-    return head.unroll(tokens_1T, features_1TF, steps, [*lengths, more])
+    return head.unroll_texts(tokens_1T, features_1TF, steps, [*lengths, more])
 
 
 class _Distances(torch.autograd.Function):

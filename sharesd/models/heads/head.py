@@ -216,13 +216,12 @@ class FeatureHead(Head):
         states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
         return self.draft_logits(states_BFD)
 
-    def unroll(
-        self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1, lengths: Sequence[int] = ()
-    ) -> list[Tensor]:
-        """As `Head.unroll`: training-time test (EAGLE-3). `lengths`: of texts that lie one behind the other, if there
-        are several.
-        """
-        lengths = lengths or (tokens_BT.shape[1],)
+    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
+        """As `Head.unroll`: training-time test (EAGLE-3)."""
+        return self.unroll_texts(tokens_BT, features_BTF, steps, (tokens_BT.shape[1],))
+
+    def unroll_texts(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int, lengths: Sequence[int]) -> list[Tensor]:
+        """The same of texts of these lengths, which lie one behind the other and do not see each other."""
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.cat([torch.arange(length, device=tokens_BT.device) for length in lengths])
         keys, values, unrolled = [], [], []
