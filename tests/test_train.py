@@ -89,6 +89,23 @@ def test_mistakes_are_one_line(
     assert message in err and err.count("\n") == 1 and not Path("x.npz").exists()
 
 
+def test_the_target_says_what_users_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    model, found = str(make_checkpoint(tmp_path / "model")), []
+    for batch in ("2", "5"):
+        out = tmp_path / f"said-{batch}.jsonl"
+        options = ["--target", model, "--max-context", "256", "--max-new-tokens", "120", "--max-batch", batch]
+        assert main(["prompts", "--out", str(out), "--num-prompts", "20", *options]) == 0
+        found.append(out.read_text())
+    assert found[0] == found[1], "whatever is said beside them"
+    said = [json.loads(line)["prompt"] for line in found[0].splitlines()]
+    assert 0 < len(said) == len(set(said)) < 20
+    assert f"{len(said)} different prompts of 20" in capsys.readouterr().out
+    assert set(read_prompts([str(tmp_path / "said-2.jsonl")])) == set(said)
+
+
 def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
     text, answers = tmp_path / "a.txt", tmp_path / "answers-naive.jsonl"

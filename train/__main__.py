@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sharesd.cli.options import run_command
 
-COMMANDS = ("train.table", "train.corpus", "train.generate", "train.inspect", "train.heads.command")
+COMMANDS = ("train.table", "train.corpus", "train.prompts", "train.generate", "train.inspect", "train.heads.command")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

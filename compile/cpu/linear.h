@@ -132,10 +132,10 @@ struct TileShapes {
   uint8_t num_rows[16] = {};
 };
 
-// Tiles of this thread: sums 0 to 3 and inputs 4 and 5 of so many rows, weights 6 and 7.
-inline void shape_tiles(int64_t rows) {
+// Tiles of this thread: sums and inputs, of so many rows, and the last ones for weights.
+inline void shape_tiles(int64_t rows, int for_weights = 2) {
   TileShapes shapes;
-  for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 6 ? rows : TILE;
+  for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 8 - for_weights ? rows : TILE;
   _tile_loadconfig(&shapes);
 }
 
@@ -183,95 +183,118 @@ void linear_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y,
   _mm_setcsr(control | 0x8040);  // subnormal numbers, read and written, are 0
   int64_t n = begin;
   for (; n + B <= end; n += B) sums_as_in_tiles<M, B>(x, w, bias, y, n, N, K);
+  for (; n + 2 <= end; n += 2) sums_as_in_tiles<M, 2>(x, w, bias, y, n, N, K);
   for (; n < end; ++n) sums_as_in_tiles<M, 1>(x, w, bias, y, n, N, K);
   _mm_setcsr(control);
 }
 
+// Fetches a tile of weights some kilobytes behind `at`, which is input k of one of `blocks` blocks that are read at once: of this
+// block, or of the one that is read next. Processors foresee a stream to the end of a page only.
+inline void fetch_tile(const bf16* at, int64_t k, int64_t K, int64_t blocks) {
+  const bf16* to = at + AHEAD + (k * TILE + AHEAD < K * TILE ? 0 : (blocks - 1) * K * TILE);
+  for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(to + line * 32, 0, 2);
+}
+
+// Up to 16 rows against B blocks, 6 at most, which are read at once: sums 0 to 5, rows 6, weights 7.
+template <int B>
+void few_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t n, int64_t N, int64_t K) {
+  const int64_t pitch = K * sizeof(bf16), block = K * TILE;
+  const bf16* at = w + n * block;
+  alignas(64) float sums[B][TILE * TILE];
+  _tile_zero(0);
+  if constexpr (B > 1) _tile_zero(1);
+  if constexpr (B > 2) _tile_zero(2);
+  if constexpr (B > 3) _tile_zero(3);
+  if constexpr (B > 4) _tile_zero(4);
+  if constexpr (B > 5) _tile_zero(5);
+  for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
+    for (int b = 0; b < B; ++b) fetch_tile(at + b * block, k, K, B);
+    _tile_loadd(6, x + k, pitch);
+    _tile_loadd(7, at, 64);
+    _tile_dpbf16ps(0, 6, 7);
+    if constexpr (B > 1) {
+      _tile_loadd(7, at + block, 64);
+      _tile_dpbf16ps(1, 6, 7);
+    }
+    if constexpr (B > 2) {
+      _tile_loadd(7, at + 2 * block, 64);
+      _tile_dpbf16ps(2, 6, 7);
+    }
+    if constexpr (B > 3) {
+      _tile_loadd(7, at + 3 * block, 64);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+    if constexpr (B > 4) {
+      _tile_loadd(7, at + 4 * block, 64);
+      _tile_dpbf16ps(4, 6, 7);
+    }
+    if constexpr (B > 5) {
+      _tile_loadd(7, at + 5 * block, 64);
+      _tile_dpbf16ps(5, 6, 7);
+    }
+  }
+  _tile_stored(0, sums[0], 64);
+  if constexpr (B > 1) _tile_stored(1, sums[1], 64);
+  if constexpr (B > 2) _tile_stored(2, sums[2], 64);
+  if constexpr (B > 3) _tile_stored(3, sums[3], 64);
+  if constexpr (B > 4) _tile_stored(4, sums[4], 64);
+  if constexpr (B > 5) _tile_stored(5, sums[5], 64);
+  for (int b = 0; b < B; ++b) store_sums(sums[b], bias, y, M, 0, n + b, N);
+}
+
+// More rows against two blocks, 32 rows at once: sums 0 to 3, rows 4 and 5, weights 6 and 7. The last tiles of rows begin early
+// enough to be whole: what they share with those before is computed twice. Of an only block (`single`) the second tile of
+// weights is the first once more.
+inline void many_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t n, int64_t N, int64_t K,
+                               bool single) {
+  const int64_t pitch = K * sizeof(bf16), block = K * TILE, other = single ? 0 : block;
+  alignas(64) float sums[4][TILE * TILE];
+  for (int64_t m = 0; m < M; m += 2 * TILE) {
+    const int64_t upper = std::max<int64_t>(std::min(m, M - 2 * TILE), 0), lower = std::min(m + TILE, M - TILE);
+    const bf16 *at = w + n * block, *a = x + upper * K, *b = x + lower * K;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
+      if (m == 0) fetch_tile(at, k, K, 2), fetch_tile(at + other, k, K, 2);
+      _tile_loadd(4, a + k, pitch);
+      _tile_loadd(6, at, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, at + other, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, b + k, pitch);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int i = 0; i < 2 - single; ++i) {
+      store_sums(sums[i], bias, y, TILE, upper, n + i, N);
+      store_sums(sums[2 + i], bias, y, TILE, lower, n + i, N);
+    }
+  }
+}
+
 // Vector blocks begin..end of the outputs. A tile of weights is 16 outputs and 32 inputs, a kilobyte that lies in a piece, and
 // multiplies a tile of up to 16 rows in as many cycles; each sum takes its products in the order of the inputs, whatever the
-// rows beside it. With up to 16 rows four blocks are read at once; with more, two blocks meet two tiles of rows. The last tiles
-// of rows begin early enough to be whole: what they share with those before is computed twice.
+// rows beside it.
 inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t N, int64_t K,
                          int64_t begin, int64_t end) {
   if (M == 1) return linear_as_in_tiles<1, 6>(x, w, bias, y, N, K, begin, end);
   if (M == 2) return linear_as_in_tiles<2, 4>(x, w, bias, y, N, K, begin, end);
-  const int64_t height = std::min(M, TILE), pitch = K * sizeof(bf16), block = K * TILE;
-  shape_tiles(height);
-  alignas(64) float sums[4][TILE * TILE];
-  // Fetches a tile some kilobytes ahead, of the block that is read or of the one that is read next: processors foresee a stream
-  // to the end of a page only.
-  auto fetch = [&](const bf16* at, int64_t k, int64_t blocks) {
-    const bf16* to = at + AHEAD + (k * TILE + AHEAD < block ? 0 : (blocks - 1) * block);
-    for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(to + line * 32, 0, 2);
-  };
   int64_t n = begin;
   if (M <= TILE) {
-    for (; n + 4 <= end; n += 4) {
-      const bf16* at = w + n * block;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
-        _tile_loadd(4, x + k, pitch);
-        fetch(at, k, 4), fetch(at + block, k, 4), fetch(at + 2 * block, k, 4), fetch(at + 3 * block, k, 4);
-        _tile_loadd(6, at, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, at + block, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, at + 2 * block, 64);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, at + 3 * block, 64);
-        _tile_dpbf16ps(3, 4, 7);
-      }
-      _tile_stored(0, sums[0], 64);
-      _tile_stored(1, sums[1], 64);
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-      for (int b = 0; b < 4; ++b) store_sums(sums[b], bias, y, height, 0, n + b, N);
-    }
+    shape_tiles(M, 1);
+    for (; n + 6 <= end; n += 6) few_rows_by_tiles<6>(x, w, bias, y, M, n, N, K);
+    for (; n + 2 <= end; n += 2) few_rows_by_tiles<2>(x, w, bias, y, M, n, N, K);
+    for (; n < end; ++n) few_rows_by_tiles<1>(x, w, bias, y, M, n, N, K);
   } else {
-    for (; n + 2 <= end; n += 2)
-      for (int64_t m = 0; m < M; m += 2 * TILE) {
-        const int64_t upper = std::max<int64_t>(std::min(m, M - 2 * TILE), 0), lower = std::min(m + TILE, M - TILE);
-        const bf16 *at = w + n * block, *a = x + upper * K, *b = x + lower * K;
-        _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-        for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
-          if (m == 0) fetch(at, k, 2), fetch(at + block, k, 2);
-          _tile_loadd(4, a + k, pitch);
-          _tile_loadd(6, at, 64);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(7, at + block, 64);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_loadd(5, b + k, pitch);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, sums[0], 64);
-      _tile_stored(1, sums[1], 64);
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-        for (int b = 0; b < 2; ++b) {
-          store_sums(sums[b], bias, y, TILE, upper, n + b, N);
-          store_sums(sums[2 + b], bias, y, TILE, lower, n + b, N);
-        }
-      }
+    shape_tiles(TILE);
+    for (; n < end; n += 2) many_rows_by_tiles(x, w, bias, y, M, n, N, K, n + 1 == end);
   }
-  for (; n < end; ++n)
-    for (int64_t m = 0; m < M; m += TILE) {
-      const int64_t top = std::min(m, M - height);
-      _tile_zero(0);
-      for (int64_t k = 0; k < K; k += STEP) {
-        _tile_loadd(4, x + top * K + k, pitch);
-        _tile_loadd(6, w + n * block + k * TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-      }
-      _tile_stored(0, sums[0], 64);
-      store_sums(sums[0], bias, y, height, top, n, N);
-    }
   _tile_release();
 }
 
