@@ -185,20 +185,25 @@ template <typename T> struct Worker {
     T* k_cache = reinterpret_cast<T*>(s.kv[2 * index]);
     T* v_cache = reinterpret_cast<T*>(s.kv[2 * index + 1]);
     multiply(linears[0], &linears[1], inputs, shared.qkv.data(), M);
-    for (int64_t item = share(M * (s.H + s.K), me, all); item < share(M * (s.H + s.K), me + 1, all); ++item) {
-      const int64_t m = item / (s.H + s.K), head = item % (s.H + s.K);
+    auto turn = [&](int64_t m, int64_t head) {
       T* vector = shared.qkv.data() + m * row + head * s.d;
       const Norm& how = head < s.H ? block.q_norm : block.k_norm;
       if (how.weight) norm(how, vector, vector, s.d, n.eps);
-      if (block.rope >= 0) {
-        const int64_t ahead = s.tree.path ? s.tree.depth[m] : m % s.T;
-        const int64_t at = std::min(s.lengths[m / s.T] + ahead, s.positions - 1) * s.r;  // padding may lie beyond
-        rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at,
-               reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at, s.r);
+      if (block.rope < 0) return vector;
+      const int64_t ahead = s.tree.path ? s.tree.depth[m] : m % s.T;
+      const int64_t at = std::min(s.lengths[m / s.T] + ahead, s.positions - 1) * s.r;  // padding may lie beyond
+      rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at,
+             reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at, s.r);
+      return vector;
+    };
+    for (int64_t item = share(M * s.H, me, all); item < share(M * s.H, me + 1, all); ++item) turn(item / s.H, item % s.H);
+    // New rows share lines of the caches, which threads had better not take from each other: a head's belong to one.
+    for (int64_t item = share(s.B * s.K, me, all); item < share(s.B * s.K, me + 1, all); ++item)
+      for (int64_t t = 0; t < s.T; ++t) {
+        const int64_t b = item / s.K, h = item % s.K, m = b * s.T + t;
+        const T* key = turn(m, s.H + h);
+        store_kv(z, b, h, s.lengths[b] + z.place(b, t), key, key + s.K * s.d, k_cache, v_cache);
       }
-      if (head >= s.H)
-        store_kv(z, m / s.T, head - s.H, s.lengths[m / s.T] + z.place(m / s.T, m % s.T), vector, vector + s.K * s.d, k_cache, v_cache);
-    }
     barrier.wait();
   }
 
