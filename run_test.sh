@@ -11,19 +11,22 @@ ruff check .
 ruff format --check .
 mypy sharesd compile quant offload multigpu benchmark train serve
 
-step "generate: the three modes give one text"
-for mode in naive classic share; do
+step "generate: four modes give one text"
+for mode in naive classic share eagle; do
   python -m sharesd generate "Name three colours of the rainbow." --mode "$mode" --max-new-tokens 24 >"$out/$mode.txt"
 done
 cat "$out/naive.txt"
 cmp "$out/naive.txt" "$out/classic.txt"
 cmp "$out/naive.txt" "$out/share.txt"
+cmp "$out/naive.txt" "$out/eagle.txt"
 
 step "draft trees and tables give it too"
 python -m sharesd generate "Name three colours of the rainbow." --mode share --tree 2:4:8 --num-draft 8 --max-new-tokens 24 >"$out/tree.txt"
 python -m sharesd generate "Name three colours of the rainbow." --mode hybrid --with share,suffix,recycle --max-new-tokens 24 >"$out/hybrid.txt"
+python -m sharesd generate "Name three colours of the rainbow." --mode hybrid --with eagle,suffix --max-new-tokens 24 >"$out/mixed.txt"
 cmp "$out/naive.txt" "$out/tree.txt"
 cmp "$out/naive.txt" "$out/hybrid.txt"
+cmp "$out/naive.txt" "$out/mixed.txt"
 
 step "chat: two turns, a change of mode"
 printf 'Hello! Who are you?\n/mode naive\nSay that again, shorter.\n/stats\n/exit\n' |

@@ -22,6 +22,7 @@ from sharesd import sampling
 from sharesd.config import SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.engine import Engine
+from sharesd.decoding.policy import FIRST_ALPHAS
 from sharesd.decoding.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.classic import ClassicDrafter
@@ -203,6 +204,7 @@ class OracleDrafter:
     on_host = False
     reads = False
     ahead = True
+    first_alphas = FIRST_ALPHAS
     at_once = False
 
     def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:

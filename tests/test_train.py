@@ -158,3 +158,16 @@ def test_the_embedded_models_table_and_corpus_ship() -> None:
     assert corpus.nbytes == 8 * corpus.num_tokens and corpus.num_tokens > 200_000 and corpus.largest < 49152
     assert EngineConfig().corpus_file == EMBEDDED_CORPUS and EngineConfig(corpus="empty").corpus_file is None
     assert EngineConfig(target="elsewhere").table_file is EngineConfig(target="elsewhere").corpus_file is None
+
+
+def test_the_embedded_models_heads_ship() -> None:
+    assert not (EngineConfig(target="other").head_of("eagle") or EngineConfig().head_of("parallel"))
+    assert EngineConfig(head="mine").head_of("eagle") == "mine"
+    sizes = []
+    for mode in ("eagle",):
+        folder = Path(EngineConfig(mode=mode).head_of(mode) or "")
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        assert all(word in card for word in ("python -m train", "steps", "tau", "SmolLM2-135M-Instruct", "4-bit"))
+        assert json.loads((folder / "config.json").read_text())["hidden_size"] == 576
+        sizes.append((folder / "model.safetensors").stat().st_size)
+    assert 1e6 < sum(sizes) < 40e6

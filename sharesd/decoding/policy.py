@@ -26,8 +26,10 @@ MARGIN = 1.04
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
 LEAD = 1.02
 """A model's draft must promise this many times what tables do."""
-FIRST_ALPHA, FIRST_TREE_ALPHA = 0.8, 0.88
-"""Acceptance of a chain's tokens, and of a tree's levels, assumed before there is evidence."""
+FIRST_ALPHAS = 0.8, 0.88
+"""Acceptance of a chain's tokens, and of a tree's levels, assumed before there is evidence, of a model's drafts."""
+HEAD_ALPHAS = 0.5, 0.65
+"""The same of a trained head's. Who hopes for more drafts long at first, loses, and then dares not for a while."""
 HOPED_ALPHA, HOPED_TREE_ALPHA = 0.95, 0.97
 """Acceptance that a draft may turn out to have: one that would lose even then is not tried."""
 DOUBT = 3.0
@@ -166,10 +168,13 @@ class Policy:
         costs: Costs | None = None,
         measured: Mapping[int, Costs] | None = None,
         probes: bool = True,
+        first_alphas: tuple[float, float] = FIRST_ALPHAS,
     ) -> None:
         """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding). `probes`: plain steps
-        are timed now and then. Where weights come through a slow link all steps tell what one takes.
+        are timed now and then. Where weights come through a slow link all steps tell what one takes. `first_alphas`:
+        see FIRST_ALPHAS.
         """
+        self._first_alphas = first_alphas
         self._probes = probes
         self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
         self.live = LiveCosts(costs or Costs(), measured)
@@ -199,7 +204,8 @@ class Policy:
     def use(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """Take these costs, and those `measured` for numbers of rows, and forget what was learnt meanwhile."""
         awaited, longest = self.awaited, self.longest
-        self.__init__(self.shapes, pinned=self.pinned, costs=costs, measured=measured, probes=self._probes)  # type: ignore[misc]
+        same = {"pinned": self.pinned, "probes": self._probes, "first_alphas": self._first_alphas}
+        self.__init__(self.shapes, costs=costs, measured=measured, **same)  # type: ignore[misc]
         self.awaited, self.longest = awaited, longest
 
     @property
@@ -273,7 +279,7 @@ class Policy:
         plain = self.live.step(1)
         took = (self._catching_up + self.live.draft(shape) + self.live.step(1 + shape.nodes)) / plain
         loss = took * (1 - self.rate_of_shape(shape) / self.rate_of_shape(PLAIN))
-        usual, best = (FIRST_TREE_ALPHA, HOPED_TREE_ALPHA) if shape.is_tree else (FIRST_ALPHA, HOPED_ALPHA)
+        usual, best = self._first_alphas[shape.is_tree], HOPED_TREE_ALPHA if shape.is_tree else HOPED_ALPHA
         hoped = usual + (best - usual) / len(self.awaited) ** 0.5  # a mean over many rows is seldom far from the usual
         hope = hoped ** np.arange(1, shape.depth + 1)
         doubt = 1.0 if self.live.tried(shape) else DOUBT
@@ -342,7 +348,7 @@ class Policy:
         """Trees, drafts that look back only so far, and places that tables know have survival rates of their own."""
         key = (self.known_place, shape.is_tree, shape.recent)
         if key not in self._survivals:
-            self._survivals[key] = Survival(self._most, FIRST_TREE_ALPHA if shape.is_tree else FIRST_ALPHA)
+            self._survivals[key] = Survival(self._most, self._first_alphas[shape.is_tree])
         return self._survivals[key]
 
     def _rate_of(self, shape: Shape, survival: list[float]) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 from compile.graphs import Graphs
 from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.policy import Policy
+from sharesd.decoding.policy import FIRST_ALPHAS, Policy
 from sharesd.decoding.round import Round, RowState
 from sharesd.decoding.tree import PLAIN, Shape, chain
 from sharesd.drafters.base import Drafter, Drafting
@@ -44,7 +44,12 @@ class Way:
         self._most = max(shape.nodes for shape in shapes)
         if graphs is not None and widths:
             self._most = max(self._most, widths[-1] - 1)  # padding is rows without a node: no shape of its own
-        self.policy = Policy(shapes, pinned=None if auto_length else shapes[-1], probes=not offloaded)
+        self.policy = Policy(
+            shapes,
+            pinned=None if auto_length else shapes[-1],
+            probes=not offloaded,
+            first_alphas=drafter.first_alphas if drafter else FIRST_ALPHAS,
+        )
         self._rounds: dict[tuple[int, int], Round] = {}
 
     def round(self, first: int = 0, end: int | None = None) -> Round:

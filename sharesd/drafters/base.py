@@ -52,6 +52,7 @@ class Drafter(Protocol):
     trees: bool  # whether drafts may be trees
     reads: bool  # must read what it missed while it was idle, which takes time
     ahead: bool  # can draft before the host has read the last round
+    first_alphas: tuple[float, float]  # acceptance assumed before there is evidence, see `policy.FIRST_ALPHAS`
     at_once: bool  # guesses in one pass: drafts take as long, whatever their depth
     on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
 

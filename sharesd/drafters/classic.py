@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sharesd.decoding.policy import FIRST_ALPHAS
 from sharesd.decoding.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
@@ -27,6 +28,7 @@ class ClassicDrafter:
     on_host = False
     reads = True
     ahead = False
+    first_alphas = FIRST_ALPHAS
     at_once = False
 
     def __init__(

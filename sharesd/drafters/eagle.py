@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compile.attention import Branches
 from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.policy import HEAD_ALPHAS
 from sharesd.decoding.prefill import CHUNK
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
@@ -35,6 +36,7 @@ class EagleDrafter:
     on_host = False
     reads = False  # a pass of one block over the missed tokens
     ahead = False  # the host tells it the tokens of other drafters' rounds
+    first_alphas = HEAD_ALPHAS
     at_once = False
 
     def __init__(

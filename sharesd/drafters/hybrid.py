@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compile.topk import top_k
+from sharesd.decoding.policy import FIRST_ALPHAS
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.tables.base import Guess, Table, best_chain, merge, nothing, spine, weave
@@ -35,6 +36,7 @@ class HybridDrafter:
         """
         self.name, self.trees = name, trees
         self.shapes = model.shapes if model else chains(num_nodes)
+        self.first_alphas = model.first_alphas if model else FIRST_ALPHAS
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
         self._woven = False  # whether the last draft has nodes of both

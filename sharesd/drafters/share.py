@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quant.linear import Switch
 from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.policy import FIRST_ALPHAS
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
@@ -30,6 +31,7 @@ class ShareDrafter:
     on_host = False
     reads = False
     ahead = True
+    first_alphas = FIRST_ALPHAS
     at_once = False
 
     def __init__(
