@@ -401,11 +401,11 @@ def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(tmp_path
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mode eagle needs a trained head"):
-        EngineConfig(mode="eagle")
+        EngineConfig(target="other", mode="eagle")
     with pytest.raises(ValueError, match="mode eagle needs a trained head"):
-        EngineConfig(mode="hybrid", hybrid_with=("eagle", "suffix"))
+        EngineConfig(target="other", mode="hybrid", hybrid_with=("eagle", "suffix"))
     with pytest.raises(ValueError, match="there is no head"):
-        EngineConfig(mode="naive", head_quant=QuantConfig())
+        EngineConfig(target="other", mode="naive", head_quant=QuantConfig())
     checkpoint = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
         Runtime(EngineConfig(target=str(checkpoint), head=str(checkpoint), mode="eagle", device="cpu"))
