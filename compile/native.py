@@ -52,7 +52,7 @@ def library(part: str) -> ctypes.CDLL:
 
     Raises RuntimeError where no compiler can make it.
     """
-    _keep_freed_memory()
+    keep_freed_memory()
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError(
@@ -115,16 +115,21 @@ def _is_sealed(library_file: Path) -> bool:
     return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed, up to 256 MiB, for the next allocation.
+_kept = 2**28  # bytes
+
+
+def keep_freed_memory(most: int = 0) -> None:
+    """Let glibc keep what is freed, up to 256 MiB or `most` bytes, for the next allocation.
 
     A step frees half a megabyte of logits. By default that goes back to the system and returns page by page, zeroed,
     which took a tenth of a verify step.
     """
+    global _kept
+    _kept = max(_kept, most)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**25)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TRIM_THRESHOLD, _kept)
 
 
 def give_back_freed_memory() -> None:

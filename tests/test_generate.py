@@ -441,6 +441,7 @@ def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
     questions = ["What is the capital of France?", "Say hello.", "Name a colour.", "Count to five."]
     asked.write_text(json.dumps([{"instruction": question} for question in questions]), encoding="utf-8")
     given = ["--prompts", str(asked), "--out-dir", str(tmp_path), "--max-new-tokens", "16", "--mode", "naive"]
+    given += ["--dtype", "float32"]  # in bfloat16 two beginnings of the first answer are a tie
     assert main(["generate", *given, "--temperature", "0,1", "--max-context", "128"]) == 0
     assert "4 wanted = 4 written (0 of them before) + 0 skipped + 0 failed" in capsys.readouterr().out
     assert "Paris" in answers(tmp_path)[0, 0]["messages"][-1]["content"]

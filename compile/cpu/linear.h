@@ -7,12 +7,12 @@
 // With AMX, bfloat16 is multiplied by tiles instead (see `linear_tiles`): same layout, other sums, and still the same ones for a
 // row in any step.
 #pragma once
+#include <type_traits>
+
 #include "types.h"
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <type_traits>
 #endif
 
 namespace sharesd {
@@ -136,6 +136,7 @@ struct TileShapes {
 inline void shape_tiles(int64_t rows, int for_weights = 2) {
   TileShapes shapes;
   for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 8 - for_weights ? rows : TILE;
+  asm volatile("" : : "r"(&shapes) : "memory");  // GCC does not know that tiles read memory: here all of it is written
   _tile_loadconfig(&shapes);
 }
 

@@ -31,6 +31,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"draft_vocab": None, "init": None, "unroll": "1", "decay": 1.0, "feature_weight": 0.0},
     ),
 }
+FREED = 2**31 - 1
+"""Bytes of freed memory that are kept: what a step frees the next one takes."""
 SAMPLE = 3
 """Steps that a dry run takes, the first of which is not timed."""
 
@@ -174,12 +176,14 @@ def run(args: argparse.Namespace) -> int:
         )
     states = None if args.states is None else Path(args.states)
     with loading_bars() as progress:
-        from compile.threads import CREW  # torch takes seconds, mistakes should not
+        from compile.native import keep_freed_memory  # torch takes seconds, mistakes should not
+        from compile.threads import CREW
         from train.heads.session import Session, Task
         from train.heads.trainer import Recipe, steps_of
 
         threads = args.threads or CREW.available
         CREW.fix(threads)
+        keep_freed_memory(FREED)
         task = Task(
             kind=args.kind,
             init=None if args.init is None else Path(args.init),
