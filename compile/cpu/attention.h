@@ -23,7 +23,7 @@ constexpr int64_t kBlock = 32;   // slots; caches are multiples of it
 constexpr int64_t kChunk = 128;  // slots of a part
 constexpr int64_t kFewChunks = 8;  // of a head lie in the second level of cache
 constexpr int64_t kSinks = 32;   // first slots, which are seen even where only recent ones are
-constexpr int64_t kTile = 16;    // queries that are scored together
+constexpr int64_t kTile = SHARESD_TILES ? 16 : 12;  // queries that are scored together
 constexpr int64_t kRows = 32;    // new rows of the batch's row that read a chunk together
 constexpr int64_t kMaxHead = 512;
 
@@ -192,7 +192,7 @@ template <typename T, typename W>
 void score(const Layout<T>& at, const T* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.key_size();
-  if constexpr (std::is_same_v<T, bf16>)
+  if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (by_tiles(at))
       return add_tile_products(q, size, keys, L * size, L * P, L * STEP, slots / L, size / STEP, ahead * size * sizeof(T),
                                scores, kChunk, M);
@@ -205,7 +205,7 @@ void blend(const Layout<T>& at, const T* weights, const T* values, int64_t slots
            int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.value_size();
-  if constexpr (std::is_same_v<T, bf16>)
+  if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (by_tiles(at))
       return add_tile_products(weights, kChunk, values, L * P, size * P, size * STEP, size / L, slots / STEP,
                                ahead * size * sizeof(T), sums, pitch, M);

@@ -11,8 +11,11 @@
 
 #include "types.h"
 #if defined(__AMX_BF16__) && defined(__linux__)
+#define SHARESD_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
+#else
+#define SHARESD_TILES 0
 #endif
 
 namespace sharesd {
@@ -119,11 +122,13 @@ void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int
 
 template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Kernel<T>::W); }
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+constexpr int64_t STEP = 32;  // inputs of a step of tiles
+
+#if SHARESD_TILES
 // The kernel of Linux gives a process its tiles when it asks (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
 inline const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
-constexpr int64_t TILE = 16, STEP = 32;  // rows and columns of a tile of sums; inputs of a step
+constexpr int64_t TILE = 16;     // rows and columns of a tile of sums
 constexpr int64_t AHEAD = 2048;  // weights that are fetched while others are multiplied
 
 struct TileShapes {
@@ -132,21 +137,25 @@ struct TileShapes {
   uint8_t num_rows[16] = {};
 };
 
-// Tiles of this thread: sums and inputs, of so many rows, and the last ones for weights.
-inline void shape_tiles(int64_t rows, int for_weights = 2) {
+// GCC does not know that tiles read memory: what they read is written before this.
+inline void written() { asm volatile("" : : : "memory"); }
+
+// Tiles of this thread: sums 0 to 5 and inputs 6, of so many rows, and weights 7. With 16 rows all have one shape.
+inline void shape_tiles(int64_t rows) {
   TileShapes shapes;
-  for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 8 - for_weights ? rows : TILE;
-  asm volatile("" : : "r"(&shapes) : "memory");  // GCC does not know that tiles read memory: here all of it is written
+  for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = 64, shapes.num_rows[t] = t < 7 ? rows : TILE;
+  asm volatile("" : : "r"(&shapes) : "memory");  // of which GCC takes only the beginning to be read
   _tile_loadconfig(&shapes);
 }
 
-// Rows m..m+rows of the sums in a tile, with the bias, to y.
-inline void store_sums(const float* sums, const bf16* bias, bf16* y, int64_t rows, int64_t m, int64_t n, int64_t N) {
+// Rows m..m+rows of the sums in a tile, `pitch` apart, with the bias, to y.
+inline void store_sums(const float* sums, int64_t pitch, const bf16* bias, bf16* y, int64_t rows, int64_t m, int64_t n,
+                       int64_t N) {
   const int64_t left = std::min(TILE, N - n * TILE);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t l = 0; l < left; ++l) {
       const int64_t o = n * TILE + l;
-      narrow(bias ? sums[i * TILE + l] + widen(bias[o]) : sums[i * TILE + l], y + (m + i) * N + o);
+      narrow(bias ? sums[i * pitch + l] + widen(bias[o]) : sums[i * pitch + l], y + (m + i) * N + o);
     }
 }
 
@@ -173,7 +182,7 @@ void sums_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, i
       for (int b = 0; b < B; ++b) sums[m][b] += even[m][b] + odd[m][b];
   }
   for (int m = 0; m < M; ++m)
-    for (int b = 0; b < B; ++b) store_sums(reinterpret_cast<const float*>(&sums[m][b]), bias, y, 1, m, n + b, N);
+    for (int b = 0; b < B; ++b) store_sums(reinterpret_cast<const float*>(&sums[m][b]), TILE, bias, y, 1, m, n + b, N);
 }
 
 // The same for blocks begin..end. One or two rows wait for memory, which vectors read better than tiles do.
@@ -196,60 +205,72 @@ inline void fetch_tile(const bf16* at, int64_t k, int64_t K, int64_t blocks) {
   for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(to + line * 32, 0, 2);
 }
 
-// Up to 16 rows against B blocks, 6 at most, which are read at once: sums 0 to 5, rows 6, weights 7.
-template <int B>
-void few_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t n, int64_t N, int64_t K) {
-  const int64_t pitch = K * sizeof(bf16), block = K * TILE;
-  const bf16* at = w + n * block;
-  alignas(64) float sums[B][TILE * TILE];
-  _tile_zero(0);
-  if constexpr (B > 1) _tile_zero(1);
-  if constexpr (B > 2) _tile_zero(2);
-  if constexpr (B > 3) _tile_zero(3);
-  if constexpr (B > 4) _tile_zero(4);
-  if constexpr (B > 5) _tile_zero(5);
-  for (int64_t k = 0; k < K; k += STEP, at += STEP * TILE) {
-    for (int b = 0; b < B; ++b) fetch_tile(at + b * block, k, K, B);
-    _tile_loadd(6, x + k, pitch);
-    _tile_loadd(7, at, 64);
+// y [M, y_pitch] += x [M, x_pitch] times B blocks of weights, up to 6, which are read at once, by tiles of M rows. A tile of weights
+// has rows `row` apart, that of the next of `steps` steps lies `step` behind, and those of the next block `block`.
+// fetch(tile, step) is called for each.
+template <int B, typename Fetch>
+void add_tiles(const bf16* x, int64_t x_pitch, const bf16* w, int64_t block, int64_t row, int64_t step, int64_t steps, float* y,
+               int64_t y_pitch, Fetch&& fetch) {
+  const int64_t pitch = x_pitch * sizeof(bf16), stride = row * sizeof(bf16), sums = y_pitch * sizeof(float);
+  written();
+  _tile_loadd(0, y, sums);
+  if constexpr (B > 1) _tile_loadd(1, y + TILE, sums);
+  if constexpr (B > 2) _tile_loadd(2, y + 2 * TILE, sums);
+  if constexpr (B > 3) _tile_loadd(3, y + 3 * TILE, sums);
+  if constexpr (B > 4) _tile_loadd(4, y + 4 * TILE, sums);
+  if constexpr (B > 5) _tile_loadd(5, y + 5 * TILE, sums);
+  for (int64_t k = 0; k < steps; ++k, x += STEP, w += step) {
+    for (int b = 0; b < B; ++b) fetch(w + b * block, k);
+    _tile_loadd(6, x, pitch);
+    _tile_loadd(7, w, stride);
     _tile_dpbf16ps(0, 6, 7);
     if constexpr (B > 1) {
-      _tile_loadd(7, at + block, 64);
+      _tile_loadd(7, w + block, stride);
       _tile_dpbf16ps(1, 6, 7);
     }
     if constexpr (B > 2) {
-      _tile_loadd(7, at + 2 * block, 64);
+      _tile_loadd(7, w + 2 * block, stride);
       _tile_dpbf16ps(2, 6, 7);
     }
     if constexpr (B > 3) {
-      _tile_loadd(7, at + 3 * block, 64);
+      _tile_loadd(7, w + 3 * block, stride);
       _tile_dpbf16ps(3, 6, 7);
     }
     if constexpr (B > 4) {
-      _tile_loadd(7, at + 4 * block, 64);
+      _tile_loadd(7, w + 4 * block, stride);
       _tile_dpbf16ps(4, 6, 7);
     }
     if constexpr (B > 5) {
-      _tile_loadd(7, at + 5 * block, 64);
+      _tile_loadd(7, w + 5 * block, stride);
       _tile_dpbf16ps(5, 6, 7);
     }
   }
-  _tile_stored(0, sums[0], 64);
-  if constexpr (B > 1) _tile_stored(1, sums[1], 64);
-  if constexpr (B > 2) _tile_stored(2, sums[2], 64);
-  if constexpr (B > 3) _tile_stored(3, sums[3], 64);
-  if constexpr (B > 4) _tile_stored(4, sums[4], 64);
-  if constexpr (B > 5) _tile_stored(5, sums[5], 64);
-  for (int b = 0; b < B; ++b) store_sums(sums[b], bias, y, M, 0, n + b, N);
+  _tile_stored(0, y, sums);
+  if constexpr (B > 1) _tile_stored(1, y + TILE, sums);
+  if constexpr (B > 2) _tile_stored(2, y + 2 * TILE, sums);
+  if constexpr (B > 3) _tile_stored(3, y + 3 * TILE, sums);
+  if constexpr (B > 4) _tile_stored(4, y + 4 * TILE, sums);
+  if constexpr (B > 5) _tile_stored(5, y + 5 * TILE, sums);
 }
 
-// More rows against two blocks, 32 rows at once: sums 0 to 3, rows 4 and 5, weights 6 and 7. The last tiles of rows begin early
+// Up to 16 rows against B blocks.
+template <int B>
+void few_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t n, int64_t N, int64_t K) {
+  alignas(64) float sums[TILE * B * TILE];
+  std::memset(sums, 0, M * B * TILE * sizeof(float));
+  add_tiles<B>(x, K, w + n * K * TILE, K * TILE, STEP, STEP * TILE, K / STEP, sums, B * TILE,
+               [&](const bf16* at, int64_t k) { fetch_tile(at, k * STEP, K, B); });
+  for (int b = 0; b < B; ++b) store_sums(sums + b * TILE, B * TILE, bias, y, M, 0, n + b, N);
+}
+
+// More rows against two blocks, 32 rows at once. The last tiles of rows begin early
 // enough to be whole: what they share with those before is computed twice. Of an only block (`single`) the second tile of
 // weights is the first once more.
 inline void many_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t n, int64_t N, int64_t K,
                                bool single) {
   const int64_t pitch = K * sizeof(bf16), block = K * TILE, other = single ? 0 : block;
   alignas(64) float sums[4][TILE * TILE];
+  written();
   for (int64_t m = 0; m < M; m += 2 * TILE) {
     const int64_t upper = std::max<int64_t>(std::min(m, M - 2 * TILE), 0), lower = std::min(m + TILE, M - TILE);
     const bf16 *at = w + n * block, *a = x + upper * K, *b = x + lower * K;
@@ -273,8 +294,8 @@ inline void many_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, b
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
     for (int i = 0; i < 2 - single; ++i) {
-      store_sums(sums[i], bias, y, TILE, upper, n + i, N);
-      store_sums(sums[2 + i], bias, y, TILE, lower, n + i, N);
+      store_sums(sums[i], TILE, bias, y, TILE, upper, n + i, N);
+      store_sums(sums[2 + i], TILE, bias, y, TILE, lower, n + i, N);
     }
   }
 }
@@ -288,7 +309,7 @@ inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y
   if (M == 2) return linear_as_in_tiles<2, 4>(x, w, bias, y, N, K, begin, end);
   int64_t n = begin;
   if (M <= TILE) {
-    shape_tiles(M, 1);
+    shape_tiles(M);
     for (; n + 6 <= end; n += 6) few_rows_by_tiles<6>(x, w, bias, y, M, n, N, K);
     for (; n + 2 <= end; n += 2) few_rows_by_tiles<2>(x, w, bias, y, M, n, N, K);
     for (; n < end; ++n) few_rows_by_tiles<1>(x, w, bias, y, M, n, N, K);
@@ -299,56 +320,21 @@ inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y
   _tile_release();
 }
 
-// y [M, y_pitch] += x [M, 32 * steps] times B blocks of weights, by tiles of this shape: a tile's rows lie `row` apart, those of
-// the next step `step`, and of the next block `block`. Fetches what lies `ahead` bytes behind.
-template <int B>
-void add_tiles(const bf16* x, int64_t x_pitch, const bf16* w, int64_t block, int64_t row, int64_t step, int64_t steps,
-               int64_t ahead, float* y, int64_t y_pitch) {
-  const int64_t pitch = x_pitch * sizeof(bf16), stride = row * sizeof(bf16), sums = y_pitch * sizeof(float);
-  auto fetch = [&](const bf16* at) {
-    for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(reinterpret_cast<const char*>(at + i * row) + ahead, 0, 2);
-  };
-  _tile_loadd(0, y, sums);
-  if constexpr (B > 1) _tile_loadd(1, y + TILE, sums);
-  if constexpr (B > 2) _tile_loadd(2, y + 2 * TILE, sums);
-  if constexpr (B > 3) _tile_loadd(3, y + 3 * TILE, sums);
-  for (int64_t k = 0; k < steps; ++k, x += STEP, w += step) {
-    for (int b = 0; ahead && b < B; ++b) fetch(w + b * block);
-    _tile_loadd(4, x, pitch);
-    _tile_loadd(6, w, stride);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (B > 1) {
-      _tile_loadd(7, w + block, stride);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (B > 2) {
-      _tile_loadd(6, w + 2 * block, stride);
-      _tile_dpbf16ps(2, 4, 6);
-    }
-    if constexpr (B > 3) {
-      _tile_loadd(7, w + 3 * block, stride);
-      _tile_dpbf16ps(3, 4, 7);
-    }
-  }
-  _tile_stored(0, y, sums);
-  if constexpr (B > 1) _tile_stored(1, y + TILE, sums);
-  if constexpr (B > 2) _tile_stored(2, y + 2 * TILE, sums);
-  if constexpr (B > 3) _tile_stored(3, y + 3 * TILE, sums);
-}
-
-// The same for any number of blocks, and up to 16 rows.
+// y [M, y_pitch] += x [M, x_pitch] times any number of blocks of weights, for up to 16 rows: see `add_tiles`. Fetches what lies
+// `ahead` bytes behind.
 inline void add_tile_products(const bf16* x, int64_t x_pitch, const bf16* w, int64_t block, int64_t row, int64_t step,
                               int64_t blocks, int64_t steps, int64_t ahead, float* y, int64_t y_pitch, int64_t M) {
+  auto fetch = [&](const bf16* at, int64_t) {
+    for (int64_t i = 0; ahead && i < TILE; ++i) __builtin_prefetch(reinterpret_cast<const char*>(at + i * row) + ahead, 0, 2);
+  };
   shape_tiles(M);
   for (; blocks >= 4; blocks -= 4, w += 4 * block, y += 4 * TILE)
-    add_tiles<4>(x, x_pitch, w, block, row, step, steps, ahead, y, y_pitch);
-  for (; blocks; --blocks, w += block, y += TILE) add_tiles<1>(x, x_pitch, w, block, row, step, steps, ahead, y, y_pitch);
+    add_tiles<4>(x, x_pitch, w, block, row, step, steps, y, y_pitch, fetch);
+  for (; blocks; --blocks, w += block, y += TILE) add_tiles<1>(x, x_pitch, w, block, row, step, steps, y, y_pitch, fetch);
   _tile_release();
 }
 #else
 constexpr bool has_tiles = false;
-constexpr int64_t STEP = 32;
-inline void add_tile_products(...) {}
 #endif
 
 // Vector blocks begin..end of the outputs; several threads may share a product. Processors foresee a stream of memory to the
@@ -359,10 +345,8 @@ inline void add_tile_products(...) {}
 template <typename T>
 void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
                    const void* next = nullptr) {
-#if defined(__AMX_BF16__) && defined(__linux__)
-  if constexpr (std::is_same_v<T, bf16>)
+  if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (has_tiles && M > 0 && K % STEP == 0) return linear_tiles(x, w, bias, y, M, N, K, begin, end);
-#endif
   const int64_t block = K * lanes<T>() * sizeof(T);
   int64_t n = begin;
   if (M <= 2)

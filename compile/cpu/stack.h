@@ -197,13 +197,15 @@ template <typename T> struct Worker {
       return vector;
     };
     for (int64_t item = share(M * s.H, me, all); item < share(M * s.H, me + 1, all); ++item) turn(item / s.H, item % s.H);
-    // New rows share lines of the caches, which threads had better not take from each other: a head's belong to one.
-    for (int64_t item = share(s.B * s.K, me, all); item < share(s.B * s.K, me + 1, all); ++item)
-      for (int64_t t = 0; t < s.T; ++t) {
-        const int64_t b = item / s.K, h = item % s.K, m = b * s.T + t;
-        const T* key = turn(m, s.H + h);
+    // Neighbouring rows of a head share lines of the caches, which threads had better not take from each other.
+    const int64_t pieces = (s.T + kRows - 1) / kRows, items = s.B * s.K * pieces;
+    for (int64_t item = share(items, me, all); item < share(items, me + 1, all); ++item) {
+      const int64_t b = item / pieces / s.K, h = item / pieces % s.K, first = item % pieces * kRows;
+      for (int64_t t = first; t < std::min(s.T, first + kRows); ++t) {
+        const T* key = turn(b * s.T + t, s.H + h);
         store_kv(z, b, h, s.lengths[b] + z.place(b, t), key, key + s.K * s.d, k_cache, v_cache);
       }
+    }
     barrier.wait();
   }
 
