@@ -58,7 +58,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.heads.config import mode_of
 from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import FeatureHead, Head
+from sharesd.models.heads.head import Head
 from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
@@ -216,7 +216,7 @@ class Runtime:
         self._pack(self.target)
         if self._part.rank:
             return  # who follows rank 0 needs no more
-        if isinstance(self._head, FeatureHead):
+        if self._head is not None:
             self._head.native = self._steps.head(self._head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         in_stages = self._split is not None and self._split.hands_over

@@ -20,7 +20,7 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.selfcheck import check_compiled
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.models.heads.head import FeatureHead
+from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_head
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Steps:
             join=join,
         )
 
-    def head(self, head: FeatureHead) -> NativeHead | None:
+    def head(self, head: Head) -> NativeHead | None:
         """The steps of a trained head in the CPU kernel, once it and the target are packed; None where that cannot be.
         Raises Unsuited where the kernel was asked for.
         """

@@ -26,6 +26,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.heads.config import HeadConfig
 from sharesd.models.heads.files import load_head, new_head, save_head
 from sharesd.models.heads.glide import Glide
+from sharesd.models.heads.native import native_head
 from sharesd.models.weights import decoder_config
 
 TARGETS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -111,17 +112,20 @@ def drafted(head: Glide, target: Decoder, text: list[int], root: int, num: int) 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("how", ["plain", "packed", "native"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_drafting_sees_what_training_saw(name: str, packed: bool) -> None:
+def test_drafting_sees_what_training_saw(name: str, how: str) -> None:
     """From each root on; in the head's own cache in two pieces, and below it in the target's as steps have left it."""
     target, layers = target_of(name)
     head = random_head(target, "glide", target_layers=layers)
     features = features_of(head, read(target, TEXT), 0, len(TEXT) - 1)
     assert isinstance(head, Glide)
     unrolled = [head.draft_logits(states) for states in head.unroll(torch.tensor([TEXT[1:]]), features, steps=4)]
-    if packed:
+    if how != "plain":
         pack_linears(head)
+    if how == "native":
+        pack_linears(target)
+        head.native = native_head(head)
     for root in range(1, len(TEXT) - 4):
         for place, logits in drafted(head, target, TEXT, root, 3):
             torch.testing.assert_close(logits[:, 0], unrolled[place - root + 1][:, place])

@@ -211,6 +211,38 @@ def test_a_head(dtype: torch.dtype, kind: str) -> None:
         every_region_is_guarded(call)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_that_looks_into_the_target(dtype: torch.dtype) -> None:
+    """As above; the target has more slots, and no room for a new token."""
+    behind = os.environ["GUARD_PAGES"] == "behind"
+
+    def call(hand: Hand) -> None:
+        target = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
+        head = random_head(target, "glide", ids=range(0, 40, 2), own_embed=True, dtype=dtype, target_layers=(1, 0))
+        pack_linears(head)
+        hand_all(head.named_modules(), hand, but="ids")
+        for cross in head.block.cross if behind else ():  # queries have positions from 1 on
+            cross.rotary = hand("cos", cross.rotary[0]), hand("sin", cross.rotary[1])
+        own, seen = head.new_cache(1, 64), target.new_cache(1, 96)
+        own.k, own.v = [hand("k", own.k[0])], [hand("v", own.v[0])]
+        seen.k, seen.v = ([hand("target", part) for part in parts] for parts in (seen.k, seen.v))
+        own.lengths, seen.lengths = hand("lengths", torch.tensor([0])), hand("seen", torch.tensor([96]))
+        native = native_head(head)
+        tokens = torch.arange(64).fmod(40)[None]
+        tokens = hand("tokens", tokens) if behind else tokens  # the first one no place reads
+        native.read_tokens(tokens, 7, own)
+        own.lengths.fill_(64 - 7)
+        native.read_tokens(tokens, 7, own, seen)
+        own.lengths.fill_(64 - 4)
+        native.go_on_with_tokens(hand("guess", torch.tensor([[39]])), own, seen)
+        path = torch.tensor([[[2], [2]]] if behind else [[[0, 0], [1, 0]]])
+        branches = Branches(hand("depth", torch.zeros(1, 2, dtype=torch.int64)), hand("path", path))
+        native.go_on_with_tokens(hand("nodes", torch.tensor([[0, 39]])), own, seen, branches)
+
+    with torch.inference_mode():
+        every_region_is_guarded(call)
+
+
 def test_growing_trees() -> None:
     def call(hand: Hand) -> None:
         def zeros(name: str, *size: int) -> Tensor:

@@ -209,18 +209,23 @@ template <typename T> struct Worker {
     barrier.wait();
   }
 
-  // The rest of a block, for rows that see what `a` says. x [rows, D] is the residual stream, h memory for as much.
-  void finish(int64_t index, const Attention<T>& a, const Plan& plan, typename Wide<T>::type* parts, Scratch<T>& scratch,
+  // Attention of rows that see what `a` says, onto the residual stream x [rows, D]; h is memory for as much.
+  void attend(int64_t index, const Attention<T>& a, const Plan& plan, typename Wide<T>::type* parts, Scratch<T>& scratch,
               const Linear* next, T* x, T* h) {
-    using W = typename Wide<T>::type;
     const Block& block = s.blocks[index];
-    const Linear* linears = block.linears[s.low];
+    const Linear& o = block.linears[s.low][1];
     const int64_t M = a.z.B * a.z.T;
     attend_share(a, plan, me, all, parts, scratch, [&] { barrier.wait(); });
     barrier.wait();
-    multiply(linears[1], &linears[2], inputs(shared.attended, s.H * s.d, linears[1].K, M), shared.out.data(), M);
-    add(joined(shared.out, linears[1].N, s.D, M), block.attn_out_norm, M, x, h);
+    multiply(o, next, inputs(shared.attended, s.H * s.d, o.K, M), shared.out.data(), M);
+    add(joined(shared.out, o.N, s.D, M), block.attn_out_norm, M, x, h);
+  }
 
+  // The MLP of M rows, likewise.
+  void feed_forward(int64_t index, int64_t M, const Linear* next, T* x, T* h) {
+    using W = typename Wide<T>::type;
+    const Block& block = s.blocks[index];
+    const Linear* linears = block.linears[s.low];
     for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x + m * s.D, h + m * s.D, s.D, n.eps);
     multiply(linears[2], &linears[3], h, shared.gate_up.data(), M);
     for (int64_t m = 0; m < M; ++m) {
@@ -267,7 +272,8 @@ void run_stack(const Step& s, const Numbers& n) {
       const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<const T*>(s.kv[2 * index]),
                            reinterpret_cast<const T*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
                            n.scale, block.window, s.recent, n.softcap};
-      worker.finish(index, a, plan, parts.data(), scratch, next, x.data(), h.data());
+      worker.attend(index, a, plan, parts.data(), scratch, &block.linears[s.low][2], x.data(), h.data());
+      worker.feed_forward(index, M, next, x.data(), h.data());
       for (int64_t m = mine; m < mine_end; ++m) tap(index + 1, m, x.data() + m * s.D);
     }
     for (int64_t m = mine; m < mine_end; ++m) {

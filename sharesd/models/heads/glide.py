@@ -10,6 +10,7 @@ Legend: as `head.py` has it, and H query heads, K key/value heads, d head size o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class CrossAttention(nn.Module):
         self.q = empty_linear(config.block.hidden_size, width, bias=False, **place)
         self.o = empty_linear(width, config.block.hidden_size, bias=False, **place)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, False, **place) if c.qk_norm else None
-        self._rotary = target.rope_tables[kind.rope] if kind.rope >= 0 else None
+        self.rotary = target.rope_tables[kind.rope] if kind.rope >= 0 else None
 
     def forward(self, x_BTD: Tensor, target: StaticKVCache, first_B: Tensor, branches: Branches | None) -> Tensor:
         """What each place finds below the target's lengths [B, T, H, d]. `first` is the position of the first one, or
@@ -82,9 +83,9 @@ class CrossAttention(nn.Module):
         q_BTHd = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BTHd = self.q_norm(q_BTHd)
-        if self._rotary is None:
+        if self.rotary is None:
             return q_BTHd
-        return rotate(q_BTHd, *turns(self._rotary, x_BTD.shape[1], first_B, branches))
+        return rotate(q_BTHd, *turns(self.rotary, x_BTD.shape[1], first_B, branches))
 
 
 class GlideBlock(nn.Module):
@@ -97,6 +98,7 @@ class GlideBlock(nn.Module):
             RMSNorm(c.hidden_size, c.norm_eps, False, **place) for _ in range(3)
         )
         self.attn, self.mlp = Attention(c, c.layers[0], **place), MLP(c, **place)
+        self.attn_out_norm, self.mlp_out_norm = nn.Identity(), nn.Identity()
         self.cross = nn.ModuleList(CrossAttention(config, target, layer, **place) for layer in config.target_layers)
 
 
@@ -128,6 +130,8 @@ class Glide(Head):
         With `target`, the logits [B, 1, K] behind the last place below its lengths are returned, over the draft tokens.
         Places behind that mean nothing. Without, only keys and values are wanted.
         """
+        if self.native is not None:
+            return self.native.read_tokens(tokens_BS, num, cache, target)
         places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
         x_BTD = self._remember(tokens_BS.gather(1, places_BT + 1), cache)
         if target is None:
@@ -142,6 +146,8 @@ class Glide(Head):
         """Read guesses: the next one of a chain (F = 1), or nodes of a tree, which lie in slots lengths..lengths+F-1 of
         the head's own cache, or as `branches` say. Logits [B, F, K] behind them, over the draft tokens.
         """
+        if self.native is not None:
+            return self.native.go_on_with_tokens(tokens_BF, cache, target, branches)
         x_BFD = self._remember(tokens_BF, cache, branches)
         return self.draft_logits(self._look(x_BFD, target, cache.lengths + 1, branches))
 
@@ -164,6 +170,9 @@ class Glide(Head):
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         return self.norm(states_BTD)
+
+    def native_parts(self) -> dict[str, Any]:
+        return {"norm": self.norm, "looks": list(self.block.cross), "look_norm": self.block.cross_norm}
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
         """As `Head.unroll`."""

@@ -49,6 +49,8 @@ class Head(nn.Module):
     block: Any
     lm_head: nn.Linear | None
     ids: Tensor | None
+    native: NativeHead | None = None
+    """Its steps in one call of a CPU kernel each, where compilation puts that here."""
 
     def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
         """`ids_K`: the target's ids of the draft tokens; None = all. Parameters have no values yet."""
@@ -77,6 +79,10 @@ class Head(nn.Module):
         is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
         of it mean nothing.
         """
+        raise NotImplementedError
+
+    def native_parts(self) -> dict[str, Any]:
+        """What it does, as `compile.head.NativeHead` has it: the arguments that differ among heads."""
         raise NotImplementedError
 
     @property
@@ -123,8 +129,6 @@ class FeatureHead(Head):
         """`inputs` of the queries (E); `options` are those of `Head`."""
         super().__init__(config, target, **options)
         self.block = HeadBlock(config, inputs, **self.place)
-        self.native: NativeHead | None = None
-        """`read` and `go_on` in one call of a CPU kernel each, where compilation puts that here."""
 
     # ---- what differs between such heads
 
@@ -134,10 +138,6 @@ class FeatureHead(Head):
 
     def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
-        raise NotImplementedError
-
-    def native_parts(self) -> dict[str, Any]:
-        """The same as `compile.head.NativeHead` has it: the arguments that differ."""
         raise NotImplementedError
 
     # ---- what does not

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from compile.head import NativeHead
-from sharesd.models.heads.head import FeatureHead
+from sharesd.models.heads.head import Head
 
 
-def native_head(head: FeatureHead) -> NativeHead:
+def native_head(head: Head) -> NativeHead:
     """Once its linears are packed, and those of the target. Raises Unsuited."""
     return NativeHead(
         head.block,
