@@ -1,4 +1,4 @@
-"""The largest logits of each row, by CPU kernels that are quicker than those of torch by far."""
+"""The largest logits of each row, or those that hold most of its mass, by CPU kernels that are quicker than torch."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def top_logp_reference(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`top_logp` in tensor operations."""
     best_Rk, wide_RV = logits_RV.topk(k).indices, logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     return best_Rk, wide_RV.gather(-1, best_Rk) - wide_RV.logsumexp(-1, keepdim=True)
+
+
+def top_p(logits_RV: Tensor, p_R: Tensor) -> Tensor:
+    """Logits of float32 or float64 on a CPU, with -inf at tokens that are less likely than those that hold a share `p`
+    (float64) of the mass, as `sharesd.sampling.logits` has it.
+    """
+    logits_RV, out_RV = logits_RV.contiguous(), torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
+    R, V = logits_RV.shape
+    assert p_R.dtype == torch.float64 and p_R.is_contiguous() and len(p_R) == R
+    function = kernel("top_p", logits_RV.dtype, *[c_void_p] * 3, *[c_int64] * 3)
+    function(logits_RV.data_ptr(), p_R.data_ptr(), out_RV.data_ptr(), R, V, torch.get_num_threads())
+    return out_RV
 
 
 def arg_max(x: Tensor) -> Tensor:

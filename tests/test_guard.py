@@ -22,10 +22,10 @@ from compile.attention import Branches, attend, new_kv, row_keeper
 from compile.find import finder
 from compile.grow import Draft, Front, Nodes, choose, grow
 from compile.linear import LowPackedLinear, PackedLinear, pack_linears
-from compile.noise import hashed_gumbel
+from compile.noise import Hash, hashed_choice, hashed_gumbel
 from compile.solve import solve_groups
 from compile.stack import NativeStack
-from compile.topk import arg_max, top_k, top_logp
+from compile.topk import arg_max, top_k, top_logp, top_p
 from compile.walk import walk
 from sharesd.models.heads.native import native_head
 
@@ -293,7 +293,28 @@ def test_the_largest(dtype: torch.dtype) -> None:
 def test_noise() -> None:
     def call(hand: Hand) -> None:
         seeds, places = hand("seeds", torch.arange(3)), hand("places", torch.arange(3))
-        hashed_gumbel(seeds, places, 100, multipliers=[3, 5], salts=[[1, 2], [3, 4]], rounds=2)
+        hashing = Hash((3, 5), ((1, 2), (3, 4)), 2)
+        hashed_gumbel(seeds, places, 100, hashing)
+        hashed_gumbel(seeds, places, 100, hashing, hand("ids", torch.arange(35)))
+
+    every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_choosing_with_noise(dtype: torch.dtype) -> None:
+    def call(hand: Hand) -> None:
+        numbers = (hand(name, torch.ones(3, dtype=torch.float64)) for name in ("heat", "noisy"))
+        rows = (hand(name, torch.arange(3)) for name in ("seeds", "places"))
+        x, ids = hand("x", random(dtype, 3, 1003)), hand("ids", torch.arange(1003))
+        hashed_choice(x, *numbers, *rows, Hash((3, 5), ((1, 2), (3, 4)), 2), ids)
+
+    every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_most_of_the_mass(dtype: torch.dtype) -> None:
+    def call(hand: Hand) -> None:
+        top_p(hand("x", random(dtype, 3, 1003)), hand("p", torch.full((3,), 0.9, dtype=torch.float64)))
 
     every_region_is_guarded(call)
 

@@ -112,11 +112,9 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
         first = sampler.first(logits, lengths)
         assert first.tolist() == [int(s.first(logits[b : b + 1], lengths[b : b + 1])) for b, s in enumerate(own)]
 
-        sampler.begin_draft()
         drafted, logits = torch.full((B, N), -1), logits_of(dice, 1, dtype)[:, 0]
         token, _ = sampler.draft(logits, drafted, lengths + 1, lengths)
         for b, one in enumerate(own):
-            one.begin_draft()
             here = slice(b, b + 1)
             assert token[b] == one.draft(logits[here], drafted[here], lengths[here] + 1, lengths[here])[0]
 
@@ -163,7 +161,7 @@ def same(verdict: Verdict, row: int, alone: Verdict) -> bool:
     )
 
 
-def test_noise_is_drawn_in_one_call_where_no_draft_drew_it() -> None:
+def test_noise_of_neighbouring_positions_is_drawn_in_one_call() -> None:
     calls: list[tuple[int, ...]] = []
 
     def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, **rest: Any) -> Tensor:
@@ -171,15 +169,32 @@ def test_noise_is_drawn_in_one_call_where_no_draft_drew_it() -> None:
         return native_gumbel(seeds, positions, vocab_size, **rest)
 
     lengths, logits = torch.tensor([4]), torch.zeros(1, N + 1, V)
-    for replayed, wanted in ((False, [(1, 1), (1, 1), (1, N - 1)]), (True, [(1, 1), (1, 1), (1, N + 1)])):
-        calls.clear()
-        kind, rows = placed([SamplingParams(temperature=1.0)], V, replayed=replayed)
-        sampler = Sampler(kind, rows, gumbel=gumbel)
-        sampler.begin_draft()
-        for step in (1, 2):
-            sampler.draft(logits[:, 0], torch.full((1, N), -1), lengths + step, lengths)
-        sampler.accept(DraftTree(torch.zeros(1, N, dtype=torch.int64), depth=N), logits, lengths)
-        assert calls == wanted
+    kind, rows = placed([SamplingParams(temperature=1.0)], V)
+    sampler = Sampler(kind, rows, gumbel=gumbel)
+    sampler.draft(logits[:, 0], torch.full((1, N), -1), lengths + 1, lengths)
+    sampler.accept(DraftTree(torch.zeros(1, N, dtype=torch.int64), depth=N), logits, lengths)
+    assert calls == [(1, 1), (1, N + 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tree", [None, Branches(torch.tensor([[0, 1, 1, 2]] * B), torch.zeros(B, 4, 4).long())])
+def test_the_kernel_chooses_as_tensor_operations_do(tree: Branches | None, dtype: torch.dtype) -> None:
+    """All ways of sampling in a batch; then those that ask for a temperature alone, of draft tokens, too."""
+
+    def drawn(*given: Any, **named: Any) -> Tensor:  # the kernel's noise, and the choice of tensor operations
+        return native_gumbel(*given, **named)
+
+    dice, ids = torch.Generator().manual_seed(5), torch.arange(1, V, 3)
+    warm = [WAYS[name] for name in ("greedy", "sampled", "heated")]
+    for ways in (REQUESTS, (warm * B)[:B]):
+        kind, rows = placed(ways, V, prompts(dice))
+        logits, lengths = logits_of(dice, 4, dtype), torch.randint(3, 90, (B,), generator=dice)
+        drafts = torch.randint(-1, V, (B, 3), generator=dice)
+        kernel, tensors = (Sampler(kind, rows, gumbel=gumbel) for gumbel in (native_gumbel, drawn))
+        chosen = [sampler._choose(logits, lengths, drafts, tree, 2) for sampler in (kernel, tensors)]
+        assert chosen[0].equal(chosen[1])
+    few = [sampler._choose(logits[:, :1, ids], lengths, ids_V=ids) for sampler in (kernel, tensors)]
+    assert few[0].equal(few[1])
 
 
 def test_one_row_by_itself_is_the_row_of_the_batch() -> None:

@@ -29,12 +29,14 @@ from sharesd.sampling import (
     fork,
     gumbel,
     logprobs_of,
+    native_choice,
     native_gumbel,
     probs_of,
     process,
     seeds_of_prompts,
     uniform,
 )
+from sharesd.sampling.logits import _top_p, top_p_reference
 
 
 def deviation(counts: Tensor, expected: Tensor) -> float:
@@ -423,3 +425,50 @@ def test_the_native_noise_is_the_noise():
     assert torch.allclose(plain, native, rtol=1e-5, atol=2e-6)
     alone = native_gumbel(seeds_B[1:], positions_BT[1:, 1:2], 1003)
     assert torch.equal(alone[0, 0], native[1, 1])  # the same bits whatever the number of rows
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [37, 1000, 8192])
+def test_the_native_choice_is_that_among_sums_with_the_native_noise(size: int, dtype: torch.dtype) -> None:
+    dice = torch.Generator().manual_seed(size)
+    heat_B, noise_B = torch.tensor([1.0, 0.3], dtype=torch.float64), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    for spread in (0.0, 0.1, 2.0, 5.0, 30.0, 3000.0):
+        x = (torch.randn(2, 3, size, generator=dice, dtype=torch.float64) * spread).to(dtype)
+        x[0] = x[0].round()
+        x[1, 1:] = x[1, 1:].masked_fill(x[1, 1:] < x[1, 1:].amax(-1, keepdim=True) / 2, -torch.inf)
+        seeds_B = torch.randint(0, 2**62, (2,), generator=dice)
+        positions_BT = torch.randint(0, 3000, (2, 3), generator=dice)
+        ids = torch.randperm(60_000, generator=dice)[:size].sort().values
+        for some_ids, noisy_B in ((None, noise_B), (ids, noise_B), (None, torch.tensor([0.0, 1.0]).double())):
+            noise = native_gumbel(seeds_B, positions_BT, size, ids_K=some_ids)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            sums = x.to(wide) / heat_B.to(wide)[:, None, None] + noise * noisy_B.float()[:, None, None]
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                chosen = native_choice(x, seeds_B, positions_BT, temperature_B=heat_B, noise_B=noisy_B, ids_K=some_ids)
+                assert torch.equal(chosen, choose(sums))
+
+
+@pytest.mark.kernels
+def test_noise_of_named_tokens_is_theirs() -> None:
+    seeds_B, positions_BT, ids = (
+        torch.tensor([7, 2**40]),
+        torch.tensor([[0, 1], [5, 2**28]]),
+        torch.tensor([2, 40, 999]),
+    )
+    some = native_gumbel(seeds_B, positions_BT, 1003, ids_K=ids)
+    assert torch.equal(some, native_gumbel(seeds_B, positions_BT, 1003)[..., ids])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_native_top_p_keeps_what_tensor_operations_keep(dtype: torch.dtype) -> None:
+    dice = torch.Generator().manual_seed(0)
+    for case, p in enumerate((0.0, 0.01, 0.3, 0.5, 0.9, 0.95, 0.9999, 1 - 1e-12)):
+        for spread in (0.0, 0.5, 3.0, 40.0):
+            x = torch.randn(2, 3, 1000 + case, generator=dice, dtype=dtype) * spread
+            x[0] = x[0].round()
+            x[1, 1, 5:] = -torch.inf
+            p_B = torch.tensor([p, p / 2], dtype=torch.float64)[:, None, None]
+            assert torch.equal(_top_p(x, p_B), top_p_reference(x, p_B))

@@ -2,6 +2,7 @@
 #include "find.h"
 #include "grow.h"
 #include "noise.h"
+#include "nucleus.h"
 #include "topk.h"
 #include "walk.h"
 
@@ -17,15 +18,31 @@
                                   sharesd::Wide<sharesd::names::NAME>::type* logp, int64_t R, int64_t V, int64_t k,     \
                                   int64_t threads) {                                                                   \
     sharesd::top_logp(x, out, logp, R, V, k, static_cast<int>(threads));                                               \
+  }                                                                                                                    \
+  extern "C" void sample_##NAME(const sharesd::names::NAME* x, const double* heat, const double* noisy,                 \
+                                const int64_t* seeds, const int64_t* places, const int64_t* multipliers,               \
+                                const int64_t* salts, int64_t num_salts, int64_t J, const int64_t* ids, int64_t* out,   \
+                                int64_t R, int64_t V, int64_t threads) {                                               \
+    sharesd::sample(x, heat, noisy, seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V,                  \
+                    static_cast<int>(threads));                                                                        \
   }
 EXPORT(bfloat16)
 EXPORT(float16)
 EXPORT(float32)
 EXPORT(float64)
 
+extern "C" void top_p_float32(const float* x, const double* p, float* out, int64_t R, int64_t V, int64_t threads) {
+  sharesd::top_p(x, p, out, R, V, static_cast<int>(threads));
+}
+
+extern "C" void top_p_float64(const double* x, const double* p, double* out, int64_t R, int64_t V, int64_t threads) {
+  sharesd::top_p(x, p, out, R, V, static_cast<int>(threads));
+}
+
 extern "C" void gumbel_float32(const int64_t* seeds, const int64_t* places, const int64_t* multipliers, const int64_t* salts,
-                               int64_t num_salts, int64_t J, float* out, int64_t R, int64_t V, int64_t threads) {
-  sharesd::gumbel(seeds, places, {multipliers, salts, num_salts}, J, out, R, V, static_cast<int>(threads));
+                               int64_t num_salts, int64_t J, const int64_t* ids, float* out, int64_t R, int64_t V,
+                               int64_t threads) {
+  sharesd::gumbel(seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V, static_cast<int>(threads));
 }
 
 extern "C" void walk_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,

@@ -53,29 +53,106 @@ struct Hash {
   }
 };
 
-// out [R, V] of seeds and places [R]: the hashes of 0..V-1 by J rounds, with the two words of the key by turns.
-inline void gumbel(const int64_t* seeds, const int64_t* places, const Hash& hash, int64_t J, float* out, int64_t R, int64_t V,
-                   int threads) {
-  typedef uint32_t half __attribute__((vector_size(32)));
+// A row's noise: the hashes of tokens by J rounds, with the two words of its key by turns.
+struct RowNoise {
+  const Hash& hash;
+  int64_t J;
+  uint64_t keys[2];
+  RowNoise(const Hash& hash, int64_t J, int64_t seed, int64_t place)
+      : hash(hash), J(J), keys{hash.word(seed, place, hash.salts), hash.word(seed, place, hash.salts + hash.num_salts)} {}
+
+  // Of tokens v..v+15, or of those that are named there, as far as there are any.
+  vuint words_of(int64_t v, const int64_t* ids, int64_t V) const {
+    typedef uint32_t half __attribute__((vector_size(32)));
+    words x[2];
+    for (int i = 0; i < 16; ++i) x[i / 8][i % 8] = ids ? (v + i < V ? ids[v + i] : 0) : v + i;
+    for (int64_t j = 0; j < J; ++j)
+      for (words& half_x : x) half_x = (times(half_x ^ keys[j % 2], hash.multipliers[j]) >> 16) & kWord;
+    const half low = __builtin_convertvector(x[0], half), high = __builtin_convertvector(x[1], half);
+    vuint word;
+    std::memcpy(&word, &low, 32);
+    std::memcpy(reinterpret_cast<char*>(&word) + 32, &high, 32);
+    return word;
+  }
+};
+
+// out [R, V] of seeds and places [R], for all tokens or those named by ids [V].
+inline void gumbel(const int64_t* seeds, const int64_t* places, const Hash& hash, int64_t J, const int64_t* ids, float* out,
+                   int64_t R, int64_t V, int threads) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
   for (int64_t r = 0; r < R; ++r)
     for (int64_t block = 0; block < (V + 1023) / 1024; ++block) {
-      const uint64_t keys[] = {hash.word(seeds[r], places[r], hash.salts),
-                               hash.word(seeds[r], places[r], hash.salts + hash.num_salts)};
+      const RowNoise row(hash, J, seeds[r], places[r]);
       const int64_t end = std::min(V, (block + 1) * 1024);
       for (int64_t v = block * 1024; v < end; v += 16) {
-        words x[2];
-        for (int i = 0; i < 16; ++i) x[i / 8][i % 8] = v + i;
-        for (int64_t j = 0; j < J; ++j)
-          for (words& half_x : x) half_x = (times(half_x ^ keys[j % 2], hash.multipliers[j]) >> 16) & kWord;
-        const half low = __builtin_convertvector(x[0], half), high = __builtin_convertvector(x[1], half);
-        vuint word;
-        std::memcpy(&word, &low, 32);
-        std::memcpy(reinterpret_cast<char*>(&word) + 32, &high, 32);
-        const vfloat noise = gumbel_of(word);
+        const vfloat noise = gumbel_of(row.words_of(v, ids, V));
         std::memcpy(out + r * V + v, &noise, std::min<int64_t>(16, end - v) * 4);
       }
     }
+}
+
+// The index of the largest sum of noise and x / heat of each row, the first among equals; without noise where `noisy` is 0.
+//
+// Noise above n has a word below 2^32 exp(-n). So of most tokens the word tells that they are not the largest, and of blocks whose
+// best logit is low nothing need be known at all.
+template <typename T>
+void sample(const T* x, const double* heat, const double* noisy, const int64_t* seeds, const int64_t* places, const Hash& hash,
+            int64_t J, const int64_t* ids, int64_t* out, int64_t R, int64_t V, int threads) {
+  using W = typename Wide<T>::type;
+  using Vw = typename Vec<W>::type;
+  constexpr int64_t L = 64 / sizeof(W), kBlock = 256;
+  constexpr double kMost = 23;  // noise is below
+#pragma omp parallel for schedule(static) num_threads(R > 1 ? threads : 1)
+  for (int64_t r = 0; r < R; ++r) {
+    const T* row = x + r * V;
+    const RowNoise noise(hash, J, seeds[r], places[r]);
+    const W hot = static_cast<W>(heat[r]), low = -std::numeric_limits<W>::infinity();
+    const int64_t blocks = (V + kBlock - 1) / kBlock;
+    std::vector<W> tops(blocks, low);
+    for (int64_t block = 0; block < blocks; ++block) {
+      int64_t v = block * kBlock;
+      const int64_t end = std::min(V, v + kBlock);
+      Vw most = Vw{} + low;
+      for (; v + L <= end; v += L) {
+        Vw next;
+        load(row + v, &next);
+        most = next > most ? next : most;
+      }
+      tops[block] = largest(most);
+      for (; v < end; ++v) tops[block] = std::max(tops[block], static_cast<W>(widen(row[v])));
+    }
+    W best = low;
+    out[r] = 0;
+    const auto visit = [&](int64_t block) {
+      const double top = tops[block] / hot, need = best - top;
+      if (!(tops[block] > low)) return;
+      // Sums are rounded, and so is the noise.
+      const double margin = 1e-4 + 1e-6 * (std::abs(static_cast<double>(best)) + std::abs(top));
+      const bool any = !(best > low) || !(need > margin);
+      if (!any && need - margin > (noisy[r] != 0 ? kMost : 0)) return;
+      const uint32_t limit = any ? 0xffffffffu : static_cast<uint32_t>(4294967295.0 * std::exp(margin - need)) + 1;
+      const int64_t end = std::min(V, (block + 1) * kBlock);
+      for (int64_t v = block * kBlock; v < end; v += 16) {
+        vfloat some{};
+        if (noisy[r] != 0) {
+          const vuint word = noise.words_of(v, ids, V);
+          const auto below = word <= limit;
+          bool found = false;
+          for (int i = 0; i < 16; ++i) found |= below[i] != 0;
+          if (!found) continue;
+          some = gumbel_of(word);
+        }
+        for (int64_t i = 0; i < std::min<int64_t>(16, end - v); ++i) {
+          const W sum = static_cast<W>(widen(row[v + i])) / hot + static_cast<W>(some[i]);
+          if (sum > best || (sum == best && v + i < out[r])) best = sum, out[r] = v + i;
+        }
+      }
+    };
+    const int64_t first = std::max_element(tops.begin(), tops.end()) - tops.begin();
+    visit(first);
+    for (int64_t block = 0; block < blocks; ++block)
+      if (block != first) visit(block);
+  }
 }
 
 }  // namespace sharesd

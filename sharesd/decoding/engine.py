@@ -415,7 +415,6 @@ class Engine:
         texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
         policy.missed = self.drafter.missed(texts) if self.drafter is not None else 0
         shape = way.shape(self._num_idle) if len(plain) < len(live) else PLAIN
-        round_.drafting.sampler.begin_draft()  # of an earlier one that was never verified
         tree = DraftTree(round_.drafting.root_B[:, None][:, :0])
         marks = [self._clock.mark()]
         if shape.nodes:

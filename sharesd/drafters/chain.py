@@ -40,7 +40,6 @@ class ChainDraft:
             self._drafting.buffers.lay_chain()
         else:
             self._drafting.buffers.clear()
-        self._drafting.sampler.begin_draft()
         self._guess(self._guesser.start())
 
     def _go_on(self) -> None:

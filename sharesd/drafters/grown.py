@@ -91,7 +91,6 @@ class TreeDraft:
         )
 
     def _start(self) -> None:
-        self._drafting.sampler.begin_draft()
         nodes, level_B = self._nodes, self._level_B
         level_B.zero_()
         nodes.tokens_BC.fill_(-1)

@@ -4,7 +4,7 @@ Here are the functions that decide about single tokens; `sampler.py` joins them 
 """
 
 from sharesd.sampling.logits import choose, logprobs_of, probs_of, process, top_logprobs_of
-from sharesd.sampling.noise import Stream, fork, gumbel, native_gumbel, seeds_of_prompts, uniform
+from sharesd.sampling.noise import Stream, fork, gumbel, native_choice, native_gumbel, seeds_of_prompts, uniform
 from sharesd.sampling.rows import Kind, RowSampling, TokenCounts, check_alike, check_bias
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "fork",
     "gumbel",
     "logprobs_of",
+    "native_choice",
     "native_gumbel",
     "probs_of",
     "process",

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from compile.logits import process_logits
 from compile.ops import runs_triton
-from compile.topk import arg_max, top_k
+from compile.topk import arg_max, top_k, top_p
 from sharesd.sampling.grammar import forbid
 from sharesd.sampling.rows import COLD, Kind, RowSampling, TokenCounts, Wish
 
@@ -209,6 +209,14 @@ def _top_p(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
 
     Masses are integers, so that sums depend on no order of addition.
     """
+    if x_RTV.device.type == "cpu":
+        top_p_RT = top_p_R11[..., 0].expand(-1, x_RTV.shape[1]).contiguous()
+        return top_p(x_RTV.flatten(0, 1), top_p_RT.flatten()).view(x_RTV.shape)
+    return top_p_reference(x_RTV, top_p_R11)
+
+
+def top_p_reference(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
+    """`_top_p` in tensor operations, for devices without a kernel."""
     depth_RTV = x_RTV.amax(-1, keepdim=True) - x_RTV
     mass_RTV = _mass(depth_RTV)
     border_RT1 = _search(depth_RTV, mass_RTV, mass_RTV.sum(-1, keepdim=True).double() * top_p_R11)

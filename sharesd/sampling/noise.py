@@ -16,7 +16,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from compile.noise import hashed_gumbel
+from compile.noise import Hash, hashed_choice, hashed_gumbel
 
 _WORD = 0xFFFFFFFF
 _STREAM_SHIFT = 29  # positions stay below 2^29
@@ -27,6 +27,7 @@ _SALTS = (  # digits of pi: what tells the two words of a key apart
 )
 _TOKEN_ROUNDS = 5
 """Rounds of a token's hash, with the words of the key by turns."""
+_HASH = Hash(_MULTIPLIERS, _SALTS, _TOKEN_ROUNDS)
 
 
 class Stream(IntEnum):
@@ -59,13 +60,46 @@ def gumbel(
     return -torch.log(-torch.log1p(-_unit(word_BTV, dtype)))
 
 
-def native_gumbel(seeds_B: Tensor, positions_BT: Tensor, vocab_size: int, *, stream: Stream = Stream.TARGET) -> Tensor:
-    """`gumbel` in float32 by the CPU kernel: a tenth of the time, equal but for units in the last place."""
-    seeds_R, places_R = seeds_B[:, None].expand_as(positions_BT).flatten(), _places(positions_BT, stream).flatten()
-    noise_RV = hashed_gumbel(
-        seeds_R.contiguous(), places_R, vocab_size, multipliers=_MULTIPLIERS, salts=_SALTS, rounds=_TOKEN_ROUNDS
-    )
-    return noise_RV.view(*positions_BT.shape, vocab_size)
+def native_gumbel(
+    seeds_B: Tensor,
+    positions_BT: Tensor,
+    vocab_size: int,
+    *,
+    stream: Stream = Stream.TARGET,
+    ids_K: Tensor | None = None,
+) -> Tensor:
+    """`gumbel` in float32 by the CPU kernel: a tenth of the time, equal but for units in the last place; [B, T, K] of
+    the tokens `ids`, where these are given.
+    """
+    noise_RV = hashed_gumbel(*_rows(seeds_B, positions_BT, stream), vocab_size, _HASH, ids_K)
+    return noise_RV.view(*positions_BT.shape, -1)
+
+
+def native_choice(
+    logits_BTK: Tensor,
+    seeds_B: Tensor,
+    positions_BT: Tensor,
+    *,
+    temperature_B: Tensor | None = None,
+    noise_B: Tensor,
+    ids_K: Tensor | None = None,
+) -> Tensor:
+    """Indices [B, T] of the largest logits over the temperature with the target's noise, as `native_gumbel` gives it,
+    where `noise` is not 0: what `choose` finds in these sums, by the CPU kernel.
+
+    Logits are about the tokens `ids` (None: all); temperatures and noise are float64.
+    """
+    B, T, K = logits_BTK.shape
+    temperature_B = torch.ones_like(noise_B) if temperature_B is None else temperature_B
+    heat_R, noisy_R = (x_B[:, None].expand(B, T).flatten().contiguous() for x_B in (temperature_B, noise_B))
+    hashed = _rows(seeds_B, positions_BT, Stream.TARGET)
+    return hashed_choice(logits_BTK.reshape(-1, K), heat_R, noisy_R, *hashed, _HASH, ids_K).view(B, T)
+
+
+def _rows(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> tuple[Tensor, Tensor]:
+    """Seed and place of each row [B * T]."""
+    seeds_R = seeds_B[:, None].expand_as(positions_BT).flatten().contiguous()
+    return seeds_R, _places(positions_BT, stream).flatten().contiguous()
 
 
 def uniform(

@@ -25,16 +25,15 @@ class Sampler:
     """Rounds of one kind. Nothing here synchronises with the host; its tensors keep their place between requests."""
 
     def __init__(self, kind: Kind, rows: RowSampling, *, gumbel: Callable[..., Tensor] = sampling.gumbel) -> None:
-        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one."""
+        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one. With that of the CPU
+        kernel choices are the kernel's, too.
+        """
         self.kind, self.rows, self.vocab_size = kind, rows, rows.vocab_size
-        self._gumbel = gumbel
+        self._gumbel, self._by_kernel = gumbel, gumbel is sampling.native_gumbel
         self._one_B = torch.ones(rows.batch, dtype=torch.int64, device=rows.device)
         self._root_B1 = torch.zeros_like(self._one_B)[:, None]
-        # What drafts drew the target need not draw again; not so where they are replayed, which runs no Python.
-        self._keep_noise = not rows.replayed
         # Forms that are compiled but not captured shall not be compiled for each number of positions.
         self._draw_together = rows.replayed or rows.device.type == "cpu"
-        self._noise: list[Tensor] = []  # [B, 1, V] of the first positions after the root, as drawn in this round
         if kind.biased:
             assert rows.bias_BV is not None  # memory that a capture could not ask for
         if kind.penalized:
@@ -42,19 +41,12 @@ class Sampler:
 
     def first(self, logits_BV: Tensor, lengths_B: Tensor, legal_B1W: Tensor | None = None) -> Tensor:
         """Tokens [B] after the prompts, at positions `lengths`; of those that grammars allow, if there are any."""
-        self._noise.clear()
-        logits_B1V = self._process(logits_BV[:, None], None, legal_BTW=legal_B1W)
-        noise_B1V = self._target_noise(lengths_B[:, None]) if self.kind.sampled else None
-        return sampling.choose(logits_B1V, noise_B1V)[:, 0]
+        return self._choose(logits_BV[:, None], lengths_B, legal_BTW=legal_B1W)[:, 0]
 
     @property
     def wants_probs(self) -> bool:
         """Whether acceptance asks for the distributions that drafts are drawn from."""
         return self.kind.acceptance != "match"
-
-    def begin_draft(self) -> None:
-        """A model drafter begins with the position after the root; each `draft` or `spread` is about the next one."""
-        self._noise.clear()
 
     def draft(
         self,
@@ -71,9 +63,9 @@ class Sampler:
         """
         kind = self.kind
         logits_B1V, ids_V = self._narrow(logits_BV[:, None], ids_V)
-        logits_B1V = self._process(logits_B1V, drafted_BN)
         if kind.acceptance == "match":
-            return _named(sampling.choose(logits_B1V, self._draw_ahead(positions_B, ids_V))[:, 0], ids_V), None
+            return _named(self._choose(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[:, 0], ids_V), None
+        logits_B1V = self._process(logits_B1V, drafted_BN)
         probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
         noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
         return sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV
@@ -95,37 +87,32 @@ class Sampler:
         """
         logits_BFV, ids_V = self._narrow(logits_BFV, ids_V)
         logits_BFV = self._process(logits_BFV, nodes_BC, seen_BFC)
-        noise_B1V = self._draw_ahead(positions_B, ids_V)
-        scores_BFV = logits_BFV if noise_B1V is None else logits_BFV + noise_B1V
+        scores_BFV = logits_BFV
+        if self.kind.sampled:
+            scores_BFV = logits_BFV + self._target_noise(positions_B[:, None], ids_V)
         best_Rk, logp_Rk = top_logp(scores_BFV.flatten(0, 1), num)
         shape = (*scores_BFV.shape[:2], num)
         return _named(best_Rk, ids_V).view(shape), logp_Rk.view(shape)
 
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
-        """What the target makes of the draft; ends the round's noise."""
+        """What the target makes of the draft."""
         assert (tree.legal is not None) == self.kind.constrained
-        verdict = self._decide(tree, logits_BTV, lengths_B)
-        self._noise.clear()
-        return verdict
-
-    def _decide(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
+        after_B, num_draft = lengths_B + 1, tree.tokens.shape[1]
         if tree.branches is not None:
-            return self._accept_tree(tree, tree.branches, logits_BTV, lengths_B)
-        num_draft = tree.tokens.shape[1]
-        logits_BTV = self._process(logits_BTV, tree.tokens, legal_BTW=tree.legal)
+            return self._accept_tree(tree, tree.branches, logits_BTV, after_B)
         if num_draft == 0:
-            tokens_B1 = sampling.choose(logits_BTV, self._noise_behind(lengths_B, 1))
+            tokens_B1 = self._choose(logits_BTV, after_B, tree.tokens, legal_BTW=tree.legal)
             return Verdict(tokens_B1, self._one_B, self._root_B1)
         if self.kind.acceptance == "match":
-            noise_BTV = self._noise_behind(lengths_B, num_draft + 1)
-            return accept_match(tree.tokens, sampling.choose(logits_BTV, noise_BTV))
+            return accept_match(tree.tokens, self._choose(logits_BTV, after_B, tree.tokens, legal_BTW=tree.legal))
         rule = accept_rejection if self.kind.acceptance == "rejection" else accept_block
-        positions_BN = _behind(lengths_B, 1, num_draft)
+        logits_BTV = self._process(logits_BTV, tree.tokens, legal_BTW=tree.legal)
+        positions_BN = _behind(after_B, num_draft)
         u_BN = sampling.uniform(sampling.fork(self.rows.seeds_B, lengths_B), positions_BN)
         noise_BV = self._draw(lengths_B[:, None], Stream.RECOVER, lengths_B)[:, 0]
         return rule(tree, sampling.probs_of(logits_BTV, self.kind), u_BN, noise_BV)
 
-    def _accept_tree(self, tree: DraftTree, branches: Branches, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
+    def _accept_tree(self, tree: DraftTree, branches: Branches, logits_BTV: Tensor, after_B: Tensor) -> Verdict:
         assert self.kind.acceptance == "match", "only match accepts trees"
         depth_BT, path_BTT = branches
         B, T = depth_BT.shape
@@ -134,17 +121,54 @@ class Sampler:
             on_path_BTT = torch.arange(T, device=depth_BT.device) <= depth_BT[..., None]
             seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
             seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
-        logits_BTV = self._process(logits_BTV, tree.tokens, seen_BTN, tree.legal)
-        noise_BDV = self._noise_behind(lengths_B, tree.depth + 1)  # nodes of equal depth share theirs
-        if noise_BDV is None:
-            return accept_tree(tree, sampling.choose(logits_BTV))
-        noise_BTV = noise_BDV[torch.arange(B, device=depth_BT.device)[:, None], depth_BT]
-        return accept_tree(tree, sampling.choose(logits_BTV, noise_BTV))
+        context = {"seen_BTN": seen_BTN, "legal_BTW": tree.legal}
+        return accept_tree(tree, self._choose(logits_BTV, after_B, tree.tokens, branches, tree.depth, **context))
 
     def commit(self, tokens_BT: Tensor, num_new_B: Tensor) -> None:
         """The round's emitted tokens, for penalties."""
         if self.kind.penalized:
             self.rows.counts.update(tokens_BT, num_new_B)
+
+    def _choose(
+        self,
+        logits_BTV: Tensor,
+        first_B: Tensor,
+        draft_BN: Tensor | None = None,
+        branches: Branches | None = None,
+        deepest: int = 0,
+        *,
+        ids_V: Tensor | None = None,
+        **context: Tensor | None,
+    ) -> Tensor:
+        """What the target chooses, or a draft of it, as indices [B, T]: for positions from `first` on, one row each; of
+        a tree as deep behind `first` as `branches` say, at most `deepest`. Equal positions share their noise.
+
+        Logits are about the tokens `ids` (None = all).
+        """
+        (B, T), kind, rows = logits_BTV.shape[:2], self.kind, self.rows
+        if kind.sampled and self._by_kernel:
+            ahead_BT = torch.arange(T) if branches is None else branches.depth_BT
+            changed = kind.truncated or kind.penalized or kind.biased or kind.constrained
+            plain = not changed and not rows.asking("cold")
+            return sampling.native_choice(
+                logits_BTV if plain else self._process(logits_BTV, draft_BN, **context),
+                rows.seeds_B,
+                first_B[:, None] + ahead_BT,
+                temperature_B=rows.column("temperature") if plain else None,
+                noise_B=rows.column("noise"),
+                ids_K=ids_V,
+            )
+        logits_BTV = self._process(logits_BTV, draft_BN, **context)
+        if not kind.sampled:
+            return sampling.choose(logits_BTV)
+        if self._draw_together or branches is None and T == 1:
+            noise_BDV = self._target_noise(_behind(first_B, T if branches is None else deepest + 1), ids_V)
+        else:
+            each = (first_B[:, None] + ahead for ahead in range(T if branches is None else deepest + 1))
+            noise_BDV = torch.cat([self._target_noise(at_B1, ids_V) for at_B1 in each], 1)
+        if branches is not None:  # nodes of equal depth share theirs
+            noise_BDV = noise_BDV[torch.arange(B, device=first_B.device)[:, None], branches.depth_BT]
+        return sampling.choose(logits_BTV, noise_BDV)
 
     def _process(
         self,
@@ -166,31 +190,13 @@ class Sampler:
         wide_BTV = logits_BTK.new_full((*logits_BTK.shape[:2], self.vocab_size), -torch.inf)
         return wide_BTV.index_copy_(2, ids_K, logits_BTK), None
 
-    def _noise_behind(self, lengths_B: Tensor, num: int) -> Tensor | None:
-        """The target's noise [B, num, V] of so many positions after the root; None if all rows are greedy."""
-        if not self.kind.sampled:
-            return None
-        noise, known = self._noise[:num], len(self._noise)
-        if known < num and self._draw_together:
-            noise.append(self._target_noise(_behind(lengths_B, known + 1, num)))
-        elif known < num:
-            noise += [self._target_noise(_behind(lengths_B, at, at)) for at in range(known + 1, num + 1)]
-        return noise[0] if len(noise) == 1 else torch.cat(noise, 1)
-
-    def _draw_ahead(self, positions_B: Tensor, ids_V: Tensor | None) -> Tensor | None:
-        """The target's noise [B, 1, V] for a draft's next position, of the tokens `ids` (None = all); None if all rows
-        are greedy.
-        """
-        if not self.kind.sampled:
-            return None
-        noise_B1V = self._target_noise(positions_B[:, None])
-        if self._keep_noise:
-            self._noise.append(noise_B1V)
-        return noise_B1V if ids_V is None else noise_B1V.gather(2, ids_V.expand(len(noise_B1V), 1, -1))
-
-    def _target_noise(self, positions_BD: Tensor) -> Tensor:
-        """The target's noise [B, D, V] of these positions, 0 for greedy rows."""
-        noise_BDV = self._draw(positions_BD, Stream.TARGET)
+    def _target_noise(self, positions_BD: Tensor, ids_V: Tensor | None = None) -> Tensor:
+        """The target's noise [B, D, V] of these positions, of the tokens `ids` (None = all), 0 for greedy rows."""
+        if self._by_kernel:
+            noise_BDV = self._gumbel(self.rows.seeds_B, positions_BD, self.vocab_size, ids_K=ids_V)
+        else:
+            noise_BDV = self._draw(positions_BD, Stream.TARGET)
+            noise_BDV = noise_BDV if ids_V is None else noise_BDV.index_select(2, ids_V)
         return noise_BDV * self.rows.column("noise").float()[:, None, None] if self.rows.asking("greedy") else noise_BDV
 
     def _draw(self, positions_BD: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
@@ -204,6 +210,6 @@ def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
     return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 
-def _behind(lengths_B: Tensor, first: int, last: int) -> Tensor:
-    """Positions of the tokens `first` to `last` after the root."""
-    return lengths_B[:, None] + torch.arange(first, last + 1, device=lengths_B.device)
+def _behind(first_B: Tensor, num: int) -> Tensor:
+    """So many positions [B, num] from the first ones on."""
+    return first_B[:, None] + torch.arange(num, device=first_B.device)
