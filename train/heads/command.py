@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from multigpu.ranks import rank_and_world
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.options import DTYPES
 from train.shards import settings_of
@@ -44,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
             kind,
             help=f"{does} on what `generate` wrote",
             description=f"{does[0].upper()}{does[1:]} on the target's own answers, which `generate` wrote. The target "
-            "stays as it is; one process trains.",
+            "stays as it is. Processes of a launcher (torchrun, accelerate launch) train together.",
         )
         parser.set_defaults(run=run, parser=parser, kind=kind)
         _add_options(parser, kind)
@@ -75,7 +76,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     length = group.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
     length.add_argument("--epochs", type=int, default=10, metavar="N", help="passes over the data")
-    group.add_argument("--batch", type=int, default=4, metavar="N", help="rows per step")
+    group.add_argument("--batch", type=int, default=4, metavar="N", help="rows per step, of all processes together")
     group.add_argument("--lr", type=float, default=3e-4, help="highest learning rate")
     group.add_argument("--warmup", type=float, default=0.05, metavar="SHARE", help="of the steps, in which it rises")
     group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
@@ -160,7 +161,8 @@ def _add_chain_options(group: Any, kind: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit status."""
-    _check(args)
+    rank, world = rank_and_world()
+    _check(args, world)
     costs = _costs(args)
     made, out = settings_of(Path(args.data)), Path(args.out_dir)
     if not (args.resume or args.dry_run) and out.exists() and any(out.iterdir()):
@@ -175,12 +177,19 @@ def run(args: argparse.Namespace) -> int:
             "least 2, and chains of no more can be measured"
         )
     states = None if args.states is None else Path(args.states)
-    with loading_bars() as progress:
+    with loading_bars(enabled=rank == 0) as progress:
         from compile.native import keep_freed_memory  # torch takes seconds, mistakes should not
         from compile.threads import CREW
+        from train.heads.processes import ALONE, join, launched_in_vain
         from train.heads.session import Session, Task
         from train.heads.trainer import Recipe, steps_of
 
+        if launched_in_vain():
+            said = (
+                "accelerate launch has started one process; where there are no GPUs it starts several with --multi_gpu"
+            )
+            err_console.print(said, highlight=False, soft_wrap=True)
+        processes = join(rank, world, args.device) if world > 1 else ALONE
         threads = args.threads or CREW.available
         CREW.fix(threads)
         keep_freed_memory(FREED)
@@ -190,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
             data=Path(args.data),
             target=args.target or made.get("target"),
             dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
-            device=args.device,
+            device=args.device if world == 1 else processes.device,
             threads=threads,
             max_length=args.max_length,
             seed=args.seed,
@@ -221,34 +230,44 @@ def run(args: argparse.Namespace) -> int:
                 bf16=args.precision == "bf16",
             )
 
-        session = Session(task, recipe, progress)
-    _say(_plan(session))
-    if states is not None:
-        from train.heads.states import check_room
-
-        stored = sum(path.stat().st_size for path in states.glob("*.safetensors"))
-        _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {states}, {stored / 1e9:.2f} GB of it there")
-        check_room(states, session.states_bytes - stored)
+        session = Session(task, recipe, progress, processes)
+    if rank == 0:
+        _say(_plan(session))
+        if states is not None:
+            _check_states(session, states)
     if args.dry_run:
-        _say(_sample(session))
-        return 0
-    session.begin(out, costs, states)
-    draft, verify = (
-        seconds / session.costs.of_step(1) for seconds in (session.costs.draft, session.costs.of_step(1 + args.chain))
-    )
-    _say(f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {args.chain} costs {verify:.2f}")
-    _train(session, args.check_every)
+        sample = _sample(session)
+        if rank == 0:
+            _say(sample)
+    else:
+        session.begin(out, costs, states)
+        _train(session, args.check_every)
+    processes.leave()
     return 0
+
+
+def _check_states(session: Session, folder: Path) -> None:
+    from train.heads.states import check_room
+
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {folder}, {stored / 1e9:.2f} GB of it there")
+    check_room(folder, session.states_bytes - stored)
 
 
 def _train(session: Session, check_every: int) -> None:
     """All steps that are left."""
-    trainer, total = session.trainer, session.recipe.steps
-    for record in session.journal.records:
+    trainer, total, first = session.trainer, session.recipe.steps, session.processes.first
+    if first:
+        chain, costs = session.task.chain, session.costs
+        draft, verify = (seconds / costs.of_step(1) for seconds in (costs.draft, costs.of_step(1 + chain)))
+        _say(f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {chain} costs {verify:.2f}")
+    for record in session.journal.records if first else ():
         if "rates" in record:
             _say(_found(record, total))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bars = Progress(*columns, TimeRemainingColumn(), console=err_console, disable=not err_console.is_terminal)
+    bars = Progress(
+        *columns, TimeRemainingColumn(), console=err_console, disable=not (first and err_console.is_terminal)
+    )
     with closing(session), bars:
         bar = bars.add_task("training", total=total, completed=trainer.step)
         while trainer.step < total:
@@ -256,7 +275,8 @@ def _train(session: Session, check_every: int) -> None:
             bars.update(bar, completed=trainer.step, description=f"loss {loss:.3f}")
             if trainer.step % check_every == 0 or trainer.step == total:
                 session.check()
-                _say(_found(session.journal.records[-1], total))
+                if first:
+                    _say(_found(session.journal.records[-1], total))
 
 
 def _found(record: dict[str, Any], total: int) -> str:
@@ -273,9 +293,10 @@ def _plan(session: Session) -> str:
     parameters = sum(parameter.numel() for parameter in session.head.parameters()) / 1e6
     tokens, held_out = (sum(place.length for place in places) for places in (split.train, split.held_out))
     epochs = recipe.steps * recipe.batch / len(session.rows)
+    shared = f", shared by {session.processes.number} processes" if session.processes.number > 1 else ""
     return (
         f"{task.kind} of {parameters:.1f}M parameters, {session.head.config.draft_vocab_size:,} draft tokens: "
-        f"{recipe.steps} steps of {recipe.batch} rows of {task.max_length} tokens, {epochs:.1f} epochs of "
+        f"{recipe.steps} steps of {recipe.batch} rows of {task.max_length} tokens{shared}, {epochs:.1f} epochs of "
         f"{len(split.train)} answers ({tokens:,} tokens); held out: {len(split.held_out)} answers ({held_out:,} tokens)"
     )
 
@@ -300,12 +321,14 @@ def _say(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """ValueError for numbers that mean nothing."""
+def _check(args: argparse.Namespace, world: int) -> None:
+    """ValueError for numbers that mean nothing, here or for so many processes."""
     for name in ("max_length", "batch", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.batch % world:
+        raise ValueError(f"--batch is {args.batch} and {world} processes share its rows; give a multiple of {world}")
     for name in ("lr", "clip", "decay"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")

@@ -5,6 +5,7 @@ Legend: N tokens of a text, T places of it, F features, D hidden size, K key/val
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -80,8 +81,14 @@ class FrozenTarget:
 
     def lessons(self, row: dict[str, Tensor]) -> list[Lesson]:
         """Of every text of a packed row that is long enough to foretell something."""
-        segments = (row["segment_ids"] == i for i in range(int(row["segment_ids"].max()) + 1))
-        return [self._lesson(row["token_ids"][here], row["loss_mask"][here]) for here in segments if here.sum() > 2]
+        return [self._lesson(row["token_ids"][here], row["loss_mask"][here]) for here in _texts(row)]
+
+    def keep(self, row: dict[str, Tensor]) -> None:
+        """Have the store keep what lessons of this row need."""
+        assert self.store is not None
+        for tokens_N in (row["token_ids"][here] for here in _texts(row)):
+            if tokens_N not in self.store:
+                self.store.add(tokens_N, self._read(tokens_N.to(self.decoder.embed.weight.device)))
 
     @torch.no_grad()
     def choices(self, hidden_TD: Tensor) -> Tensor:
@@ -118,6 +125,12 @@ class FrozenTarget:
         both = (part_1KNd[0] for layer in self._layers for part_1KNd in cache.kv(layer, num))
         seen = [part_KNd.transpose(0, 1).flatten(1) for part_KNd in both]
         return torch.cat([*seen, cache.features[0, :num]], 1)  # a copy: the next text goes there
+
+
+def _texts(row: dict[str, Tensor]) -> Iterator[Tensor]:
+    """Where the texts of a packed row lie that are long enough to foretell something: masks like `segment_ids`."""
+    segments = (row["segment_ids"] == i for i in range(int(row["segment_ids"].max()) + 1))
+    return (here for here in segments if here.sum() > 2)
 
 
 def _decode_natively(decoder: Decoder) -> None:

@@ -28,10 +28,11 @@ from train.heads.checkpoint import BEST, LAST, read_state, write_head, write_sta
 from train.heads.closed_form import begin_linear
 from train.heads.draft import Draft, Learner, initial_draft
 from train.heads.frozen import FrozenTarget, Lesson
-from train.heads.held_out import acceptance, best_chain
+from train.heads.held_out import Acceptance, acceptance, best_chain
 from train.heads.initial import initial_head, most_frequent
 from train.heads.journal import Journal
 from train.heads.losses import Teacher
+from train.heads.processes import ALONE, Processes
 from train.heads.states import StateStore
 from train.heads.trainer import Recipe, Trainer
 from train.shards import keep_settings
@@ -73,11 +74,21 @@ class Task:
 
 
 class Session:
-    """A trainer, and what measures and keeps its head."""
+    """A trainer, and what measures and keeps its head. Each of several processes has one; process 0 writes."""
 
-    def __init__(self, task: Task, recipe: Callable[[PackedRows], Recipe], progress: Progress) -> None:
+    journal: Journal
+    """Process 0 alone has it, and `costs`."""
+    costs: Costs
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Callable[[PackedRows], Recipe],
+        progress: Progress,
+        processes: Processes = ALONE,
+    ) -> None:
         """`recipe` may depend on how many rows there are. Writes nothing. ValueError for what does not fit together."""
-        self.task = task
+        self.task, self.processes = task, processes
         self.split = read_split(task.data, task.max_length, task.held_out)
         for places, purpose, remedy in (
             (self.split.train, "train on", "lower it"),
@@ -105,7 +116,7 @@ class Session:
         head_config = self._written.config
         target_bytes = sum(parameter.nbytes for parameter in target.parameters())
         self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.target_layers)
-        self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe)
+        self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe, processes)
         head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
         """Target, teacher, and the head with its gradient and two averages."""
@@ -141,28 +152,64 @@ class Session:
     def begin(self, out: Path, costs: Costs | None, states: Path | None = None) -> None:
         """Go on with the training in a folder, or begin it there: then the head is measured as it is. `costs` of rounds
         are measured where they are not given. Hidden states are kept in `states`, if given.
+
+        ValueError where the training depends on something else, the number of processes included.
         """
+        first = self.processes.first
         if states is not None:
-            depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
-            depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
-            if self.head.config.target_layers:
-                depends["layers"] = self.head.config.target_layers
-            self.frozen.store = StateStore(states, depends)
-        out.mkdir(parents=True, exist_ok=True)
-        keep_settings(out, self._settings())
-        state = read_state(out / LAST)
+            self._open_states(states)
+        if first:
+            out.mkdir(parents=True, exist_ok=True)
+            keep_settings(out, self._settings())
+        state = read_state(out / LAST)  # which process 0 replaces once the others come to the first measures
         self._out, self._best = out, 0.0
         if state is not None:
-            self.trainer.go_on(state["trainer"])
-            self._best = state["best"]
-        self.journal = Journal(out, -1 if state is None else self.trainer.step)
-        if state is None:
-            if isinstance(self.head, Eagle) and self.task.init is None:
-                begin_linear(self.head, self._first_lessons())
-            self._write(out / LAST)
-        self.costs = costs or self._measured_costs()
+            self._go_on(state)
+        self._agree(-1 if state is None else self.trainer.step)
+        if first:
+            self.journal = Journal(out, -1 if state is None else self.trainer.step)
+            if state is None:
+                if isinstance(self.head, Eagle) and self.task.init is None:
+                    begin_linear(self.head, self._first_lessons())
+                self._write(out / LAST)
+            self.costs = costs or self._measured_costs()
+        self.processes.follow_first([parameter.detach() for parameter in self.head.parameters()])
         if state is None:
             self.check()
+
+    def _open_states(self, folder: Path) -> None:
+        """Of several processes each first reads its share of all texts, so that none is read and kept twice."""
+        depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
+        depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
+        if self.head.config.target_layers:
+            depends["layers"] = self.head.config.target_layers
+        if not self.processes.first:
+            self.processes.wait()
+        store = self.frozen.store = StateStore(folder, depends)
+        if self.processes.first:
+            self.processes.wait()
+        if self.processes.number > 1:
+            for rows in (self.rows, self._held_out):
+                for number in self.processes.share(range(len(rows))):
+                    self.frozen.keep(rows[number])
+            store.flush()
+            self.processes.wait()
+            store.find()
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        before, number = state.get("processes", 1), self.processes.number
+        if before != number:  # as with threads, the bits of sums depend on it
+            raise ValueError(
+                f"{self._out / LAST} says processes {before} and now it is {number}; go on as before, or give another "
+                "--out-dir"
+            )
+        self.trainer.go_on(state["trainer"])
+        self._best = state["best"]
+
+    def _agree(self, step: int) -> None:
+        """ValueError unless all processes have found the same."""
+        if self.processes.totals([step])[0] != step * self.processes.number:
+            raise ValueError(f"{self._out / LAST} is not the same for all processes; give all of them one folder")
 
     def _first_lessons(self) -> Iterator[Lesson]:
         for number in range(min(FITTED, len(self.rows))):
@@ -172,13 +219,20 @@ class Session:
         """One step, which goes into the journal."""
         started = time.perf_counter()
         found = self.trainer.advance()
-        self.journal.add(self.trainer.step, **found, seconds=round(time.perf_counter() - started, 3))
+        if self.processes.first:
+            self.journal.add(self.trainer.step, **found, seconds=round(time.perf_counter() - started, 3))
         return found
 
-    def check(self) -> dict[str, Any]:
-        """Measure with the held-out texts, and write a checkpoint; returns what was found."""
-        rows = map(self._held_out.__getitem__, range(len(self._held_out)))
+    def check(self) -> None:
+        """Measure with the held-out texts, of which each process takes its share, and write a checkpoint."""
+        rows = map(self._held_out.__getitem__, self.processes.share(range(len(self._held_out))))
         found = acceptance(self.head, self.frozen, rows, self.task.chain)
+        found = Acceptance(self.processes.totals(found.reached), self.processes.totals(found.accepted))
+        if self.processes.first:
+            self._keep(found)
+
+    def _keep(self, found: Acceptance) -> None:
+        """In the journal, and with it the head as it is."""
         length, speed_up = best_chain(found.taus, self.costs)
         values: dict[str, Any] = {
             "rates": found.rates,
@@ -192,12 +246,13 @@ class Session:
         if values["tau"] > self._best:
             self._best = values["tau"]
             write_head(self._written, self._out / BEST)
-        write_state({"trainer": self.trainer.state(), "best": self._best}, self._out / LAST)
-        return values
+        state = {"trainer": self.trainer.state(), "best": self._best, "processes": self.processes.number}
+        write_state(state, self._out / LAST)
 
     def close(self) -> None:
         """All that was found is on the disk."""
-        self.journal.close()
+        if self.processes.first:
+            self.journal.close()
         if self.frozen.store is not None:
             self.frozen.store.flush()
 

@@ -12,6 +12,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import safe_open
@@ -35,8 +36,17 @@ class StateStore:
         keep_settings(folder, settings)
         self._folder, self._new, self._bytes = folder, dict[str, Tensor](), 0
         self._stored: dict[str, Any] = {}
-        for path in sorted(folder.glob("states-*.safetensors")):
+        self.find()
+
+    def find(self) -> None:
+        """What other processes have written, too."""
+        for path in sorted(self._folder.glob("states-*.safetensors")):
             self._open(path)
+
+    def __contains__(self, tokens_N: Tensor) -> bool:
+        """Whether states of a text are known."""
+        key = _key(tokens_N)
+        return key in self._stored or key in self._new
 
     def get(self, tokens_N: Tensor) -> Tensor | None:
         """States [N, F] of a text, where they are known."""
@@ -56,7 +66,7 @@ class StateStore:
         """All that was added is on the disk."""
         if not self._new:
             return
-        draft = self._folder / f".draft-{os.getpid()}"
+        draft = self._folder / f".draft-{uuid4().hex}"  # processes of several machines may have the same number
         save_file(self._new, draft)
         for number in count(len(list(self._folder.glob("states-*.safetensors")))):
             path = self._folder / f"states-{number:05d}.safetensors"

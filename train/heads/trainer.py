@@ -7,10 +7,12 @@ rate is a function of the step, and so is whatever is drawn at random.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
@@ -18,8 +20,9 @@ from sharesd.models.heads.parallel import Parallel
 from train.dataset import PackedRows
 from train.heads.anchors import with_anchors
 from train.heads.draft import Learner
-from train.heads.frozen import FrozenTarget
+from train.heads.frozen import FrozenTarget, Lesson
 from train.heads.losses import Losses, Teacher, losses
+from train.heads.processes import ALONE, Processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +31,7 @@ class Recipe:
 
     steps: int
     batch: int
-    """Packed rows per step."""
+    """Packed rows per step, of all processes together."""
     lr: float
     """Highest learning rate."""
     warmup: float = 0.05
@@ -63,39 +66,36 @@ class Recipe:
 
 
 class Trainer:
-    """A head on its way."""
+    """A head on its way. Of several processes each has one, and all of these advance together."""
 
-    def __init__(self, head: Learner, frozen: FrozenTarget, teacher: Teacher, rows: PackedRows, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        head: Learner,
+        frozen: FrozenTarget,
+        teacher: Teacher,
+        rows: PackedRows,
+        recipe: Recipe,
+        processes: Processes = ALONE,
+    ) -> None:
         self.head, self.recipe, self.step = head, recipe, 0
-        self._frozen, self._teacher, self._rows = frozen, teacher, rows
+        self._frozen, self._teacher, self._rows, self._processes = frozen, teacher, rows, processes
         self._epoch, self._row = 0, 0  # of the next step
         self._optimizers = _optimizers(head, recipe)
 
     def advance(self) -> dict[str, float]:
         """One step; what it found."""
-        recipe, head = self.recipe, self.head
+        recipe, head, processes = self.recipe, self.head, self._processes
         lessons = [lesson for row in self._next_rows() for lesson in self._frozen.lessons(row)]
         if isinstance(head, Parallel):
-            dice = torch.Generator().manual_seed(self.step)
+            dice = torch.Generator().manual_seed(self.step * processes.number + processes.index)
             lessons = [with_anchors(lesson, recipe.anchors, dice) for lesson in lessons]
         unroll = recipe.unroll_at(self.step)
         counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(unroll)]
+        counts = processes.totals(counts)  # so the loss is a mean over places, not over means
         decays = [recipe.decay**step for step in range(unroll)]
         weights = [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
-        device = head.get_buffer("cos").device.type
-        with torch.autocast(device, torch.bfloat16, enabled=recipe.bf16):  # weights are cast once for all texts
-            parts = losses(
-                head,
-                lessons,
-                self._teacher,
-                weights,
-                feature=recipe.feature_weight > 0,
-                rejection=recipe.rejection_weight > 0,
-            )
-            loss = recipe.kl_weight * parts.divergence + recipe.feature_weight * parts.feature
-            loss = loss + recipe.rejection_weight * parts.rejection
-        loss.backward()
-        found = {name: part.item() for name, part in zip(("loss", *Losses._fields), (loss, *parts), strict=True)}
+        parts = self._learn(lessons, weights)
+        found = {name: part.item() for name, part in zip(("loss", *Losses._fields), parts, strict=True)}
         found["gradient"] = clip_grad_norm_(head.parameters(), recipe.clip).item()
         if not math.isfinite(found["gradient"]):
             raise ValueError(f"the gradient of step {self.step} is {found['gradient']}; lower --lr, or train in fp32")
@@ -106,6 +106,34 @@ class Trainer:
             optimizer.zero_grad()
         self.step += 1
         return found | {"places": counts[0]}
+
+    def _learn(self, lessons: list[Lesson], weights: list[float]) -> Sequence[Tensor]:
+        """Gradients of the loss, and its value with that of its parts, over the lessons of all processes."""
+        recipe, head, processes = self.recipe, self.head, self._processes
+        device = head.get_buffer("cos").device
+        parts: Sequence[Tensor] = [torch.zeros((), dtype=self._frozen.dtype, device=device)] * 4
+        if lessons:  # an epoch's last step may have fewer rows than there are processes
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=recipe.bf16
+            ):  # weights are cast once for all texts
+                found = losses(
+                    head,
+                    lessons,
+                    self._teacher,
+                    weights,
+                    feature=recipe.feature_weight > 0,
+                    rejection=recipe.rejection_weight > 0,
+                )
+                loss = recipe.kl_weight * found.divergence + recipe.feature_weight * found.feature
+                loss = loss + recipe.rejection_weight * found.rejection
+            loss.backward()
+            parts = [part.detach() for part in (loss, *found)]
+        if processes.number > 1:
+            learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+            gradients = [torch.zeros_like(slot) if slot.grad is None else slot.grad for slot in learning]
+            for slot, gradient in zip(learning, processes.sums(gradients), strict=True):
+                slot.grad = gradient
+        return processes.sums(parts)
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on."""
@@ -120,12 +148,13 @@ class Trainer:
             optimizer.load_state_dict(found)
         self._rows.set_epoch(self._epoch)
 
-    def _next_rows(self) -> list[dict[str, torch.Tensor]]:
+    def _next_rows(self) -> list[dict[str, Tensor]]:
+        """This process's rows of the step."""
         if self._row >= len(self._rows):
             self._epoch, self._row = self._epoch + 1, 0
             self._rows.set_epoch(self._epoch)
         first, self._row = self._row, min(self._row + self.recipe.batch, len(self._rows))
-        return [self._rows[number] for number in range(first, self._row)]
+        return [self._rows[number] for number in self._processes.share(range(first, self._row))]
 
 
 def _optimizers(head: Learner, recipe: Recipe) -> list[torch.optim.Optimizer]:
