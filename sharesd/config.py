@@ -35,6 +35,13 @@ EMBEDDED_HEADS = Path(__file__).parent / "drafters" / "heads" / "smollm2-135m-in
 """Folders of heads for the embedded model, by the mode that they draft in."""
 
 
+def mode_of_head(name: str) -> Mode:
+    """The mode that a head drafts in, by its folder; hubs have those of eagle."""
+    config = Path(name) / "config.json"
+    text = config.read_text("utf-8") if config.is_file() else ""
+    return "parallel" if PARALLEL_HEAD in text else "glide" if GLIDE_HEAD in text else "eagle"
+
+
 class PlanOnly(Exception):
     """What was asked for is a plan alone. Carries its lines: what, choice, why."""
 
@@ -247,10 +254,10 @@ class EngineConfig:
     is the target, else an empty one."""
     draft: str | None = None
     """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
-    head: str | None = None
-    """`eagle`: the trained head, a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3. `parallel`,
-    `glide`: the head, as `python -m train parallel` and `glide` write it. None = the one that comes with the embedded
-    model, if that is the target."""
+    heads: tuple[str, ...] = ()
+    """Trained heads, at most one for each mode. `eagle`: a folder or hub id in a public layout of EAGLE, EAGLE-2 or
+    EAGLE-3. `parallel`, `glide`: what `python -m train parallel` and `glide` write. Modes without one take that which
+    comes with the embedded model, if there is one."""
     head_quant: QuantConfig | None = None
     """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
     the target is copied for that."""
@@ -343,9 +350,12 @@ class EngineConfig:
         if self.prefill_chunk is not None:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("max_context", self.max_context, 16)
+        by_mode = {mode_of_head(head): head for head in self.heads}
+        if len(by_mode) < len(self.heads):
+            raise ValueError(f"heads are {', '.join(self.heads)}, some of which are for one mode; give one for each")
         for mode in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
-            if mode in HEADS and self.head_of(mode) is None:
-                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
+            if mode in HEADS:
+                self.require_head(mode)
         if self.head_quant is not None and not any(map(self.head_of, HEADS)):
             raise ValueError(
                 f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
@@ -377,9 +387,20 @@ class EngineConfig:
             )
 
     def head_of(self, mode: str) -> str | None:
-        """What a mode of `HEADS` drafts with: `head`, or what comes with the embedded model; None = nothing."""
+        """What a mode of `HEADS` drafts with: one of `heads`, or what comes with the embedded model; None = nothing."""
         shipped = EMBEDDED_HEADS / mode
-        return str(shipped) if self.head is None and self.target is None and shipped.is_dir() else self.head
+        given = next((head for head in self.heads if mode_of_head(head) == mode), None)
+        return str(shipped) if given is None and self.target is None and shipped.is_dir() else given
+
+    def require_head(self, mode: str) -> str:
+        """The same; ValueError where there is none."""
+        head = self.head_of(mode)
+        if head is not None:
+            return head
+        if not self.heads:
+            raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
+        other, fits = self.heads[0], mode_of_head(self.heads[0])
+        raise ValueError(f"{other} is a head of mode {fits}: take mode {fits}, not {mode}, or give another head")
 
     @property
     def table_file(self) -> Path | None:

@@ -203,7 +203,11 @@ class Runtime:
             self.weight_bytes = _num_bytes(self.target)
             if self._placed is not None and quantized is not None:
                 self.weight_bytes -= quantized.report().low_bytes
-            self._head = self._load_head() if self._needs & {*HEADS} else None
+            self._heads = {mode: self._load_head(mode) for mode in HEADS if mode in self._needs}
+            read = sorted({head.config.taps for head in self._heads.values()} - {()})
+            if len(read) > 1:
+                behind = " and behind ".join(", ".join(map(str, taps)) for taps in read)
+                raise ValueError(f"heads read hidden states behind {behind} blocks; decode with one of them at a time")
             if quantized is not None:
                 self._report(
                     "share", quantized.finish() if placed else self._quantizing.whole(self.target, self._switch)
@@ -216,8 +220,8 @@ class Runtime:
         self._pack(self.target)
         if self._part.rank:
             return  # who follows rank 0 needs no more
-        if self._head is not None:
-            self._head.native = self._steps.head(self._head)
+        for head in self._heads.values():
+            head.native = self._steps.head(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         in_stages = self._split is not None and self._split.hands_over
         captures = self.device.type == "cuda" and self.compile != "off"
@@ -233,7 +237,7 @@ class Runtime:
         self._slots = self.max_context + overhang + max(self._fixed_width, 2 + top * depth)
         if self.compile != "native":  # prompts may have to be read in padded pieces
             self._slots = max(self._slots, slots_for(self.max_context))
-        taps = () if self._head is None else self._head.config.taps
+        taps = read[0] if read else ()
         if self._group is not None:
             self._leading = LeadingModel(self.target, self._switch, self._group)
         self.cache = (self._leading or self.target).new_cache(config.max_batch, self._slots, taps)
@@ -406,17 +410,16 @@ class Runtime:
 
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
-        for mode in sorted(self._needs & {*HEADS}):
-            head = self.config.head_of(mode)
-            if head is None:
-                raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
-            self._head_folder = resolve(head, progress=progress)
+        heads = {mode: self.config.require_head(mode) for mode in HEADS if mode in self._needs}
+        self._head_folders = {mode: resolve(head, progress=progress) for mode, head in heads.items()}
+        self._head_bytes: dict[str, int] = {}
 
-    def _load_head(self) -> Head:
-        """The trained head, with its linears as they run. Call it while the target has its plain ones."""
+    def _load_head(self, mode: str) -> Head:
+        """The trained head of a mode, with its linears as they run. Call it while the target has its plain ones."""
+        folder = self._head_folders[mode]
         if not isinstance(self.target, Decoder):
             raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
-        head = load_head(self._head_folder, self.target)
+        head = load_head(folder, self.target)
         split = self.target.split
         if head.embed is None and split.stages[0].device != split.home:
             head.embed = nn.Embedding.from_pretrained(self.target.embed.weight.to(split.home))
@@ -426,15 +429,15 @@ class Runtime:
                 f"{split.home}, which does not have all of them; take another mode, or leave devices out"
             )
         fits = mode_of(head.config.kind)
-        for mode in sorted(self._needs & {*HEADS} - {fits}):
-            raise ValueError(f"{self._head_folder} is a head of kind {head.config.kind}: take mode {fits}, not {mode}")
+        if fits != mode:
+            raise ValueError(f"{folder} is a head of mode {fits}: take mode {fits}, not {mode}")
         quant = self.config.head_quant
         if quant is not None:
             if quant.head_bits is not None and head.lm_head is None:
                 head.lm_head = self.target.head  # which stays as it is
-            self._report(fits, self._quantizing.head(head, quant, self._head_folder))
+            self._report(mode, self._quantizing.head(head, quant, folder))
         log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
-        self._head_bytes = _num_bytes(head)
+        self._head_bytes[mode] = _num_bytes(head)
         if self.device.type == "cpu":
             pack_linears(head)
             weights_on_huge_pages(head)
@@ -512,14 +515,15 @@ class Runtime:
             )
         if mode in ("eagle", "glide"):
             kind = GlideDrafter if mode == "glide" else EagleDrafter
-            return kind(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+            return kind(self._heads[mode], self.cache, shapes=shapes, weight_bytes=self._head_bytes[mode], top=top)
         if mode == "parallel":
-            assert isinstance(self._head, Parallel)
-            most = self._head.config.draft_length
+            head = self._heads[mode]
+            assert isinstance(head, Parallel)
+            most = head.config.draft_length
             depth = self.config.tree[1] if self.config.tree else self.config.num_draft or 1
             if depth > most:
                 raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
-            return ParallelDrafter(self._head, self.cache, shapes=shapes, weight_bytes=self._head_bytes, top=top)
+            return ParallelDrafter(head, self.cache, shapes=shapes, weight_bytes=self._head_bytes[mode], top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:

@@ -127,8 +127,7 @@ def _sizes(decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], device
         place = devices[-1] if config.draft_device is None else one_device(config.draft_device)
         if place in devices:  # of stages that share it, the last one
             beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
-    if config.head is not None:
-        last += _size_of(config.head)
+    last += sum(map(_size_of, config.heads))
     return Sizes(blocks=tuple(blocks), first=decoder.embed.weight.nbytes, last=last, beside=beside)
 
 

@@ -35,7 +35,7 @@ def main() -> None:
             compare(name, config, MODES)
             for kind, quant in HEADS.items():
                 head = make_head(Path(folder) / kind, decoder_config(Path(checkpoint)), kind, **SIZES)
-                with_head = replace(config, head=str(head), head_quant=quant, hybrid_with=("eagle", "suffix"))
+                with_head = replace(config, heads=(str(head),), head_quant=quant, hybrid_with=("eagle", "suffix"))
                 compare(f"{kind}, {name}", with_head, ("naive", "eagle", "hybrid"))
 
 

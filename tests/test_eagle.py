@@ -347,7 +347,7 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
     mode: Any = mode_of(kind)  # type: ignore[arg-type]
     config = EngineConfig(
         target=str(checkpoint),
-        head=str(tmp_path / "head"),
+        heads=(str(tmp_path / "head"),),
         head_quant=None if quant is None else QuantConfig.parse(quant),
         mode=mode,
         hybrid_with=(mode, "suffix"),
@@ -370,7 +370,7 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
     assert weights > 384 // 3 * 64
     assert (engine.cache.features is None) == (kind == "glide") and kv > getattr(engine.cache.features, "nbytes", 0)
     assert engine.stats.drafted_tokens > 0
-    assert (getattr(runtime._head, "native", None) is not None) == (compile == "native")
+    assert (runtime._heads[mode].native is not None) == (compile == "native")
     report = runtime.report(mode).quant
     assert (report is None) == (quant is None)
     if report is not None:
@@ -386,7 +386,7 @@ def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(tmp_path
     for quant in (None, "hqq:4:32", "hqq:4:32,head=4"):
         config = EngineConfig(
             target=str(checkpoint),
-            head=str(tmp_path / "head"),
+            heads=(str(tmp_path / "head"),),
             head_quant=quant and QuantConfig.parse(quant),  # type: ignore[arg-type]
             mode="eagle",
             device="cpu",
@@ -408,4 +408,4 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         EngineConfig(target="other", mode="naive", head_quant=QuantConfig())
     checkpoint = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
-        Runtime(EngineConfig(target=str(checkpoint), head=str(checkpoint), mode="eagle", device="cpu"))
+        Runtime(EngineConfig(target=str(checkpoint), heads=(str(checkpoint),), mode="eagle", device="cpu"))

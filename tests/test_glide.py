@@ -228,11 +228,30 @@ def test_a_head_drafts_in_its_own_mode(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mode glide needs a trained head"):
         EngineConfig(mode="glide")
     for mode, other in (("glide", "eagle"), ("eagle", "glide")):
-        config = EngineConfig(target=str(checkpoint), head=str(tmp_path / mode), mode=other, device="cpu")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"take mode {mode}, not {other}"):
-            Runtime(config)
+        with pytest.raises(ValueError, match=f"is a head of mode {mode}: take mode {mode}, not {other}"):
+            EngineConfig(target=str(checkpoint), heads=(str(tmp_path / mode),), mode=other)  # type: ignore[arg-type]
         parser = Parser()
         add_model_options(parser)
         add_mode_option(parser, several=True)
         args = parse(parser, ["--mode", "all", "--head", str(tmp_path / mode)])
         assert mode in modes_of(args, default=MODES) and other not in modes_of(args, default=MODES)
+
+
+def test_heads_of_several_modes_draft_in_one_runtime(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "target")
+    kinds = {"eagle3": "eagle", "parallel": "parallel", "glide": "glide"}
+    sizes: dict[str, Any] = {"ids": range(0, 384, 3), "dtype": torch.bfloat16, "mlp": 64}
+    for kind in ("eagle", *kinds):
+        make_head(tmp_path / kind, decoder_config(checkpoint), kind, **sizes)
+    heads = tuple(str(tmp_path / kind) for kind in kinds)
+    given: dict[str, Any] = {"target": str(checkpoint), "device": "cpu", "max_context": 128, "num_draft": 3}
+    runtime = Runtime(EngineConfig(mode="eagle", heads=heads, **given), ("naive", *kinds.values()))  # type: ignore[arg-type]
+    prompts = ["the cat sat on the mat and the cat", "a dog ran"]
+    want = texts(runtime.engine("naive"), prompts, GREEDY)
+    for mode in kinds.values():
+        engine = runtime.engine(mode)
+        assert texts(engine, prompts, GREEDY) == want and engine.stats.drafted_tokens > 0
+    with pytest.raises(ValueError, match="some of which are for one mode"):
+        EngineConfig(mode="eagle", heads=(*heads, str(tmp_path / "eagle")), **given)
+    with pytest.raises(ValueError, match="behind 1, 2 blocks|behind 1, 2 and behind 3 blocks"):
+        Runtime(EngineConfig(mode="eagle", heads=(str(tmp_path / "eagle"), heads[1]), **given), ("eagle", "parallel"))

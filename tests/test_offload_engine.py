@@ -119,7 +119,7 @@ def test_blocks_run_eagerly_too(tiny: Path, tmp_path: Path, close_after: list[Ru
 
 def test_heads_see_hidden_states_of_blocks_that_travel(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
     head = make_head(tmp_path / "head", decoder_config(tiny), "eagle3", taps=(1, 3, 4), dtype=torch.float32)
-    config = config_of(tiny, mode="eagle", head=str(head), dtype="float32")
+    config = config_of(tiny, mode="eagle", heads=(str(head),), dtype="float32")
     engines = []
     for offload in (None, from_file(tmp_path / "records", (0, 2, 3))):
         runtime = Runtime(config, offload=offload)

@@ -162,7 +162,7 @@ def test_the_embedded_models_table_and_corpus_ship() -> None:
 
 def test_the_embedded_models_heads_ship() -> None:
     assert not (EngineConfig(target="other").head_of("eagle") or EngineConfig().head_of("parallel"))
-    assert EngineConfig(head="mine").head_of("eagle") == "mine"
+    assert EngineConfig(heads=("mine",)).head_of("eagle") == "mine"
     sizes = []
     for mode in ("eagle",):
         folder = Path(EngineConfig(mode=mode).head_of(mode) or "")

@@ -76,7 +76,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "model": model_name(config.target),
         "target": config.target,
         "draft": config.draft,
-        "head": config.head or next(("shipped" for mode in drafting if config.head_of(mode)), None),
+        "head": ", ".join(config.heads) or next(("shipped" for mode in drafting if config.head_of(mode)), None),
         "head_quant": config.head_quant and str(config.head_quant),
         "modes": list(modes),
         "questions": {

@@ -26,7 +26,7 @@ from sharesd.cli.options import (
     engine_config,
     main_guard,
     mode_of,
-    mode_of_head,
+    modes_of_heads,
     parse,
     sampling_params,
 )
@@ -152,7 +152,7 @@ def _chat(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     # A model of its own is loaded where asked for, and so is a head.
     asked = {"classic": mode == "classic" or hasattr(args, "draft")}
-    asked |= {name: name in (mode, mode_of_head(args)) for name in HEADS}
+    asked |= {name: name == mode or name in modes_of_heads(args) for name in HEADS}
     modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 

@@ -9,17 +9,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard
 from sharesd.config import (
-    GLIDE_HEAD,
     HEADS,
     MODEL_DRAFTERS,
     MODES,
-    PARALLEL_HEAD,
     TABLES,
     Acceptance,
     CompileMode,
@@ -31,6 +28,7 @@ from sharesd.config import (
     SamplingParams,
     SplitConfig,
     TensorParallelStyle,
+    mode_of_head,
 )
 
 __all__ = [
@@ -43,7 +41,7 @@ __all__ = [
     "engine_config",
     "main_guard",
     "mode_of",
-    "mode_of_head",
+    "modes_of_heads",
     "modes_of",
     "parse",
     "sampling_params",
@@ -118,10 +116,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--head",
+        action="append",
         metavar="HEAD",
         help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or "
         "of parallel or glide (a folder that `python -m train parallel` or `glide` wrote; default: the one that comes "
-        "with the embedded model, if there is one)",
+        "with the embedded model, if there is one); once for each mode",
         default=argparse.SUPPRESS,
     )
     group.add_argument(
@@ -388,10 +387,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
     """The modes asked for, each once, in the order of first mention; ValueError for an unknown one.
 
-    `all` are those of `default`, of trained heads the one that is given.
+    `all` are those of `default`, of trained heads those that are given.
     """
-    given, fitting = getattr(args, "mode", None), mode_of_head(args)
-    offered: list[Mode] = [mode for mode in default if mode not in HEADS or mode == fitting]  # type: ignore[misc]
+    given, fitting = getattr(args, "mode", None), modes_of_heads(args)
+    offered: list[Mode] = [mode for mode in default if mode not in HEADS or mode in fitting]  # type: ignore[misc]
     if given is None:
         return tuple(offered)
     modes: list[Mode] = []
@@ -403,13 +402,9 @@ def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode,
     return tuple(dict.fromkeys(modes))
 
 
-def mode_of_head(args: argparse.Namespace) -> Mode | None:
-    """The mode that a given head drafts in, by its folder (hubs have those of eagle); None where there is none."""
-    if not hasattr(args, "head"):
-        return None
-    config = Path(args.head) / "config.json"
-    text = config.read_text("utf-8") if config.is_file() else ""
-    return "parallel" if PARALLEL_HEAD in text else "glide" if GLIDE_HEAD in text else "eagle"
+def modes_of_heads(args: argparse.Namespace) -> set[Mode]:
+    """The modes that given heads draft in."""
+    return {mode_of_head(head) for head in getattr(args, "head", ())}
 
 
 def mode_of(args: argparse.Namespace) -> Mode:
@@ -425,11 +420,12 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     draft = getattr(args, "draft", None)
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
-    head, mixed = getattr(args, "head", None), [name.strip() for name in args.hybrid_with.split(",")]
-    if head is not None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
-        raise ValueError(f"--head is {head!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
+    heads, mixed = getattr(args, "head", ()), [name.strip() for name in args.hybrid_with.split(",")]
+    with_heads = bool({*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())})
+    if heads and not with_heads:
+        raise ValueError(f"--head is {heads[0]!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
     head_quant = getattr(args, "head_quant", None)
-    if head_quant is not None and head is None and not {*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())}:
+    if head_quant is not None and not with_heads:
         raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
@@ -465,7 +461,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         target=getattr(args, "target", None),
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
-        head=head,
+        heads=tuple(heads),
         head_quant=None if head_quant is None else QuantConfig.parse(head_quant),
         num_draft=None if args.num_draft == "auto" else args.num_draft,
         max_draft=_DEFAULTS.max_draft if max_draft is None else max_draft,

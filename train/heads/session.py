@@ -276,7 +276,7 @@ class Session:
         config = EngineConfig(
             target=task.target,
             mode=mode,
-            head=None if mode == "classic" else trained,
+            heads=() if mode == "classic" else (trained,),
             draft=trained if mode == "classic" else None,
             dtype=task.dtype,
             device=task.device,
