@@ -294,7 +294,7 @@ def test_logits_over_fewer_tokens_choose_what_those_over_all_do(params: Sampling
 
     def chosen(logits: Tensor, *ids: Tensor) -> list[Tensor]:
         sampler = Sampler(*placed([params] * 2, VOCAB))
-        one, _ = sampler.draft(logits[:, 0], none, at, at - 1, *ids)
+        one = sampler.draft(logits[:, 0], none, at, at - 1, *ids).tokens
         return [one, *sampler.spread(logits, 3, at, none, None, *ids)]
 
     for ours, theirs in zip(chosen(logits, ids), chosen(wide), strict=True):

@@ -14,6 +14,7 @@ from tiny import make_checkpoint
 from compile.attention import Branches
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.decoding.calibrate import typical
+from sharesd.decoding.confidence import Confidence
 from sharesd.decoding.costs import Costs, LiveCosts
 from sharesd.decoding.policy import FIRST_TRY, Policy, Promises
 from sharesd.decoding.request import AHEAD, Request, advance, awaited
@@ -385,3 +386,58 @@ def test_steps_through_a_link_are_not_probed() -> None:
         live_chains(Policy(chains(8), costs=costs, probes=probes), costs, 0.8, 300).count(0) for probes in (True, False)
     ]
     assert plain[0] > 0 and plain[1] == 0
+
+
+# ---- chains that end early
+
+
+def told(policy: Policy, costs: Costs, rounds: int, overconfidence: float = 1.0) -> float:
+    """Tokens per second of rounds whose guesses are now sure and now not, and say so, more or less."""
+    dice, tokens, seconds = random.Random(1), 0, 0.0
+    for number in range(rounds):
+        shape, num, accepted = policy.next_shape(), 0, 0
+        while num < shape.depth:
+            chance = dice.betavariate(0.8, 0.7)
+            if policy.weighs:
+                policy.guessed([chance**overconfidence])
+            accepted += accepted == num and dice.random() < chance
+            num += 1
+            if policy.weighs and num < shape.depth and not policy.goes_on():
+                break
+        draft_s, step_s = num * costs.draft, costs.of_step(1 + num)
+        policy.record(tree_of(chain(num)), [range(1, 1 + accepted)], draft_s, step_s, 1 + accepted)
+        if number >= rounds // 5:
+            tokens, seconds = tokens + 1 + accepted, seconds + draft_s + step_s
+    return tokens / seconds
+
+
+def test_chains_end_where_the_model_is_unsure() -> None:
+    """Better than the best length, be the model right about itself or far too sure."""
+    costs = Costs({1: 1.0, 2: 1.09, 4: 1.18, 9: 1.27}, 0.09)
+    best = max(told(Policy(chains(8), pinned=chain(num), costs=copy.deepcopy(costs)), costs, 1500) for num in (1, 2, 3))
+    for overconfidence in (1.0, 0.5):
+        policy = Policy(chains(8), costs=copy.deepcopy(costs), stops=True)
+        assert told(policy, costs, 1500, overconfidence) > 1.03 * best
+
+
+def test_a_chain_goes_on_behind_what_is_sure() -> None:
+    policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.3}, 0.1), stops=True)
+    policy.awaited = (0, 1)
+    assert policy.next_shape().depth > 1 and policy.weighs
+    policy.guessed([0.97, 0.99])
+    assert policy.goes_on()
+    policy.guessed([0.02, 0.01])
+    assert not policy.goes_on()
+    policy.record(tree_of(chain(2)), [range(1, 2), range(1, 3)], 0.2, 1.1, 2)
+    assert not policy.weighs, "until the next draft is asked for"
+    pinned = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0, 9: 1.3}, 0.1), stops=True)
+    assert pinned.next_shape() == chain(3) and not pinned.weighs
+
+
+def test_confidence_is_counted() -> None:
+    confidence = Confidence()
+    assert confidence.chance(0.95) == pytest.approx(0.95) and confidence.chance(0.0) == pytest.approx(0.05)
+    assert confidence.chance(1.0) == confidence.chance(0.99) and 0.4 < confidence.usual < 0.6
+    for _ in range(50):
+        confidence.learn([0.95, 0.95, 0.3], 1)  # the second one was wrong, of the third nobody knows
+    assert confidence.chance(0.95) == pytest.approx(0.5, abs=0.05) and confidence.chance(0.3) == pytest.approx(0.35)

@@ -113,7 +113,7 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
         assert first.tolist() == [int(s.first(logits[b : b + 1], lengths[b : b + 1])) for b, s in enumerate(own)]
 
         drafted, logits = torch.full((B, N), -1), logits_of(dice, 1, dtype)[:, 0]
-        token, _ = sampler.draft(logits, drafted, lengths + 1, lengths)
+        token = sampler.draft(logits, drafted, lengths + 1, lengths).tokens
         for b, one in enumerate(own):
             here = slice(b, b + 1)
             assert token[b] == one.draft(logits[here], drafted[here], lengths[here] + 1, lengths[here])[0]

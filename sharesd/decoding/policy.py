@@ -5,6 +5,10 @@ the first k are accepted, and takes `draft * K + step(1 + K)` seconds (`costs.py
 survival rates of its own, its levels take longer, and its step has 1 + N rows. The policy takes the shape of the best
 ratio. Where that is no draft at all it tries one now and then.
 
+Where it takes no time to ask (on a CPU), each guess of a chain decides whether another one pays, by how sure the model
+is of them: `goes_on`. Then s_k is the probability that a chain gets so far and is accepted, and a round has as many
+guesses as chains of this length usually come to.
+
 What all this rests on are estimates, and so what drafting has really won or lost against plain steps is kept in an
 account: tries are paid from it, and when it is empty nothing is drafted until plain rounds have filled it again. So
 drafts cost a hundredth of the time at most, and a few steps, however wrong the estimates are. Model drafts and tables
@@ -19,6 +23,7 @@ from math import inf
 
 import numpy as np
 
+from sharesd.decoding.confidence import Confidence
 from sharesd.decoding.costs import Costs, LiveCosts
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, model_shape
 
@@ -98,26 +103,42 @@ class Survival:
     def __init__(self, most: int, alpha: float) -> None:
         self._tried, self._kept = [0.0] * most, [0.0] * most  # decayed counts: token k was looked at, was accepted
         self._pool = (4.0, 4.0 * alpha)  # tries and hits at any position, forgotten ten times as slowly
+        self._asked, self._going = [0.0] * most, [0.0] * most  # token k might be guessed behind the others, and was
+        self._go_pool = (4.0, 4.0 * alpha)
 
     def fade(self, share: float) -> None:
         """Let the evidence count less."""
         self._tried = [share * count for count in self._tried]
         self._kept = [share * count for count in self._kept]
+        self._asked = [share * count for count in self._asked]
+        self._going = [share * count for count in self._going]
 
-    def learn(self, accepted: int, depth: int) -> None:
-        """So many tokens of a draft of this depth were accepted."""
-        keep = 1 - (1 - FORGET) / 10
-        for k in range(min(accepted + 1, depth)):
+    def learn(self, accepted: int, depth: int, asked: int = 0) -> None:
+        """So many tokens of a draft of this depth were accepted. It might have been as deep as `asked`."""
+        keep, asked = 1 - (1 - FORGET) / 10, max(asked, depth)
+        for k in range(min(accepted + 1, asked)):
             self._tried[k] += 1
             self._kept[k] += accepted > k
             self._pool = (self._pool[0] * keep + 1, self._pool[1] * keep + (accepted > k))
+        for k in range(1, min(depth + 1, asked)):
+            self._asked[k] += 1
+            self._going[k] += depth > k
+            self._go_pool = (self._go_pool[0] * keep + 1, self._go_pool[1] * keep + (depth > k))
 
     def rates(self) -> list[float]:
         """For each position, the estimated probability that the draft is accepted up to and including it."""
-        tries, hits = self._pool
-        alpha = hits / tries
-        each = [(kept + POOLED * alpha) / (tried + POOLED) for kept, tried in zip(self._kept, self._tried, strict=True)]
-        return list(accumulate(each, lambda a, b: a * b))
+        return _chained(self._tried, self._kept, self._pool)
+
+    def reach(self) -> list[float]:
+        """For each position, the estimated probability that it is guessed."""
+        return [1.0, *_chained(self._asked[1:], self._going[1:], self._go_pool)]
+
+
+def _chained(tried: Sequence[float], kept: Sequence[float], pool: tuple[float, float]) -> list[float]:
+    """Products of the shares that were kept at each position, and at those before."""
+    usual = pool[1] / pool[0]
+    each = [(hits + POOLED * usual) / (tries + POOLED) for hits, tries in zip(kept, tried, strict=True)]
+    return list(accumulate(each, lambda a, b: a * b))
 
 
 class Promises:
@@ -169,12 +190,13 @@ class Policy:
         measured: Mapping[int, Costs] | None = None,
         probes: bool = True,
         first_alphas: tuple[float, float] = FIRST_ALPHAS,
+        stops: bool = False,
     ) -> None:
         """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding). `probes`: plain steps
         are timed now and then. Where weights come through a slow link all steps tell what one takes. `first_alphas`:
-        see FIRST_ALPHAS.
+        see FIRST_ALPHAS. `stops`: chains ask `goes_on`.
         """
-        self._first_alphas = first_alphas
+        self._first_alphas, self._stops = first_alphas, stops
         self._probes = probes
         self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
         self.live = LiveCosts(costs or Costs(), measured)
@@ -200,11 +222,16 @@ class Policy:
         self._rest, self._until_look = PAUSE[0], 0  # rounds from look to look; until the next
         self._looked = False  # in this round
         self._drafted = False  # by a model: else there is no evidence that could fade
+        self._confidence = Confidence()
+        self._asked = PLAIN  # of a chain that may end early
+        self._aim = 0.0  # tokens per second that such a chain shall not fall behind
+        self._said: list[list[float]] = []  # of each awaited row: what the model says of its guesses
+        self._odds: list[list[float]] = []  # for each guess, those that rows are accepted so far
 
     def use(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """Take these costs, and those `measured` for numbers of rows, and forget what was learnt meanwhile."""
         awaited, longest = self.awaited, self.longest
-        same = {"pinned": self.pinned, "probes": self._probes, "first_alphas": self._first_alphas}
+        same = {"pinned": self.pinned, "probes": self._probes, "first_alphas": self._first_alphas, "stops": self._stops}
         self.__init__(self.shapes, costs=costs, measured=measured, **same)  # type: ignore[misc]
         self.awaited, self.longest = awaited, longest
 
@@ -239,7 +266,7 @@ class Policy:
         rate, plain = self.rate_of_shape(best), self.rate_of_shape(PLAIN)
         if rate > max(MARGIN * plain, LEAD * (beside or 0.0)):
             self._plain_rounds, self._patience, self._trying = 0, FIRST_TRY, 0
-            return PLAIN if self.must_probe(rate / plain) else best
+            return PLAIN if self.must_probe(rate / plain) else self._ask(best, rate)
         if rate > MARGIN * plain:  # it would pay, and tables promise more
             return PLAIN
         self._plain_rounds += 1
@@ -249,7 +276,33 @@ class Policy:
         self._trying = (self._trying or TRY_ROUNDS) - 1
         if not self._trying:
             self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
-        return best
+        return self._ask(best, plain)
+
+    def _ask(self, shape: Shape, rate: float) -> Shape:
+        """A model is asked for this draft; a chain may end where it falls behind so many tokens per second."""
+        if self._stops and not shape.is_tree:
+            self._asked, self._aim = shape, rate
+            self._said, self._odds = [[] for _ in self.awaited], []
+        return shape
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the draft that was asked for tells `guessed` about each guess, and asks `goes_on`."""
+        return self._asked.nodes > 0
+
+    def guessed(self, said: Sequence[float]) -> None:
+        """The probabilities that a model gave to the next guess of its chain, of each awaited row."""
+        before = self._odds[-1] if self._odds else [1.0] * len(said)
+        self._odds.append([odds * self._confidence.chance(each) for odds, each in zip(before, said, strict=True)])
+        for row, each in zip(self._said, said, strict=True):
+            row.append(each)
+
+    def goes_on(self) -> bool:
+        """Whether another guess promises more tokens in the time that it takes than rounds do on the whole."""
+        num, asked = len(self._odds), self._asked
+        longer, now = (Shape(depth, depth, asked.recent) for depth in (num + 1, num))
+        took = self.live.draft(longer) - self.live.draft(now) + self.live.step(2 + num) - self.live.step(1 + num)
+        return sum(self._odds[-1]) / len(self._odds[-1]) * self._confidence.usual > self._aim * took
 
     def _pinned_here(self) -> Shape:
         """The pinned shape, looking back no further than it must, where that may be chosen."""
@@ -276,8 +329,8 @@ class Policy:
 
     def affords(self, shape: Shape) -> bool:
         """Whether a try of this shape, which does not seem to pay, can be afforded, and might turn out to pay."""
-        plain = self.live.step(1)
-        took = (self._catching_up + self.live.draft(shape) + self.live.step(1 + shape.nodes)) / plain
+        plain, (draft_s, nodes) = self.live.step(1), self._size(shape, self._rates(shape)[1])
+        took = (self._catching_up + draft_s + self.live.step(1 + nodes)) / plain
         loss = took * (1 - self.rate_of_shape(shape) / self.rate_of_shape(PLAIN))
         usual, best = self._first_alphas[shape.is_tree], HOPED_TREE_ALPHA if shape.is_tree else HOPED_ALPHA
         hoped = usual + (best - usual) / len(self.awaited) ** 0.5  # a mean over many rows is seldom far from the usual
@@ -319,7 +372,7 @@ class Policy:
 
     def best_shape(self) -> Shape:
         """The draft that promises most tokens per second, be it more than a plain step or not."""
-        rates: dict[tuple[bool, int], list[float]] = {}
+        rates: dict[tuple[bool, int], tuple[list[float], list[float]]] = {}
         best, best_rate = PLAIN, 0.0
         for shape in self.shapes:
             if shape.recent and not self._windows_only and self.live.context < WORTHWHILE * shape.recent:
@@ -328,8 +381,8 @@ class Policy:
                 continue
             kind = shape.is_tree, shape.recent
             if kind not in rates:
-                rates[kind] = self._survival(shape).rates()
-            rate = self._rate_of(shape, rates[kind])
+                rates[kind] = self._rates(shape)
+            rate = self._rate_of(shape, *rates[kind])
             if rate > best_rate:
                 best, best_rate = shape, rate
         return best
@@ -342,7 +395,17 @@ class Policy:
 
     def rate_of_shape(self, shape: Shape) -> float:
         """Tokens per second that model drafts of this shape promise."""
-        return self._rate_of(shape, self._survival(shape).rates() if shape.nodes else [])
+        return self._rate_of(shape, *self._rates(shape))
+
+    def _rates(self, shape: Shape) -> tuple[list[float], list[float]]:
+        """For each position of drafts of this kind: the probability that it is accepted, and that it is guessed. The
+        latter is empty where all are.
+        """
+        if not shape.nodes:
+            return [], []
+        survival = self._survival(shape)
+        ends_early = self._stops and not shape.is_tree and not self.costs.at_once
+        return survival.rates(), survival.reach() if ends_early else []
 
     def _survival(self, shape: Shape) -> Survival:
         """Trees, drafts that look back only so far, and places that tables know have survival rates of their own."""
@@ -351,10 +414,16 @@ class Policy:
             self._survivals[key] = Survival(self._most, self._first_alphas[shape.is_tree])
         return self._survivals[key]
 
-    def _rate_of(self, shape: Shape, survival: list[float]) -> float:
-        extra, nodes = self._beside.per_round if shape.nodes else (0.0, 0.0)
-        draft_s = self.live.draft(shape) + (self._catching_up / REPAID if shape.nodes else 0.0)
-        return self._rate(self._gain(shape, survival) + extra, shape.nodes + nodes, draft_s)
+    def _rate_of(self, shape: Shape, survival: list[float], reach: list[float]) -> float:
+        extra, more = self._beside.per_round if shape.nodes else (0.0, 0.0)
+        draft_s, nodes = self._size(shape, reach)
+        draft_s += self._catching_up / REPAID if shape.nodes else 0.0
+        return self._rate(self._gain(shape, survival) + extra, nodes + more, draft_s)
+
+    def _size(self, shape: Shape, reach: list[float]) -> tuple[float, float]:
+        """Seconds and guesses of a model's draft of which that much is asked; `reach` as `_rates` has it."""
+        guesses = sum(reach[: shape.depth]) if reach else shape.nodes
+        return self.live.draft(shape) * (guesses / shape.depth if reach else 1.0), guesses
 
     @property
     def _catching_up(self) -> float:
@@ -369,6 +438,8 @@ class Policy:
         """Of each node of a model's draft, best first: the estimated probability that it is accepted."""
         if shape.is_tree:
             return self._by_rank()[: shape.nodes]
+        if len(self._odds) == shape.depth:
+            return [sum(odds) / len(odds) for odds in self._odds]
         return self._survival(shape).rates()[: shape.depth]
 
     def _reach(self, num_nodes: int) -> float:
@@ -391,7 +462,8 @@ class Policy:
         honesty = (self._beside if beside.nodes else self._tables).honesty
         base, draft_s = 0.0, 0.0
         if beside.nodes:
-            base, draft_s = self._gain(beside, self._survival(beside).rates()), self.live.draft(beside)
+            survival = self._survival(beside).rates() if beside.is_tree else self.chances(beside)
+            base, draft_s = self._gain(beside, survival), self.live.draft(beside)
         while self.pinned is None and longest and not self._bearable(beside, longest):
             longest -= 1
         gains = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
@@ -427,8 +499,11 @@ class Policy:
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
         shape, num_nodes = model_shape(tree), tree.tokens.shape[1]
         self._drafted |= shape.nodes > 0
-        for path in paths if shape.nodes else ():
-            self._survival(shape).learn(sum(node <= shape.nodes for node in path), shape.depth)
+        for row, path in enumerate(paths if shape.nodes else ()):
+            accepted = sum(node <= shape.nodes for node in path)
+            self._survival(shape).learn(accepted, shape.depth, self._asked.depth)
+            if len(self._odds) == shape.depth and len(paths) == len(self._said):
+                self._confidence.learn(self._said[row], accepted)
             for rank in range(shape.nodes if shape.is_tree else 0):
                 self._verified[rank] += 1
                 self._hits[rank] += rank + 1 in path
@@ -454,7 +529,7 @@ class Policy:
                 gain = -draft_s / plain
             self.account.book(gain if shape.nodes else 0.0)
             self.table_account.book(0.0 if shape.nodes else gain)
-        self._looked = False
+        self._looked, self._asked, self._odds, self._said = False, PLAIN, [], []
 
     def _fade(self, share: float) -> None:
         self._tables.fade(share)

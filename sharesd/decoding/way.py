@@ -49,6 +49,7 @@ class Way:
             pinned=None if auto_length else shapes[-1],
             probes=not offloaded,
             first_alphas=drafter.first_alphas if drafter else FIRST_ALPHAS,
+            stops=graphs is None and cache.lengths.device.type == "cpu",
         )
         self._rounds: dict[tuple[int, int], Round] = {}
 

@@ -18,15 +18,20 @@ class ChainDraft:
     def __init__(self, guesser: Guesser, drafting: Drafting) -> None:
         self._guesser, self._drafting = guesser, drafting
         self._last_B1 = torch.zeros_like(guesser.root_at_B)[:, None]
+        self._weighs = False  # whether the policy hears how sure the model is of each guess
         self._first = Replayed(self._start, drafting.graphs)
         self._next = Replayed(self._go_on, drafting.graphs)
 
     def draft(self, length: int) -> DraftTree:
-        """A chain of so many tokens, which lies in the buffers."""
+        """A chain of at most so many tokens, which lies in the buffers; shorter where the policy has it end early."""
+        buffers, sampler, policy = self._drafting.buffers, self._drafting.sampler, self._drafting.policy
+        self._weighs = policy.weighs and not sampler.wants_probs
         self._first()
-        for _ in range(length - 1):
+        for num in range(1, length):
+            if self._weighs and not policy.goes_on():
+                length = num
+                break
             self._next()
-        buffers, sampler = self._drafting.buffers, self._drafting.sampler
         return DraftTree(
             buffers.tokens_BN[:, :length],
             probs=buffers.probs_BNV[:, :length] if sampler.wants_probs else None,
@@ -47,9 +52,12 @@ class ChainDraft:
 
     def _guess(self, logits_B1V: Tensor) -> None:
         buffers, next_at_B, root_at_B = self._drafting.buffers, self._guesser.next_at_B, self._guesser.root_at_B
-        token_B, probs_BV = self._drafting.sampler.draft(
-            logits_B1V[:, 0], buffers.tokens_BN, next_at_B, root_at_B, self._guesser.ids
+        token_B, probs_BV, chance_B = self._drafting.sampler.draft(
+            logits_B1V[:, 0], buffers.tokens_BN, next_at_B, root_at_B, self._guesser.ids, chances=self._weighs
         )
+        if chance_B is not None:
+            chances, policy = chance_B.tolist(), self._drafting.policy
+            policy.guessed([chances[row - self._drafting.first] for row in policy.awaited])
         note_token(token_B, next_at_B, root_at_B, self._last_B1, buffers.tokens_BN)
         if probs_BV is not None:
             at_B1V = (next_at_B - root_at_B - 1)[:, None, None].expand(-1, 1, probs_BV.shape[1])

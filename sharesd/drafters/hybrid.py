@@ -118,8 +118,9 @@ class HybridDrafter:
                 chain = spine(model)
                 after = self._ask(row, room, [tokens[node] for node in chain])
                 woven[row] = weave(model, [(-1, guesses[row]), (chain[-1], after)])
+        _, alone = policy.worth([()], beside=shape)
         num_added, rate = policy.worth([woven[row].scores[shape.nodes :] for row in policy.awaited], beside=shape)
-        policy.looked(rate / policy.rate_of_shape(shape) - 1 if num_added else 0.0)
+        policy.looked(rate / alone - 1)
         if num_added == 0:
             return draft
         self._woven = True

@@ -9,16 +9,25 @@ Legend: B rows, N draft tokens, T = N + 1 verify rows, D positions, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compile.attention import Branches
-from compile.topk import top_logp
+from compile.topk import logp_at, top_logp
 from sharesd import sampling
 from sharesd.decoding.tree import DraftTree, Verdict
 from sharesd.sampling import Kind, RowSampling, Stream
 from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejection, accept_tree
+
+
+class Drawn(NamedTuple):
+    """What a model drafter guesses."""
+
+    tokens: Tensor  # [B]
+    probs: Tensor | None  # [B, vocabulary]: what they were drawn from, where acceptance asks for it
+    chances: Tensor | None  # [B] float64: the probability that the drafter gives its guess, before any processing
 
 
 class Sampler:
@@ -55,20 +64,23 @@ class Sampler:
         positions_B: Tensor,
         root_at_B: Tensor,
         ids_V: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """A model drafter's token [B] for these positions, after root and `drafted` (-1 = none yet); its distribution
-        [B, vocabulary] where acceptance asks for it. Its logits are about the tokens `ids` (None = all).
+        chances: bool = False,
+    ) -> Drawn:
+        """A model drafter's token for these positions, after root and `drafted` (-1 = none yet). Its logits are about
+        the tokens `ids` (None = all). `chances` (on a CPU, for `match`) tells how sure it is.
 
         With `match` it uses the target's own noise of that position, so that both choose alike where they can.
         """
         kind = self.kind
         logits_B1V, ids_V = self._narrow(logits_BV[:, None], ids_V)
         if kind.acceptance == "match":
-            return _named(self._choose(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[:, 0], ids_V), None
+            index_B = self._choose(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[:, 0]
+            chance_B = logp_at(logits_B1V[:, 0], index_B, self.rows.column("temperature")).exp() if chances else None
+            return Drawn(_named(index_B, ids_V), None, chance_B)
         logits_B1V = self._process(logits_B1V, drafted_BN)
         probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
         noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
-        return sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV
+        return Drawn(sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV, None)
 
     def spread(
         self,

@@ -1,0 +1,45 @@
+"""What a model's own confidence in its guesses is worth.
+
+A model gives each guess a probability. How often the target agrees is another matter: models are surer than they are
+right, and with noise both choose alike less often than either is likely to. So it is counted, by ranges of confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+RANGES = 10
+"""Ranges of confidence of equal size."""
+PRIOR = 4.0
+"""Guesses that what a model says about itself is worth, in each range, before there is evidence."""
+KEPT = 0.995
+"""What remains of a range's evidence after a guess in it: some 200 guesses count."""
+
+
+class Confidence:
+    """How often guesses are accepted of which a model is so sure, behind guesses that were."""
+
+    def __init__(self) -> None:
+        self._tries = [PRIOR] * RANGES
+        self._hits = [PRIOR * (number + 0.5) / RANGES for number in range(RANGES)]
+
+    def chance(self, said: float) -> float:
+        """Estimated probability that a guess is accepted of which the model says this."""
+        number = _range(said)
+        return self._hits[number] / self._tries[number]
+
+    @property
+    def usual(self) -> float:
+        """The same of any guess."""
+        return sum(self._hits) / sum(self._tries)
+
+    def learn(self, said: Sequence[float], accepted: int) -> None:
+        """So many of these guesses of a chain were accepted, and the next one, if there is one, was not."""
+        for place, each in enumerate(said[: accepted + 1]):
+            number = _range(each)
+            self._tries[number] = KEPT * self._tries[number] + 1
+            self._hits[number] = KEPT * self._hits[number] + (place < accepted)
+
+
+def _range(said: float) -> int:
+    return min(RANGES - 1, max(0, int(RANGES * said)))
