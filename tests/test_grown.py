@@ -31,8 +31,9 @@ from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.costs import Costs
 from sharesd.decoding.policy import Policy
 from sharesd.decoding.prefill import prefill
-from sharesd.decoding.tree import Shape, chain, chains, shapes_of
+from sharesd.decoding.tree import DraftTree, Shape, chain, chains, shapes_of
 from sharesd.drafters.base import Drafting
+from sharesd.drafters.chain import ChainDraft
 from sharesd.drafters.grown import ModelDraft
 from sharesd.drafters.guesser import ModelGuesser
 from sharesd.load import Runtime
@@ -104,6 +105,36 @@ def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: i
     engine.auto_length, engine._ways = True, {}
     engine.way(params).policy.use(Costs({1: 1.0, 12: 1.2}, 0.2, 0.25))
     assert [c.token_ids for c in engine.complete(PROMPTS, params)] == want
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["share", "classic"])
+def test_chains_that_end_early_do_not_change_the_text(
+    kind: str, sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_decoder(3)
+    params = SamplingParams(max_new_tokens=60, **SAMPLINGS[sampling])
+    if kind == "share":
+        model, switch = switched(model, 0.1)
+        engine = share_engine(model, switch, num_draft=6, batch=batch, auto_length=True)
+    else:
+        engine = classic_engine(model, near(model), num_draft=6, batch=batch, auto_length=True)
+    want = [c.token_ids for c in new_engine(model, batch=batch).complete(PROMPTS, params)]
+    engine.way(params).policy.use(Costs({1: 1.0, 8: 1.2}, 0.1))
+    drafts, draft = list[tuple[int, int]](), ChainDraft.draft
+
+    def noted(chain: ChainDraft, length: int) -> DraftTree:
+        tree = draft(chain, length)
+        drafts.append((length, tree.num_steps))
+        assert tree.tokens.shape[1] == tree.depth == tree.num_steps
+        return tree
+
+    monkeypatch.setattr(ChainDraft, "draft", noted)
+    assert [c.token_ids for c in engine.complete(PROMPTS, params)] == want
+    assert engine.stats.draft_steps == sum(steps for _, steps in drafts)
+    assert any(steps < length for length, steps in drafts)
+    assert params.temperature or len({steps for _, steps in drafts}) > 1
 
 
 def near(model: Decoder) -> Decoder:
