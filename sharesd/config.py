@@ -238,8 +238,9 @@ class EngineConfig:
     drafts. `eagle`: a trained head drafts, token by token. `parallel`: a head that drafts all tokens in one pass.
     `glide`: a head that looks into the target's KV.
     `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each round."""
-    hybrid_with: tuple[str, ...] = ("share", "suffix")
-    """What `hybrid` chooses from: at most one of share, classic, eagle, parallel and glide, and tables."""
+    hybrid_with: tuple[str, ...] = ()
+    """What `hybrid` chooses from: at most one of share, classic, eagle, parallel and glide, and tables. None: eagle and
+    suffix where there is a head, else share and suffix; see `mixed`."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -353,7 +354,7 @@ class EngineConfig:
         by_mode = {mode_of_head(head): head for head in self.heads}
         if len(by_mode) < len(self.heads):
             raise ValueError(f"heads are {', '.join(self.heads)}, some of which are for one mode; give one for each")
-        for mode in (self.mode, *(self.hybrid_with if self.mode == "hybrid" else ())):
+        for mode in (self.mode, *(self.mixed if self.mode == "hybrid" else ())):
             if mode in HEADS:
                 self.require_head(mode)
         if self.head_quant is not None and not any(map(self.head_of, HEADS)):
@@ -385,6 +386,14 @@ class EngineConfig:
                 f"num_draft is {self.num_draft} and tree is {shown}; leave num_draft to be chosen, or make it {budget} "
                 "for the whole tree in every round"
             )
+
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """What `hybrid` chooses from."""
+        if self.hybrid_with:
+            return self.hybrid_with
+        has_head = self.head_of("eagle") is not None and self.tensor_parallel == 1
+        return "eagle" if has_head else "share", "suffix"
 
     def head_of(self, mode: str) -> str | None:
         """What a mode of `HEADS` drafts with: one of `heads`, or what comes with the embedded model; None = nothing."""

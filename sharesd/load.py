@@ -144,7 +144,7 @@ class Runtime:
         else:
             offloading = None
         self.config, self.modes = config, tuple(modes or (config.mode,))
-        self._needs = {*self.modes, *(config.hybrid_with if "hybrid" in self.modes else ())}
+        self._needs = {*self.modes, *(config.mixed if "hybrid" in self.modes else ())}
         self.dtype = _dtype(config)
         CREW.fix(config.threads)
         folder = self._folder = resolve(config.target, progress=progress)
@@ -492,8 +492,8 @@ class Runtime:
         if mode in TABLES:
             return HybridDrafter(mode, [table(mode)], num_nodes=num_nodes, trees=trees)
         if mode == "hybrid":
-            tables = [table(name) for name in self.config.hybrid_with if name in TABLES]
-            models = [name for name in self.config.hybrid_with if name in MODEL_DRAFTERS]
+            tables = [table(name) for name in self.config.mixed if name in TABLES]
+            models = [name for name in self.config.mixed if name in MODEL_DRAFTERS]
             model = self._drafter(models[0]) if models else None
             return HybridDrafter(mode, tables, model, num_nodes=num_nodes, trees=trees)
         if self.config.tree is not None and not trees:

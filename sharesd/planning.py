@@ -233,7 +233,7 @@ class _Measured:
         """`folder`: None where no files have the weights. `home`: where the decoder is to be."""
         self.decoder, self.config, self._folder, self._home = decoder, config, folder, home
         self._on_gpu = isinstance(home, OnGpu)
-        self._needs = {*modes, *(config.hybrid_with if "hybrid" in modes else ())}
+        self._needs = {*modes, *(config.mixed if "hybrid" in modes else ())}
         self._dtype = decoder.embed.weight.dtype
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
         self.quants = self._choices()

@@ -163,9 +163,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--with",
         dest="hybrid_with",
-        default=",".join(_DEFAULTS.hybrid_with),
+        default="",
         metavar="NAMES",
-        help=f"what mode hybrid chooses from: one of {', '.join(MODEL_DRAFTERS)}, and any of {', '.join(TABLES)}",
+        help=f"what mode hybrid chooses from: one of {', '.join(MODEL_DRAFTERS)}, and any of {', '.join(TABLES)} "
+        "(default: eagle,suffix where there is a head, else share,suffix)",
     )
     group.add_argument(
         "--ngram-min", type=_whole, default=_DEFAULTS.ngram_min, metavar="N", help="mode ngram: shortest match"
@@ -420,8 +421,15 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     draft = getattr(args, "draft", None)
     if draft is not None and "classic" not in modes:
         raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
-    heads, mixed = getattr(args, "head", ()), [name.strip() for name in args.hybrid_with.split(",")]
-    with_heads = bool({*HEADS} & {*modes, *(mixed if "hybrid" in modes else ())})
+    heads, given = tuple(getattr(args, "head", ())), [name.strip() for name in args.hybrid_with.split(",") if name]
+    known = EngineConfig(
+        target=getattr(args, "target", None),
+        heads=heads,
+        tensor_parallel=args.tensor_parallel,
+        hybrid_with=tuple(dict.fromkeys(given)),
+    )
+    mixed = known.mixed if "hybrid" in modes else ()
+    with_heads = bool({*HEADS} & {*modes, *mixed})
     if heads and not with_heads:
         raise ValueError(f"--head is {heads[0]!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
     head_quant = getattr(args, "head_quant", None)
@@ -430,10 +438,11 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     tree = getattr(args, "tree", None)
     if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
-    shares = "share" in modes or ("hybrid" in modes and "share" in mixed)
+    shares = "share" in (*modes, *mixed)
     if args.draft_window != "auto" and not shares:
         raise ValueError(
-            f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share or drop --draft-window"
+            f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share (or hybrid --with "
+            "share,suffix), or drop --draft-window"
         )
     replicas = getattr(args, "replicas", None)
     if replicas is not None and args.tensor_parallel > 1:
@@ -448,7 +457,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
             f"--replicas is {replicas}, which have one device each, and there are stages; drop one of them"
         )
     draft_device = getattr(args, "draft_device", None)
-    if draft_device is not None and "classic" not in (*modes, *(mixed if "hybrid" in modes else ())):
+    if draft_device is not None and "classic" not in (*modes, *mixed):
         raise ValueError(f"--draft-device is {draft_device!r} but no mode is classic; add --mode classic or drop it")
     quant = getattr(args, "quant", None)
     auto = quant == "auto"
@@ -461,13 +470,13 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         target=getattr(args, "target", None),
         mode="classic" if draft is not None else modes[-1],
         draft=draft,
-        heads=tuple(heads),
+        heads=heads,
         head_quant=None if head_quant is None else QuantConfig.parse(head_quant),
         num_draft=None if args.num_draft == "auto" else args.num_draft,
         max_draft=_DEFAULTS.max_draft if max_draft is None else max_draft,
         draft_window=args.draft_window,
         tree=tree,
-        hybrid_with=tuple(dict.fromkeys(mixed)),
+        hybrid_with=known.hybrid_with,
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
         ngram_recent=args.ngram_recent,
