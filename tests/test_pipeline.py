@@ -91,7 +91,7 @@ def test_heads_read_features_of_all_stages(folder: Path, tmp_path: Path, kind: A
     """As many guesses of theirs are accepted as on one device."""
     layers = {"target_layers": (1, 4)} if kind == "glide" else {"taps": (1, 4)}
     head = make_head(tmp_path, decoder_config(folder), kind, dtype=torch.bfloat16, **layers)
-    options: dict[str, Any] = {"max_batch": 2, "num_draft": 3, "head": str(head), "mode": kind}
+    options: dict[str, Any] = {"max_batch": 2, "num_draft": 3, "heads": (str(head),), "mode": kind}
     found = []
     for num_stages in (1, 3):
         engine = staged(folder, num_stages, (kind,), **options).engine(kind, warm=SAMPLED)

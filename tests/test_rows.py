@@ -252,6 +252,7 @@ def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPa
     """Rounds behind a piece of a prompt are plain; else several callers share drafts that are short enough."""
     engine = new("share", prefill_chunk=8)
     policy = engine.way(GREEDY).policy
+    policy._stops = False  # chains are as long as they are asked to be
     policy.use(Costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1))
     monkeypatch.setattr(policy.live, "learn", lambda *times: None)
     request = engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=80))

@@ -255,8 +255,7 @@ def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
         ({"tensor_parallel_style": "reduce"}, "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks"),
         ({"tensor_parallel": 2, "tensor_parallel_style": "sum"}, "tensor_parallel_style is 'sum'; choose one of"),
         ({"tensor_parallel": 2, "compile": "regional"}, "compile is 'regional' and tensor_parallel is 2"),
-        ({"tensor_parallel": 2, "mode": "eagle", "head": "."}, "trained heads run on one device; drop mode eagle"),
-        ({"tensor_parallel": 2, "mode": "glide", "head": "."}, "trained heads run on one device; drop mode glide"),
+        ({"tensor_parallel": 2, "mode": "eagle", "heads": (".",)}, "trained heads run on one device; drop mode eagle"),
         (
             {"tensor_parallel": 2, "offload": OffloadConfig(host_memory=10**9)},
             "tensor_parallel is 2, and ranks keep all of their weights; drop one of the two",

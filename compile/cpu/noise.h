@@ -130,7 +130,7 @@ void sample(const T* x, const double* heat, const double* noisy, const int64_t* 
       const double margin = 1e-4 + 1e-6 * (std::abs(static_cast<double>(best)) + std::abs(top));
       const bool any = !(best > low) || !(need > margin);
       if (!any && need - margin > (noisy[r] != 0 ? kMost : 0)) return;
-      const uint32_t limit = any ? 0xffffffffu : static_cast<uint32_t>(4294967295.0 * std::exp(margin - need)) + 1;
+      const uint32_t limit = any ? 0xffffffffu : static_cast<uint32_t>(4294967294.0 * std::exp(margin - need)) + 1;
       const int64_t end = std::min(V, (block + 1) * kBlock);
       for (int64_t v = block * kBlock; v < end; v += 16) {
         vfloat some{};

@@ -109,22 +109,23 @@ class Sampler:
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
         """What the target makes of the draft."""
         assert (tree.legal is not None) == self.kind.constrained
-        after_B, num_draft = lengths_B + 1, tree.tokens.shape[1]
+        num_draft = tree.tokens.shape[1]
         if tree.branches is not None:
-            return self._accept_tree(tree, tree.branches, logits_BTV, after_B)
+            return self._accept_tree(tree, tree.branches, logits_BTV, lengths_B)
         if num_draft == 0:
-            tokens_B1 = self._choose(logits_BTV, after_B, tree.tokens, legal_BTW=tree.legal)
+            tokens_B1 = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, legal_BTW=tree.legal)
             return Verdict(tokens_B1, self._one_B, self._root_B1)
         if self.kind.acceptance == "match":
-            return accept_match(tree.tokens, self._choose(logits_BTV, after_B, tree.tokens, legal_BTW=tree.legal))
+            tokens_BT = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, legal_BTW=tree.legal)
+            return accept_match(tree.tokens, tokens_BT)
         rule = accept_rejection if self.kind.acceptance == "rejection" else accept_block
         logits_BTV = self._process(logits_BTV, tree.tokens, legal_BTW=tree.legal)
-        positions_BN = _behind(after_B, num_draft)
+        positions_BN = _behind(lengths_B, 1, num_draft)
         u_BN = sampling.uniform(sampling.fork(self.rows.seeds_B, lengths_B), positions_BN)
         noise_BV = self._draw(lengths_B[:, None], Stream.RECOVER, lengths_B)[:, 0]
         return rule(tree, sampling.probs_of(logits_BTV, self.kind), u_BN, noise_BV)
 
-    def _accept_tree(self, tree: DraftTree, branches: Branches, logits_BTV: Tensor, after_B: Tensor) -> Verdict:
+    def _accept_tree(self, tree: DraftTree, branches: Branches, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
         assert self.kind.acceptance == "match", "only match accepts trees"
         depth_BT, path_BTT = branches
         B, T = depth_BT.shape
@@ -134,7 +135,8 @@ class Sampler:
             seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
             seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
         context = {"seen_BTN": seen_BTN, "legal_BTW": tree.legal}
-        return accept_tree(tree, self._choose(logits_BTV, after_B, tree.tokens, branches, tree.depth, **context))
+        choice_BT = self._choose(logits_BTV, lengths_B, tree.tokens, branches, tree.depth, first=1, **context)
+        return accept_tree(tree, choice_BT)
 
     def commit(self, tokens_BT: Tensor, num_new_B: Tensor) -> None:
         """The round's emitted tokens, for penalties."""
@@ -144,16 +146,18 @@ class Sampler:
     def _choose(
         self,
         logits_BTV: Tensor,
-        first_B: Tensor,
+        at_B: Tensor,
         draft_BN: Tensor | None = None,
         branches: Branches | None = None,
         deepest: int = 0,
         *,
+        first: int = 0,
         ids_V: Tensor | None = None,
         **context: Tensor | None,
     ) -> Tensor:
-        """What the target chooses, or a draft of it, as indices [B, T]: for positions from `first` on, one row each; of
-        a tree as deep behind `first` as `branches` say, at most `deepest`. Equal positions share their noise.
+        """What the target chooses, or a draft of it, as indices [B, T]: for the positions `at` + `first` and those
+        behind, one row each; of a tree as deep behind the first one as `branches` say, at most `deepest`. Equal
+        positions share their noise.
 
         Logits are about the tokens `ids` (None = all).
         """
@@ -165,7 +169,7 @@ class Sampler:
             return sampling.native_choice(
                 logits_BTV if plain else self._process(logits_BTV, draft_BN, **context),
                 rows.seeds_B,
-                first_B[:, None] + ahead_BT,
+                at_B[:, None] + (first + ahead_BT),
                 temperature_B=rows.column("temperature") if plain else None,
                 noise_B=rows.column("noise"),
                 ids_K=ids_V,
@@ -173,13 +177,15 @@ class Sampler:
         logits_BTV = self._process(logits_BTV, draft_BN, **context)
         if not kind.sampled:
             return sampling.choose(logits_BTV)
-        if self._draw_together or branches is None and T == 1:
-            noise_BDV = self._target_noise(_behind(first_B, T if branches is None else deepest + 1), ids_V)
+        last = first + (T - 1 if branches is None else deepest)
+        if self._draw_together:
+            noise_BDV = self._target_noise(_behind(at_B, first, last) if last else at_B[:, None], ids_V)
         else:
-            each = (first_B[:, None] + ahead for ahead in range(T if branches is None else deepest + 1))
-            noise_BDV = torch.cat([self._target_noise(at_B1, ids_V) for at_B1 in each], 1)
+            each = (at_B[:, None] + ahead if ahead else at_B[:, None] for ahead in range(first, last + 1))
+            parts = [self._target_noise(positions_B1, ids_V) for positions_B1 in each]
+            noise_BDV = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if branches is not None:  # nodes of equal depth share theirs
-            noise_BDV = noise_BDV[torch.arange(B, device=first_B.device)[:, None], branches.depth_BT]
+            noise_BDV = noise_BDV[torch.arange(B, device=at_B.device)[:, None], branches.depth_BT]
         return sampling.choose(logits_BTV, noise_BDV)
 
     def _process(
@@ -222,6 +228,6 @@ def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
     return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 
-def _behind(first_B: Tensor, num: int) -> Tensor:
-    """So many positions [B, num] from the first ones on."""
-    return first_B[:, None] + torch.arange(num, device=first_B.device)
+def _behind(at_B: Tensor, first: int, last: int) -> Tensor:
+    """The positions [B, last - first + 1] from `first` to `last` behind these."""
+    return at_B[:, None] + torch.arange(first, last + 1, device=at_B.device)
