@@ -23,6 +23,8 @@ def environment(device: str) -> dict[str, Any]:
     import psutil
     import torch
 
+    from compile.threads import CREW
+
     gpu = torch.cuda.get_device_properties(torch.device(device)) if device.startswith("cuda") else None
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -30,7 +32,7 @@ def environment(device: str) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_cores": psutil.cpu_count(logical=False),
         "num_logical_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
+        "num_threads": CREW.most,  # a busy machine may have some of them rest for a while
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": gpu.total_memory if gpu else None,

@@ -24,6 +24,7 @@ from benchmark.questions.questions import Question
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.reports import summary, text
 from benchmark.reports.table import rich_table, tables_from
+from compile.threads import CREW
 from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, MODES
 from sharesd.models.folder import WEIGHT_FILES
 from sharesd.models.tokenizer import load_tokenizer
@@ -367,6 +368,7 @@ class TestCommand:
         assert "**Not complete:** 23 turns" in Path("out/report.md").read_text()
 
         before = Path("out/answers-naive.jsonl").read_bytes()
+        CREW._set(1)  # a busy neighbour keeps a thread from work
         status, _, err = run("--resume", "--num-draft", "3")
         assert status == 2 and err.startswith("error: --resume: num_draft was 'auto' in out and is 3 now;")
         status, _, err = run()
