@@ -56,7 +56,7 @@ def grow(level_B: Tensor, nodes: Nodes, front: Front, new_BFk: Tensor, logp_BFk:
     elif level_B.device.type == "cpu":
         new_BFk, logp_BFk = new_BFk.contiguous(), logp_BFk.float().contiguous()
         sizes = (*new_BFk.shape, *nodes.ancestors_BCD.shape[1:])
-        tensors = (level_B.data_ptr(), _addresses(nodes), _addresses(front), new_BFk.data_ptr(), logp_BFk.data_ptr())
+        tensors = (level_B.data_ptr(), addresses(nodes), addresses(front), new_BFk.data_ptr(), logp_BFk.data_ptr())
         kernel("grow", torch.int64, *[c_void_p] * 5, *[c_int64] * 5)(*tensors, *sizes)
     else:
         grow_reference(level_B, nodes, front, new_BFk, logp_BFk)
@@ -94,7 +94,7 @@ def choose(wanted_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> None:
         torch.ops.sharesd.choose_nodes_(wanted_1, top, *nodes, *draft)
     elif wanted_1.device.type == "cpu":
         sizes = (*nodes.ancestors_BCD.shape, draft.tokens_BN.shape[1])
-        tensors = (wanted_1.data_ptr(), top, _addresses(nodes), _addresses(draft))
+        tensors = (wanted_1.data_ptr(), top, addresses(nodes), addresses(draft))
         kernel("choose", torch.int64, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 4)(*tensors, *sizes)
     else:
         choose_reference(wanted_1, top, nodes, draft)
@@ -122,7 +122,7 @@ def choose_reference(wanted_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> 
     draft.places_BT[:, 1 : 1 + M] = nodes.places_BC.gather(1, kept_BM) + 1
 
 
-def _addresses(tensors: Nodes | Front | Draft) -> Array[c_int64]:
+def addresses(tensors: Nodes | Front | Draft) -> Array[c_int64]:
     """The words of the struct of this name in cpu/grow.h."""
     assert all(tensor.is_contiguous() for tensor in tensors)
     return (c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

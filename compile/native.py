@@ -30,7 +30,22 @@ log = logging.getLogger(__name__)
 SOURCE_FOLDER = Path(__file__).parent / "cpu"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
-CHOICE = ("arg_max", "top_k", "top_logp", "logp_at", "top_p", "gumbel", "sample", "walk", "grow", "choose", "find")
+CHOICE = (
+    "arg_max",
+    "top_k",
+    "top_logp",
+    "logp_at",
+    "top_p",
+    "gumbel",
+    "sample",
+    "walk",
+    "grow",
+    "choose",
+    "weigh",
+    "weighed",
+    "keep_places",
+    "find",
+)
 """Kernels of choice.cpp; all others are in model.cpp."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
 """SHARESD_CXXFLAGS adds to them, e.g. -fsanitize=address."""

@@ -269,11 +269,12 @@ class EngineConfig:
     draft_window: int | Literal["auto", "off"] = "auto"
     """`share`: how many of the last tokens a draft step looks at, besides the first few; the target looks at all.
     `auto`: as the context asks for; `off`: at all."""
-    tree: tuple[int, int, int] | None = None
+    tree: tuple[int, int, int] | Literal["auto", "off"] = "auto"
     """`share`, `classic` and heads: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
-    children each, and of all the `budget` likeliest are verified. None = chains. With a tree `max_draft` means
-    nothing, and `num_draft` is None (chains and trees of that size or less, as it pays) or the budget (always the whole
-    tree)."""
+    children each, and of all the `budget` likeliest are verified. With these `max_draft` means nothing, and `num_draft`
+    is None (chains and trees of that size or less, as it pays) or the budget (always the whole tree). `auto`: the same
+    with up to `max_draft` tokens on a CPU, where their number is chosen and nothing is compiled; else chains. `off`:
+    chains alone."""
     dtype: DType = "auto"
     """`auto`: bfloat16."""
     device: str = "auto"
@@ -329,7 +330,9 @@ class EngineConfig:
             _at_least("draft_window", self.draft_window, 1)
         else:
             _one_of("draft_window", self.draft_window, ("auto", "off"))
-        if self.tree is not None:
+        if isinstance(self.tree, str):
+            _one_of("tree", self.tree, ("auto", "off"))
+        else:
             self._check_tree(*self.tree)
         _at_least("ngram_min", self.ngram_min, 1)
         _at_least("ngram_max", self.ngram_max, self.ngram_min)
@@ -374,7 +377,7 @@ class EngineConfig:
             )
 
     def _check_tree(self, top: int, depth: int, budget: int) -> None:
-        shown = ":".join(map(str, self.tree or ()))
+        shown = ":".join(map(str, self.tree))
         full = top + (depth - 1) * top**2
         if top < 2 or depth < 1 or not depth < budget <= full:
             raise ValueError(
@@ -386,6 +389,11 @@ class EngineConfig:
                 f"num_draft is {self.num_draft} and tree is {shown}; leave num_draft to be chosen, or make it {budget} "
                 "for the whole tree in every round"
             )
+
+    @property
+    def given_tree(self) -> tuple[int, int, int] | None:
+        """Draft trees that all models shall draft, if there are such."""
+        return None if isinstance(self.tree, str) else self.tree
 
     @property
     def mixed(self) -> tuple[str, ...]:
@@ -429,6 +437,6 @@ class EngineConfig:
     @property
     def most_draft(self) -> int:
         """Draft tokens per round at most."""
-        if self.tree is not None:
-            return self.tree[2]
+        if self.given_tree is not None:
+            return self.given_tree[2]
         return self.max_draft if self.num_draft is None else self.num_draft

@@ -81,6 +81,9 @@ Offload = Callable[[Decoder], tuple[Stream, Layout]]
 """Puts packed weights of some blocks of a decoder elsewhere; returns how they come back, and what a record holds."""
 DRAFT_WINDOW = 256
 """Tokens that draft steps of `share` may look back instead of all, where the policy finds that this pays."""
+TREE_TOP, TREE_DEPTH = 3, 6
+"""Draft trees, if nobody says how large they shall be: nodes of a level that have children, and how many each has;
+levels at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +184,7 @@ class Runtime:
                 config, self.modes, self._needs, folder, device=self.device, compile=self.compile, group=group
             )
             self._part = Part(self._group.rank, self._group.size, config.tensor_parallel_style == "reduce")
-        self._draft_widths = {1, *([config.tree[0]] if config.tree else [])}
+        self._draft_widths = {1, *([config.given_tree[0]] if config.given_tree else [])}
         self._steps = Steps(self.compile, asked=config.compile, switch=self._switch, group=self._group)
         self._quantizing = Quantizing(
             config.quant,
@@ -231,7 +234,7 @@ class Runtime:
             log.warning("rounds on several devices are not captured in CUDA graphs yet: each step is launched anew")
             captures = False
         self._graphs = Graphs() if captures else None
-        top, depth, _ = config.tree or (0, 0, 0)
+        top, depth, _ = self._tree or (0, 0, 0)
         # A row that ended in a round of several tokens rests behind the context; launched ahead, it runs on by a round.
         overhang = self._fixed_width * (1 if self._graphs is None else 2)
         self._slots = self.max_context + overhang + max(self._fixed_width, 2 + top * depth)
@@ -356,7 +359,18 @@ class Runtime:
 
     @property
     def _wants_trees(self) -> bool:
-        return self.config.tree is not None or bool(self._needs & {*TABLES, "hybrid"})
+        return self._tree is not None or bool(self._needs & {*TABLES, "hybrid"})
+
+    @cached_property
+    def _tree(self) -> tuple[int, int, int] | None:
+        """Draft trees of models, as `EngineConfig.tree` has them. (Chosen where nothing is compiled for them.)"""
+        config = self.config
+        chooses = config.tree == "auto" and config.num_draft is None and config.max_draft > 1
+        native = self.compile == "native" and self.streamed is None
+        if not chooses or not native or not self._needs & {*MODEL_DRAFTERS}:
+            return config.given_tree
+        depth = min(TREE_DEPTH, config.max_draft - 1)
+        return TREE_TOP, depth, min(config.max_draft, TREE_TOP + (depth - 1) * TREE_TOP**2)
 
     def _check_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
         """Of steps of these widths as they will run, at the real number of slots."""
@@ -496,13 +510,14 @@ class Runtime:
             models = [name for name in self.config.mixed if name in MODEL_DRAFTERS]
             model = self._drafter(models[0]) if models else None
             return HybridDrafter(mode, tables, model, num_nodes=num_nodes, trees=trees)
-        if self.config.tree is not None and not trees:
+        if self.config.given_tree is not None and not trees:
             if self.target.takes_trees:
                 raise ValueError("rows of trees do not have the bits of chains here; drop --tree, or add --no-exact")
             raise ValueError(f"{self.target.name} takes chains only; drop --tree")
-        top = self.config.tree[0] if self.config.tree else 1
+        tree = self._tree if trees else None
+        top = tree[0] if tree else 1
         lengths = chains(num_nodes) if self.streamed is None else ladder(num_nodes)
-        shapes = shapes_of(*self.config.tree) if self.config.tree else lengths
+        shapes = shapes_of(*tree) if tree else lengths
         if mode == "share":
             low_bytes = self._reports["share"].low_bytes
             return ShareDrafter(
@@ -520,7 +535,7 @@ class Runtime:
             head = self._heads[mode]
             assert isinstance(head, Parallel)
             most = head.config.draft_length
-            depth = self.config.tree[1] if self.config.tree else self.config.num_draft or 1
+            depth = self.config.given_tree[1] if self.config.given_tree else self.config.num_draft or 1
             if depth > most:
                 raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
             return ParallelDrafter(head, self.cache, shapes=shapes, weight_bytes=self._head_bytes[mode], top=top)
@@ -590,7 +605,7 @@ class Runtime:
             or not self._reports
         ):
             return None
-        return keeper(self._folder, mode, self.config.quant, trees=self.config.tree is not None)
+        return keeper(self._folder, mode, self.config.quant, trees=self.config.given_tree is not None)
 
     def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
         return Engine(
@@ -609,6 +624,7 @@ class Runtime:
             ahead=self._graphs is not None and self.streamed is None,  # a pass too many takes long
             traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
             ended=self._keeper(mode),
+            trees_asked=self.config.given_tree is not None,
         )
 
 

@@ -140,12 +140,13 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
         if not any(content.path(place).exists() for content in contents.values()):
             limits = replace(limits, disk=_free_disk(place))
     rates = model.rates(disk, link)
-    free_length = wanted.choose_depth and config.num_draft is None and config.tree is None
-    given = (config.tree is not None,)
-    kinds = (False, True) if free_length and wanted.choose_trees and model.may_draft_trees else given
+    free_length = wanted.choose_depth and config.num_draft is None and config.given_tree is None
+    given = (config.given_tree is not None,)
+    may_choose = free_length and config.tree == "auto" and wanted.choose_trees
+    kinds = (False, True) if may_choose and model.may_draft_trees else given
     drafters = [(quant, model.drafter(quant, trees=trees)) for quant in model.quants for trees in kinds]
     longest = MAX_STEP - 1 if isinstance(home, OnGpu) else DEPTHS[-1]
-    most = longest if free_length else config.tree[1] if config.tree is not None else config.most_draft
+    most = longest if free_length else config.given_tree[1] if config.given_tree is not None else config.most_draft
     home.give_back()  # what was timed
     plan = make_plan(sizes, limits, rates, [drafter for _, drafter in drafters], most)
     if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
@@ -370,7 +371,7 @@ class _Measured:
             held, step = steady(alpha), self._draft_seconds(quant, rows=TREE_TOP if trees else 1)
         return Drafter(
             name=(mode if bits is None else f"{mode}, {bits} bits") + (", trees" if trees else ""),
-            nodes=(self.config.tree[2] if self.config.tree is not None else DEPTHS[-1]) if trees else 0,
+            nodes=(self.config.given_tree[2] if self.config.given_tree is not None else DEPTHS[-1]) if trees else 0,
             bits=bits,
             resident=self.resident(quant),
             step=step,
@@ -441,7 +442,7 @@ class _Measured:
     def _kv(self) -> int:
         config = self.config
         longest = 1 + max(DEPTHS[-1], config.most_draft)
-        top, deepest, _ = config.tree or (TREE_TOP, DEPTHS[-1] // 2, 0)
+        top, deepest, _ = config.given_tree or (TREE_TOP, DEPTHS[-1] // 2, 0)
         overhang = longest + max(longest, 2 + top * deepest)
         if self._on_gpu:  # where prompts are read in padded pieces, and drafts are replayed
             overhang = max(overhang + longest, CHUNK)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import compile.attention
 import compile.grow
+import compile.places
 import compile.topk
 import sharesd.decoding.cache
 from compile.graphs import Graphs
@@ -184,6 +185,7 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         "row_keeper",
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )
+    patch.setattr(sharesd.decoding.cache, "keep_places", compile.places.keep_places_reference)
     patch.setattr(logits, "arg_max", lambda x: x.argmax(-1))
     for module in (logits, hybrid):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)

@@ -349,7 +349,7 @@ def test_two_ctrl_c_at_the_prompt_leave(
         (["generate", "hi", "--raw", "--system", "x"], "--system has no effect"),
         (["generate", "hi", "--logprobs"], "--logprobs has no effect"),
         (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens is 0"),
-        (["generate", "hi", "--tree", "2:4"], "'2:4' is not K:DEPTH:BUDGET; for example 2:4:8"),
+        (["generate", "hi", "--tree", "2:4"], "'2:4' is not K:DEPTH:BUDGET, auto or off; for example"),
         (["generate", "hi", "--tree", "2:4:99"], "tree is 2:4:99; K must be at least 2"),
         (
             ["generate", "hi", "--draft-window", "512", "--mode", "classic"],

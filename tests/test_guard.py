@@ -27,6 +27,7 @@ from compile.solve import solve_groups
 from compile.stack import NativeStack
 from compile.topk import arg_max, logp_at, top_k, top_logp, top_p
 from compile.walk import walk
+from compile.weigh import Weighed, weigh, weighed
 from sharesd.models.heads.native import native_head
 
 pytestmark = [
@@ -260,6 +261,17 @@ def test_growing_trees() -> None:
         places = hand("draft places", places) if os.environ["GUARD_PAGES"] == "behind" else places
         draft = Draft(zeros("draft tokens", 6), zeros("draft depth", 7), zeros("draft path", 7, 7), places)
         choose(hand("wanted", torch.tensor([6])), 2, nodes, draft)
+        level, said, chances = (
+            zeros("levels"),
+            hand("said", torch.zeros(1, C)),
+            hand("chances", torch.linspace(0, 1, 11)),
+        )
+        for num in (1, 2):
+            sure_and_not = torch.tensor([0.0, -9.0]).expand(1, num, 2).contiguous()  # both ends of `chances` are read
+            weigh(level, chances, said, hand(f"logp {num}", sure_and_not))
+            level += 1
+        best = (hand(name, torch.zeros(1, 6)) for name in ("said best", "odds"))
+        weighed(nodes, said, 2, Weighed(*best, zeros("parents", 6)))
 
     every_region_is_guarded(call)
 

@@ -95,7 +95,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "compile": config.compile,
         "num_draft": config.num_draft or "auto",
         "max_draft": config.most_draft,
-        "tree": config.tree and ":".join(map(str, config.tree)),
+        "tree": config.tree if isinstance(config.tree, str) else ":".join(map(str, config.tree)),
         "hybrid_with": list(config.mixed),
         "ngram": [config.ngram_min, config.ngram_max, config.ngram_recent],
         "corpus": config.corpus_file.name if config.corpus_file else "empty",

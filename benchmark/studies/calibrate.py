@@ -105,11 +105,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure all settings, print the table, write calibration.json and keep the best; returns the exit status."""
     given = options.engine_config(args, modes=("share",))
-    if given.tree is not None:
+    if given.given_tree is not None:
         raise ValueError("--tree does not belong here, calibrate measures chains; drop it")
     quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)
     teacher_draft = given.num_draft or min(TEACHER_DRAFT, given.max_draft)
-    config = replace(given, num_draft=None, max_draft=max(given.max_draft, teacher_draft))
+    config = replace(given, num_draft=None, max_draft=max(given.max_draft, teacher_draft), tree="off")
     found = question_files.load("mtbench", None, args.num_questions)
     questions = [replace(question, turns=question.turns[:1]) for question in found.questions]
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
@@ -186,7 +186,7 @@ def measure(
     return Measured(
         quant=report.spec,
         low_bytes=report.low_bytes,
-        c=costs.draft / plain,
+        c=costs.of_draft(chain(num_draft)) / num_draft / plain,
         v=costs.of_step(1 + num_draft) / plain,
         alpha=teacher.alpha,
         num_draft=num_draft,
@@ -202,7 +202,7 @@ def measure(
 def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:
     """By the formula: tokens of a round over what it takes, in plain steps."""
     tokens = num_draft + 1 if alpha == 1 else (1 - alpha ** (num_draft + 1)) / (1 - alpha)
-    return tokens * costs.of_step(1) / (num_draft * costs.draft + costs.of_step(1 + num_draft))
+    return tokens * costs.of_step(1) / (num_draft * costs.draft + costs.draft_begin + costs.of_step(1 + num_draft))
 
 
 def best_length(alpha: float, costs: Costs, most: int) -> int:

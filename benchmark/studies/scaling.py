@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         )
     plain = argparse.Namespace(**{**vars(args), "max_context": max(longest, args.max_context or 16)})
     config = options.engine_config(plain, modes=("share",))
-    if config.tree is not None:
+    if config.given_tree is not None:
         raise ValueError("--tree does not belong here, scaling measures chains; drop it")
     if config.draft_window != "auto":
         raise ValueError("--draft-window does not belong here, scaling measures draft steps that see all; drop it")

@@ -129,7 +129,7 @@ def configs_of(config: EngineConfig, axes: Sequence[Axis]) -> list[tuple[dict[st
     length = next((name for name in names if name in ("K", "max-draft")), None)
     if length and config.num_draft is not None:
         raise ValueError(f"--num-draft is {config.num_draft} and --over names {length}; drop --num-draft")
-    if config.tree is None and any(name in TREE_PARTS for name in names):
+    if config.given_tree is None and any(name in TREE_PARTS for name in names):
         raise ValueError(f"--over names {names[0]}, but there is no tree; give the other parts, such as --tree 2:4:8")
     tables = config.mixed if config.mode == "hybrid" else (config.mode,)
     ngram = next((name for name in names if name.startswith("ngram")), None)
@@ -144,8 +144,8 @@ def configs_of(config: EngineConfig, axes: Sequence[Axis]) -> list[tuple[dict[st
             left_out.append(_label(values))
         else:
             fields: dict[str, Any] = {FIELDS[name]: value for name, value in values.items() if name in FIELDS}
-            if config.tree is not None:
-                top, depth, budget = (values.get(name, config.tree[place]) for name, place in TREE_PARTS.items())
+            if config.given_tree is not None:
+                top, depth, budget = (values.get(name, config.given_tree[place]) for name, place in TREE_PARTS.items())
                 fields["tree"] = (top, depth, budget)
             found.append((values, replace(config, **fields)))
     if not found:

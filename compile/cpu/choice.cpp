@@ -3,8 +3,10 @@
 #include "grow.h"
 #include "noise.h"
 #include "nucleus.h"
+#include "places.h"
 #include "topk.h"
 #include "walk.h"
+#include "weigh.h"
 
 #define EXPORT(NAME)                                                                                                   \
   extern "C" void arg_max_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t threads) {  \
@@ -62,6 +64,21 @@ extern "C" void grow_int64(int64_t* levels, const sharesd::Nodes* nodes, const s
 extern "C" void choose_int64(const int64_t* wanted, int64_t k, const sharesd::Nodes* nodes, const sharesd::Draft* draft,
                              int64_t B, int64_t C, int64_t D, int64_t N) {
   sharesd::choose(*wanted, k, *nodes, *draft, B, C, D, N);
+}
+
+extern "C" void weigh_float32(const int64_t* levels, const float* chances, float* said, float* logp, int64_t R, int64_t B,
+                              int64_t F, int64_t k, int64_t C) {
+  sharesd::weigh(levels, chances, said, logp, R, B, F, k, C);
+}
+
+extern "C" void weighed_float32(const sharesd::Nodes* nodes, const float* said, float* said_best, float* odds,
+                                int64_t* parents, int64_t k, int64_t B, int64_t C, int64_t D, int64_t N) {
+  sharesd::weighed(*nodes, said, said_best, odds, parents, k, B, C, D, N);
+}
+
+extern "C" void keep_places_int64(char* places, const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t B,
+                                  int64_t S, int64_t T, int64_t bytes) {
+  sharesd::keep_places(places, lengths, path, num, B, S, T, bytes);
 }
 
 extern "C" void find_int32(const uint8_t* backward, const uint8_t* order, const int32_t* wanted, int64_t n, int64_t N,

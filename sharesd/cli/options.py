@@ -71,7 +71,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but not those that say nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        idle = action.default is None or action.default is False or action.default == []
+        idle = action.default is None or action.default is False or action.default in ([], "")
         return action.help if idle else super()._get_help_string(action)
 
 
@@ -151,7 +151,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         metavar="K:DEPTH:BUDGET",
         help="models draft trees: the K likeliest nodes of each level have K children each, and of all the BUDGET "
-        "likeliest are verified; --num-draft auto takes chains and smaller trees where they pay more",
+        "likeliest are verified; --num-draft auto takes chains and smaller trees where they pay more. auto: so do "
+        "all on a CPU, with up to --max-draft tokens; off: chains alone (default: auto)",
     )
     group.add_argument(
         "--draft-window",
@@ -435,8 +436,8 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     head_quant = getattr(args, "head_quant", None)
     if head_quant is not None and not with_heads:
         raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")
-    tree = getattr(args, "tree", None)
-    if tree is not None and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
+    tree = getattr(args, "tree", _DEFAULTS.tree)
+    if tree != _DEFAULTS.tree and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
     shares = "share" in (*modes, *mixed)
     if args.draft_window != "auto" and not shares:
@@ -566,10 +567,12 @@ def _window(text: str) -> int | str:
     return text if text in ("auto", "off") else _whole(text)
 
 
-def _tree(text: str) -> tuple[int, ...]:
+def _tree(text: str) -> str | tuple[int, ...]:
+    if text in ("auto", "off"):
+        return text
     parts = text.split(":")
     if len(parts) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET; for example 2:4:8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET, auto or off; for example 2:4:8")
     return tuple(map(_whole, parts))
 
 

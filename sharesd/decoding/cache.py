@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compile.attention import new_kv, round_slots, row_keeper, unpack_kv
 from compile.pages import zeros_like
+from compile.places import keep_places
 from multigpu.pipeline import Split, copied
 from sharesd.device import use
 
@@ -210,10 +211,7 @@ class StaticKVCache:
             self._keep = self._row_keeper()
         self._keep(self.lengths, path_BT, num_B)
         if self.features is not None:
-            rows_B1, slots_BT = self._new_slots(path_BT.shape[1])
-            kept_BT = slots_BT - self.lengths[:, None] < num_B[:, None]
-            from_BT = torch.where(kept_BT, self.lengths[:, None] + path_BT, slots_BT)
-            self.features[rows_B1, slots_BT] = self.features[rows_B1, from_BT]
+            keep_places(self.features, self.lengths, path_BT, num_B)
 
     def _row_keeper(self) -> Callable[[Tensor, Tensor, Tensor], None]:
         """See `compile.attention.row_keeper`; each stage has one, and is told by copies."""

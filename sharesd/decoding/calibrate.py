@@ -48,6 +48,8 @@ MISSED = 64
 """Tokens that a drafter reads together while that is timed."""
 FAR = 2048
 """Live slots, at most, at which rounds are timed besides those right behind the text."""
+RATES = ("draft", "level", "draft_begin", "level_begin", "draft_slot", "level_slot", "read")
+"""What of the costs is a single number."""
 
 
 def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) -> None:
@@ -121,8 +123,9 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
     drafts are captured, and nothing else is run.
     """
     engine.rest()
-    model, round_ = _model_drafter(engine), engine.way(params).round()
-    kinds = {(shape.is_tree, shape.recent): shape for shape in model.shapes} if model is not None else {}
+    model, way = _model_drafter(engine), engine.way(params)
+    round_, shapes = way.round(), way.policy.shapes if model is not None else ()
+    kinds = {(shape.is_tree, shape.recent): shape for shape in shapes}
     for _ in range(1 + WARM_CALLS):
         if not engine.offloaded:
             round_.verify(DraftTree(torch.zeros(engine.cache.batch, 0, dtype=torch.int64)))
@@ -200,9 +203,12 @@ def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str
     for num_nodes in few if engine.offloaded else _lengths(most)[1:]:
         timers["step", 1 + num_nodes] = partial(_timed, _step(engine, params, num_nodes, rows))
     if model is not None:
-        timers["draft", 0] = partial(_seconds_per_step, model, drafting, chain(max(1, engine.num_draft // 2)))
-        if model.shapes[-1].is_tree:
-            timers["level", 0] = partial(_seconds_per_step, model, drafting, model.shapes[-1])
+        deepest, largest = chain(max(1, engine.num_draft // 2)), engine.way(params).policy.shapes[-1]
+        kinds = {"draft": deepest, **({"level": largest} if largest.is_tree else {})}
+        for kind, shape in kinds.items():
+            depths = (1,) if model.at_once else (shape.depth,) if engine.offloaded else (1, shape.depth)
+            for depth in dict.fromkeys(depths):
+                timers[kind, depth] = partial(_draft_seconds, model, drafting, shape, depth)
         if model.rehearse(drafting, MISSED):
             timers["read", 0] = lambda: _timed(partial(model.rehearse, drafting, MISSED)) / MISSED
     return timers
@@ -255,10 +261,14 @@ def _fit(
         at, slot = line("step", width)
         costs.step[width] = max([at, *costs.step.values()])
         costs.step_slot[width] = max([slot, *costs.step_slot.values()])
-    if ("draft", 0, False) in ratios:
-        costs.draft, costs.draft_slot = line("draft", 0)
-    if ("level", 0, False) in ratios:
-        costs.level, costs.level_slot = line("level", 0)
+    for kind in ("draft", "level"):
+        depths = sorted({depth for name, depth, _ in ratios if name == kind})
+        if depths:
+            (first, _), (last, slot), num = line(kind, depths[0]), line(kind, depths[-1]), depths[-1]
+            each = last / num if len(depths) == 1 else min(first, max(0.0, last - first) / (num - 1))
+            setattr(costs, kind, each)
+            setattr(costs, f"{kind}_begin", first - each if len(depths) > 1 else 0.0)
+            setattr(costs, f"{kind}_slot", slot / num)
     if ("read", 0, False) in ratios:
         costs.read = plain[False] * median(ratios["read", 0, False])
     return costs
@@ -274,32 +284,25 @@ def typical(measured: Sequence[Costs]) -> Costs:
     def middles(name: str) -> dict[int, float]:
         return {width: middle(lambda costs, width=width: getattr(costs, name)[width]) for width in measured[0].step}  # type: ignore[misc]
 
-    return Costs(
-        middles("step"),
-        middle(attrgetter("draft")),
-        middle(attrgetter("level")),
-        middles("step_slot"),
-        middle(attrgetter("draft_slot")),
-        middle(attrgetter("level_slot")),
-        middle(attrgetter("read")),
-        measured[0].at_once,
-    )
+    rates = {name: middle(attrgetter(name)) for name in RATES}
+    return Costs(step=middles("step"), step_slot=middles("step_slot"), at_once=measured[0].at_once, **rates)
 
 
-def _seconds_per_step(drafter: Drafter, drafting: Drafting, shape: Shape) -> float:
-    seconds = _timed(lambda: drafter.draft(drafting, shape).tokens.tolist())
-    return seconds if drafter.at_once else seconds / shape.depth
+def _draft_seconds(drafter: Drafter, drafting: Drafting, shape: Shape, depth: int) -> float:
+    """Of a draft of this kind and so many levels. (With fewer nodes, which hardly matters.)"""
+    nodes = min(shape.nodes, depth + 1) if shape.is_tree else depth
+    return _timed(lambda: drafter.draft(drafting, shape._replace(depth=depth, nodes=nodes)).tokens.tolist())
 
 
 def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
     """Those whose rounds have compiled forms of their own; no draft among them, where that may be chosen."""
-    drafter = engine.drafter
-    if drafter is None:
+    if engine.drafter is None:
         return [PLAIN]
-    if not engine.way(params).policy.chooses:
-        return [shape for shape in drafter.shapes if shape[:2] == drafter.shapes[-1][:2]]
-    longest = (chain(engine.num_draft), drafter.shapes[-1])
-    windows = {shape.recent for shape in drafter.shapes}
+    policy = engine.way(params).policy
+    if not policy.chooses:
+        return [shape for shape in policy.shapes if shape[:2] == policy.shapes[-1][:2]]
+    longest = (chain(engine.num_draft), policy.shapes[-1])
+    windows = {shape.recent for shape in policy.shapes}
     return [PLAIN, *dict.fromkeys(shape._replace(recent=recent) for recent in windows for shape in longest)]
 
 
@@ -316,14 +319,12 @@ def _read(file: Path) -> list[Costs]:
 
 def _checked(found: dict[str, Any]) -> Costs:
     step, step_slot = ({int(width): float(s) for width, s in found[name].items()} for name in ("step", "step_slot"))
-    others = [float(found[name]) for name in ("draft", "level", "draft_slot", "level_slot", "read")]
-    if min(step.values()) <= 0 or min(*others, *step_slot.values()) < 0:
+    rates = {name: float(found[name]) for name in RATES}
+    if min(step.values()) <= 0 or min(*rates.values(), *step_slot.values()) < 0:
         raise ValueError("times must be positive")
     if 1 not in step or step.keys() != step_slot.keys():
         raise ValueError("a width is missing")
-    draft, level, draft_slot, level_slot, read = others
-    at_once = found.get("at_once", False)
-    return Costs(step, draft, level, step_slot, draft_slot, level_slot, read, at_once)
+    return Costs(step=step, step_slot=step_slot, at_once=found.get("at_once", False), **rates)
 
 
 def _write(file: Path, measured: Sequence[Costs]) -> None:

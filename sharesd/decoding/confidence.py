@@ -6,7 +6,9 @@ right, and with noise both choose alike less often than either is likely to. So 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 RANGES = 10
 """Ranges of confidence of equal size."""
@@ -22,23 +24,23 @@ class Confidence:
     def __init__(self) -> None:
         self._tries = [PRIOR] * RANGES
         self._hits = [PRIOR * (number + 0.5) / RANGES for number in range(RANGES)]
+        self.chances = np.array([0.0, *self._hits], dtype=np.float32)
+        """What probabilities of 0, and of the middle of each range, are worth; as `compile.weigh` has it."""
+        self.chances /= PRIOR
 
     def chance(self, said: float) -> float:
         """Estimated probability that a guess is accepted of which the model says this."""
         number = _range(said)
         return self._hits[number] / self._tries[number]
 
-    @property
-    def usual(self) -> float:
-        """The same of any guess."""
-        return sum(self._hits) / sum(self._tries)
-
-    def learn(self, said: Sequence[float], accepted: int) -> None:
-        """So many of these guesses of a chain were accepted, and the next one, if there is one, was not."""
-        for place, each in enumerate(said[: accepted + 1]):
-            number = _range(each)
-            self._tries[number] = KEPT * self._tries[number] + 1
-            self._hits[number] = KEPT * self._hits[number] + (place < accepted)
+    def learn(self, said: Sequence[float], parents: Sequence[int], accepted: Collection[int]) -> None:
+        """Nodes with these numbers were accepted, of a draft of which the model said this; parents as in a Guess."""
+        for node, (each, parent) in enumerate(zip(said, parents, strict=True)):
+            if parent < 0 or parent in accepted:
+                number = _range(each)
+                self._tries[number] = KEPT * self._tries[number] + 1
+                self._hits[number] = KEPT * self._hits[number] + (node in accepted)
+                self.chances[1 + number] = self.chance(each)
 
 
 def _range(said: float) -> int:

@@ -51,12 +51,18 @@ class Costs:
     """Reading a token that a drafter has missed, so that it can draft again; 0 where that is no work."""
     at_once: bool = False
     """Drafts take one step, or level, whatever their depth."""
+    draft_begin: float = 0.0
+    """What the first draft step takes longer than others: a small drafter's weights come from memory only then."""
+    level_begin: float = 0.0
+    """The same of levels."""
 
     def of_step(self, width: float, context: float = 0.0) -> float:
         """Seconds of a step of this many tokens per row behind so many live slots.
 
         Asserts that at least one width has been measured.
         """
+        if width in self.step:
+            return self._entry(width, context)  # type: ignore[arg-type]
         entries = self.shares(width)
         if len(entries) == 2:
             (low, left), (high, right) = entries
@@ -73,9 +79,10 @@ class Costs:
         """Seconds of a model's draft of this shape."""
         if shape.recent:
             context = min(context, shape.recent + SINKS)
+        num = self.num_steps(shape)
         if shape.is_tree:
-            return self.num_steps(shape) * (self.level + self.level_slot * context)
-        return self.num_steps(shape) * (self.draft + self.draft_slot * context)
+            return num * (self.level + self.level_slot * context) + self.level_begin * (num > 0)
+        return num * (self.draft + self.draft_slot * context) + self.draft_begin * (num > 0)
 
     def num_steps(self, shape: Shape) -> int:
         """Steps, or levels, that a model's draft of this shape takes."""
@@ -100,10 +107,8 @@ class Costs:
 
     def scale_draft(self, tree: bool, factor: float) -> None:
         """Correct what draft steps, or levels of trees, take."""
-        if tree:
-            self.level, self.level_slot = self.level * factor, self.level_slot * factor
-        else:
-            self.draft, self.draft_slot = self.draft * factor, self.draft_slot * factor
+        for name in ("level", "level_begin", "level_slot") if tree else ("draft", "draft_begin", "draft_slot"):
+            setattr(self, name, factor * getattr(self, name))
 
     def _entry(self, entry: int, context: float) -> float:
         return self.step[entry] + self.step_slot.get(entry, 0.0) * context

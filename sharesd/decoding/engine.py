@@ -86,6 +86,7 @@ class Engine:
         ahead: bool = False,
         traffic: Callable[[], Traffic] | None = None,
         ended: Callable[[Stats], None] | None = None,
+        trees_asked: bool = True,
     ) -> None:
         """`cache` has a row per request decoded together; its slots must hold `max_context` and two verify steps
         (rows that have ended rest there, and others' rounds compute them too), with `ahead` three.
@@ -102,14 +103,15 @@ class Engine:
         number is for CPUs only).
         `ahead` launches each round before the last one is read, where nothing on the host decides about its draft.
         `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then. `ended`
-        is told the counts of each request that has ended.
+        is told the counts of each request that has ended. `trees_asked`: requests that trees cannot serve are refused;
+        they get chains otherwise.
         """
         self.target, self.tokenizer, self.cache, self.drafter = target, tokenizer, cache, drafter
         self.max_context, self.graphs, self.max_queue = max_context, graphs, max_queue
         self.auto_length, self.widths = auto_length and drafter is not None, sorted(widths) if widths else None
         self.offloaded = traffic is not None
         """Whether weights come through a slow link for each pass of the target."""
-        self._ended = ended
+        self._ended, self._trees_asked = ended, trees_asked
         self._traffic, self._traffic_before = traffic, traffic() if traffic else None
         self.stats = self._new_stats()
         """Of the last call of `generate`, or of all steps since."""
@@ -277,7 +279,8 @@ class Engine:
         sampling.check_bias(params, self.target.vocab_size)
         if params.grammar is not None:
             self.grammars.matcher(params.grammar)
-        if params.acceptance != "match" and self.drafter and any(shape.is_tree for shape in self.drafter.shapes):
+        trees = self._trees_asked and self.drafter and any(shape.is_tree for shape in self.drafter.shapes)
+        if params.acceptance != "match" and trees:
             raise ValueError(f"acceptance {params.acceptance} decides about chains only; take match, or no draft trees")
 
     def _enqueue(

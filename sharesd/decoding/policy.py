@@ -5,9 +5,9 @@ the first k are accepted, and takes `draft * K + step(1 + K)` seconds (`costs.py
 survival rates of its own, its levels take longer, and its step has 1 + N rows. The policy takes the shape of the best
 ratio. Where that is no draft at all it tries one now and then.
 
-Where it takes no time to ask (on a CPU), each guess of a chain decides whether another one pays, by how sure the model
-is of them: `goes_on`. Then s_k is the probability that a chain gets so far and is accepted, and a round has as many
-guesses as chains of this length usually come to.
+Where it takes no time to ask (on a CPU), each step of a draft decides whether another one pays, by how sure the model
+is of its guesses: `grows`. Then s_k is the probability that a draft gets so far and is accepted, and a round has as
+many steps and guesses as such drafts usually come to.
 
 What all this rests on are estimates, and so what drafting has really won or lost against plain steps is kept in an
 account: tries are paid from it, and when it is empty nothing is drafted until plain rounds have filled it again. So
@@ -23,9 +23,10 @@ from math import inf
 
 import numpy as np
 
-from sharesd.decoding.confidence import Confidence
 from sharesd.decoding.costs import Costs, LiveCosts
+from sharesd.decoding.evidence import FORGET, Account, Outlook, Promises, Survival
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, model_shape
+from sharesd.decoding.weighing import Weighing
 
 MARGIN = 1.04
 """A draft must promise this much more than a plain step: estimates are noisy, and plain steps are a sure thing."""
@@ -41,14 +42,8 @@ DOUBT = 3.0
 """Costs that were measured at start only may be wrong by this factor."""
 WORTHWHILE = 4
 """Drafts that look back so far are thought of in contexts this many times as long."""
-FORGET = 0.985
-"""What remains of the evidence about acceptance after a round; about 67 rounds count."""
 NEW_TEXT = 0.4
 """What remains of it when a new text begins: texts differ more than their parts do."""
-POOLED = 8
-"""Tries that the acceptance at all positions together is worth, in the estimate for each."""
-PROMISES = 8
-"""Tokens promised and accepted that are assumed before there is evidence about a table, or for what it usually is."""
 FIRST_TRY, LAST_TRY = 16, 256
 """Plain rounds between tries of a draft."""
 TRY_ROUNDS = 3
@@ -70,112 +65,6 @@ THIN, EARLY_PROBE, PROBE, LATE_PROBE = 1.15, 4, 32, 128
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present. Early where that is in doubt; late where drafts promise more, since a promise that is
 wrong has to be noticed, too."""
-ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.008, 2.0, (0.5, 6.0), 12.0, 0.5
-"""Of the account, in plain steps: what a round adds; what it holds at first, at least and at most when a text begins,
-and at most; what it must hold before there are drafts again."""
-
-
-class Account:
-    """What drafting has won against plain steps, in plain steps. It may lose its credit and what it won, no more."""
-
-    def __init__(self) -> None:
-        self.balance = CREDIT
-        self.empty = False
-
-    def begin(self) -> None:
-        """A new text: what an old one won or lost says little about it."""
-        self.balance = min(max(self.balance, NEW_CREDIT[0]), NEW_CREDIT[1])
-        self.empty = False
-
-    def book(self, gain: float) -> None:
-        """A round: tokens emitted, less the plain steps that it took as long as."""
-        self.balance = min(MOST_CREDIT, self.balance + ALLOWANCE + gain)
-        self.empty = self.balance < (ENOUGH if self.empty else 0)
-
-    def affords(self, loss: float) -> bool:
-        """Whether a try may lose so many plain steps."""
-        return not self.empty and self.balance >= min(loss, MOST_CREDIT)
-
-
-class Survival:
-    """Running estimates of how far drafts of one kind are accepted."""
-
-    def __init__(self, most: int, alpha: float) -> None:
-        self._tried, self._kept = [0.0] * most, [0.0] * most  # decayed counts: token k was looked at, was accepted
-        self._pool = (4.0, 4.0 * alpha)  # tries and hits at any position, forgotten ten times as slowly
-        self._asked, self._going = [0.0] * most, [0.0] * most  # token k might be guessed behind the others, and was
-        self._go_pool = (4.0, 4.0 * alpha)
-
-    def fade(self, share: float) -> None:
-        """Let the evidence count less."""
-        self._tried = [share * count for count in self._tried]
-        self._kept = [share * count for count in self._kept]
-        self._asked = [share * count for count in self._asked]
-        self._going = [share * count for count in self._going]
-
-    def learn(self, accepted: int, depth: int, asked: int = 0) -> None:
-        """So many tokens of a draft of this depth were accepted. It might have been as deep as `asked`."""
-        keep, asked = 1 - (1 - FORGET) / 10, max(asked, depth)
-        for k in range(min(accepted + 1, asked)):
-            self._tried[k] += 1
-            self._kept[k] += accepted > k
-            self._pool = (self._pool[0] * keep + 1, self._pool[1] * keep + (accepted > k))
-        for k in range(1, min(depth + 1, asked)):
-            self._asked[k] += 1
-            self._going[k] += depth > k
-            self._go_pool = (self._go_pool[0] * keep + 1, self._go_pool[1] * keep + (depth > k))
-
-    def rates(self) -> list[float]:
-        """For each position, the estimated probability that the draft is accepted up to and including it."""
-        return _chained(self._tried, self._kept, self._pool)
-
-    def reach(self) -> list[float]:
-        """For each position, the estimated probability that it is guessed."""
-        return [1.0, *_chained(self._asked[1:], self._going[1:], self._go_pool)]
-
-
-def _chained(tried: Sequence[float], kept: Sequence[float], pool: tuple[float, float]) -> list[float]:
-    """Products of the shares that were kept at each position, and at those before."""
-    usual = pool[1] / pool[0]
-    each = [(hits + POOLED * usual) / (tries + POOLED) for hits, tries in zip(kept, tried, strict=True)]
-    return list(accumulate(each, lambda a, b: a * b))
-
-
-class Promises:
-    """What came of the guesses of tables, in rounds of one kind.
-
-    Choosing the best of many estimates favours those that err upwards: what guesses promise is corrected by this.
-    """
-
-    def __init__(self) -> None:
-        self._rounds, self._nodes, self._promised, self._held = 0.0, 0.0, 0.0, 0.0  # decayed
-        self._pool = (0.0, 0.0)  # promised and held, forgotten ten times as slowly
-
-    def fade(self, share: float) -> None:
-        """Let the evidence count less."""
-        self._rounds, self._nodes = share * self._rounds, share * self._nodes
-        self._promised, self._held = share * self._promised, share * self._held
-
-    def learn(self, nodes: int, promised: float, held: float) -> None:
-        """A round: guesses verified, tokens that they promised, tokens accepted."""
-        self._rounds += 1
-        self._nodes += nodes
-        self._promised += promised
-        self._held += held
-        keep = 1 - (1 - FORGET) / 10
-        self._pool = (keep * self._pool[0] + promised, keep * self._pool[1] + held)
-
-    @property
-    def honesty(self) -> float:
-        """Tokens accepted for each token promised."""
-        usual = (self._pool[1] + PROMISES) / (self._pool[0] + PROMISES)
-        return (self._held + PROMISES * usual) / (self._promised + PROMISES)
-
-    @property
-    def per_round(self) -> tuple[float, float]:
-        """Tokens accepted and guesses verified in a round; none before there is evidence."""
-        rounds = self._rounds + 1
-        return self._held / rounds, self._nodes / rounds
 
 
 class Policy:
@@ -194,11 +83,14 @@ class Policy:
     ) -> None:
         """Choose among `shapes` and no draft; or always take `pinned` (PLAIN = plain decoding). `probes`: plain steps
         are timed now and then. Where weights come through a slow link all steps tell what one takes. `first_alphas`:
-        see FIRST_ALPHAS. `stops`: chains ask `goes_on`.
+        see FIRST_ALPHAS. `stops`: drafts ask `grows`, and trees are as large as the largest at most.
         """
         self._first_alphas, self._stops = first_alphas, stops
         self._probes = probes
-        self.shapes, self.pinned, self.chooses = tuple(shapes), pinned, pinned is None
+        self._tree = max((shape for shape in shapes if shape.is_tree), default=PLAIN)  # the largest
+        smaller = [shape for shape in shapes if stops and shape.is_tree and shape[:2] != self._tree[:2]]
+        self.shapes = tuple(shape for shape in shapes if shape not in smaller)
+        self.pinned, self.chooses = pinned, pinned is None
         self.live = LiveCosts(costs or Costs(), measured)
         self.account, self.table_account = Account(), Account()  # of model drafts, of tables alone
         self._most = max((shape.nodes for shape in shapes), default=0)
@@ -222,11 +114,12 @@ class Policy:
         self._rest, self._until_look = PAUSE[0], 0  # rounds from look to look; until the next
         self._looked = False  # in this round
         self._drafted = False  # by a model: else there is no evidence that could fade
-        self._confidence = Confidence()
-        self._asked = PLAIN  # of a chain that may end early
-        self._aim = 0.0  # tokens per second that such a chain shall not fall behind
-        self._said: list[list[float]] = []  # of each awaited row: what the model says of its guesses
-        self._odds: list[list[float]] = []  # for each guess, those that rows are accepted so far
+        self._num_chains, self._patience_for_trees = 0, FIRST_TRY  # rounds with chains since one with a tree
+        self.weighing: Weighing | None = None
+        """Of the coming draft of a model, if it may end early."""
+        self._weighings = {False: Weighing(), True: Weighing()}  # of chains, of trees
+        self._asked = PLAIN  # of such a draft
+        self._aim = 0.0  # tokens per second that it shall not fall behind
 
     def use(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """Take these costs, and those `measured` for numbers of rows, and forget what was learnt meanwhile."""
@@ -266,7 +159,7 @@ class Policy:
         rate, plain = self.rate_of_shape(best), self.rate_of_shape(PLAIN)
         if rate > max(MARGIN * plain, LEAD * (beside or 0.0)):
             self._plain_rounds, self._patience, self._trying = 0, FIRST_TRY, 0
-            return PLAIN if self.must_probe(rate / plain) else self._ask(best, rate)
+            return PLAIN if self.must_probe(rate / plain) else self._ask(self._anew(best), rate)
         if rate > MARGIN * plain:  # it would pay, and tables promise more
             return PLAIN
         self._plain_rounds += 1
@@ -278,31 +171,63 @@ class Policy:
             self._plain_rounds, self._patience = 0, min(LAST_TRY, 2 * self._patience)
         return self._ask(best, plain)
 
+    def _anew(self, best: Shape) -> Shape:
+        """Trees, now and then, where chains seem to pay more: those tell how trees would fare, but not how well."""
+        tree = self._tree._replace(recent=best.recent)
+        if best.is_tree or not tree.is_tree or not self._bearable(tree):
+            self._num_chains = 0
+            return best
+        if self._hoped_of(tree, best) <= MARGIN * self.rate_of_shape(best):
+            return best
+        self._num_chains += 1
+        if self._num_chains < self._patience_for_trees:
+            return best
+        if self._num_chains >= self._patience_for_trees + TRY_ROUNDS:
+            self._num_chains, self._patience_for_trees = 0, min(LAST_TRY, 2 * self._patience_for_trees)
+        return tree
+
+    def _hoped_of(self, tree: Shape, chain: Shape) -> float:
+        """Tokens per second of trees, if they miss but half as often as such chains do: as far as that pays best."""
+        missed = [1 - survived for survived in self._survival(chain).rates()]
+        gains = accumulate((1 - miss / 2 for miss in missed[: tree.depth]), initial=0.0)
+        rounds = ((gain, Shape(depth, depth + 1, tree.recent)) for depth, gain in enumerate(gains) if depth)
+        return max(self._rate(gain, shape.nodes, self.live.draft(shape)) for gain, shape in rounds)
+
     def _ask(self, shape: Shape, rate: float) -> Shape:
-        """A model is asked for this draft; a chain may end where it falls behind so many tokens per second."""
-        if self._stops and not shape.is_tree:
+        """A model is asked for this draft, which may end early, where it falls behind so many tokens per second."""
+        if self._stops:
             self._asked, self._aim = shape, rate
-            self._said, self._odds = [[] for _ in self.awaited], []
+            self.weighing = self._weighings[shape.is_tree]
+            self.weighing.begin(len(self.awaited))
         return shape
 
-    @property
-    def weighs(self) -> bool:
-        """Whether the draft that was asked for tells `guessed` about each guess, and asks `goes_on`."""
-        return self._asked.nodes > 0
+    def grows(self, depth: int, odds: float | None = None) -> bool:
+        """Whether a draft step more pays behind so many: whether it promises more tokens in its time, and in that of
+        one more row of the target's, than rounds do on the whole.
 
-    def guessed(self, said: Sequence[float]) -> None:
-        """The probabilities that a model gave to the next guess of its chain, of each awaited row."""
-        before = self._odds[-1] if self._odds else [1.0] * len(said)
-        self._odds.append([odds * self._confidence.chance(each) for odds, each in zip(before, said, strict=True)])
-        for row, each in zip(self._said, said, strict=True):
-            row.append(each)
+        `odds`: that one of the guesses is accepted that it goes on from, as the mean of the awaited rows; None: the
+        last guess of a chain.
+        """
+        asked, weighing = self._asked, self.weighing
+        assert weighing is not None
+        odds = weighing.mean_odds()[-1] if odds is None else odds
+        now, later = (Shape(at, at + asked.is_tree, asked.recent) for at in (depth, depth + 1))
+        rows = self.live.step(1 + later.nodes) - self.live.step(1 + now.nodes)
+        pays = weighing.gain(depth, odds) > self._aim * (self.live.draft(later) - self.live.draft(now) + rows)
+        if pays:
+            weighing.fronts.append(odds)
+        return pays
 
-    def goes_on(self) -> bool:
-        """Whether another guess promises more tokens in the time that it takes than rounds do on the whole."""
-        num, asked = len(self._odds), self._asked
-        longer, now = (Shape(depth, depth, asked.recent) for depth in (num + 1, num))
-        took = self.live.draft(longer) - self.live.draft(now) + self.live.step(2 + num) - self.live.step(1 + num)
-        return sum(self._odds[-1]) / len(self._odds[-1]) * self._confidence.usual > self._aim * took
+    def num_worth(self, depth: int, odds: Sequence[float]) -> int:
+        """How many nodes of a tree are worth verifying; `odds` are those that each is accepted, best first, as the mean
+        of the awaited rows. (One more than levels at least, since it is a tree.)
+        """
+        gains = list(accumulate(odds))
+        return max(
+            range(depth + 1, len(odds) + 1),
+            key=lambda num: gains[num - 1] - self._aim * self.live.step(1 + num),
+            default=len(odds),
+        )
 
     def _pinned_here(self) -> Shape:
         """The pinned shape, looking back no further than it must, where that may be chosen."""
@@ -329,7 +254,7 @@ class Policy:
 
     def affords(self, shape: Shape) -> bool:
         """Whether a try of this shape, which does not seem to pay, can be afforded, and might turn out to pay."""
-        plain, (draft_s, nodes) = self.live.step(1), self._size(shape, self._rates(shape)[1])
+        plain, (draft_s, nodes) = self.live.step(1), self._size(shape, self._outlook(shape))
         took = (self._catching_up + draft_s + self.live.step(1 + nodes)) / plain
         loss = took * (1 - self.rate_of_shape(shape) / self.rate_of_shape(PLAIN))
         usual, best = self._first_alphas[shape.is_tree], HOPED_TREE_ALPHA if shape.is_tree else HOPED_ALPHA
@@ -372,7 +297,7 @@ class Policy:
 
     def best_shape(self) -> Shape:
         """The draft that promises most tokens per second, be it more than a plain step or not."""
-        rates: dict[tuple[bool, int], tuple[list[float], list[float]]] = {}
+        outlooks: dict[tuple[bool, int], Outlook] = {}
         best, best_rate = PLAIN, 0.0
         for shape in self.shapes:
             if shape.recent and not self._windows_only and self.live.context < WORTHWHILE * shape.recent:
@@ -380,9 +305,9 @@ class Policy:
             if not self._bearable(shape):
                 continue
             kind = shape.is_tree, shape.recent
-            if kind not in rates:
-                rates[kind] = self._rates(shape)
-            rate = self._rate_of(shape, *rates[kind])
+            if kind not in outlooks:
+                outlooks[kind] = self._outlook(shape)
+            rate = self._rate_of(shape, outlooks[kind])
             if rate > best_rate:
                 best, best_rate = shape, rate
         return best
@@ -395,17 +320,18 @@ class Policy:
 
     def rate_of_shape(self, shape: Shape) -> float:
         """Tokens per second that model drafts of this shape promise."""
-        return self._rate_of(shape, *self._rates(shape))
+        return self._rate_of(shape, self._outlook(shape))
 
-    def _rates(self, shape: Shape) -> tuple[list[float], list[float]]:
-        """For each position of drafts of this kind: the probability that it is accepted, and that it is guessed. The
-        latter is empty where all are.
-        """
+    def _outlook(self, shape: Shape) -> Outlook:
+        """Of drafts of this kind."""
         if not shape.nodes:
-            return [], []
+            return Outlook([], [], 0.0)
         survival = self._survival(shape)
-        ends_early = self._stops and not shape.is_tree and not self.costs.at_once
-        return survival.rates(), survival.reach() if ends_early else []
+        return Outlook(
+            survival.rates(),
+            survival.reach() if self._stops and not self.costs.at_once else [],
+            survival.nodes(shape.nodes) if self._stops else shape.nodes,
+        )
 
     def _survival(self, shape: Shape) -> Survival:
         """Trees, drafts that look back only so far, and places that tables know have survival rates of their own."""
@@ -414,16 +340,17 @@ class Policy:
             self._survivals[key] = Survival(self._most, self._first_alphas[shape.is_tree])
         return self._survivals[key]
 
-    def _rate_of(self, shape: Shape, survival: list[float], reach: list[float]) -> float:
+    def _rate_of(self, shape: Shape, outlook: Outlook) -> float:
         extra, more = self._beside.per_round if shape.nodes else (0.0, 0.0)
-        draft_s, nodes = self._size(shape, reach)
+        draft_s, nodes = self._size(shape, outlook)
         draft_s += self._catching_up / REPAID if shape.nodes else 0.0
-        return self._rate(self._gain(shape, survival) + extra, nodes + more, draft_s)
+        return self._rate(self._gain(shape, outlook.survival) + extra, nodes + more, draft_s)
 
-    def _size(self, shape: Shape, reach: list[float]) -> tuple[float, float]:
-        """Seconds and guesses of a model's draft of which that much is asked; `reach` as `_rates` has it."""
-        guesses = sum(reach[: shape.depth]) if reach else shape.nodes
-        return self.live.draft(shape) * (guesses / shape.depth if reach else 1.0), guesses
+    def _size(self, shape: Shape, outlook: Outlook) -> tuple[float, float]:
+        """Seconds and guesses of a model's draft of which that much is asked."""
+        steps = sum(outlook.reach[: shape.depth]) if outlook.reach else shape.depth
+        draft_s = self.live.draft(shape) * (steps / shape.depth if shape.depth else 1.0)
+        return draft_s, outlook.nodes if shape.is_tree and self._stops else steps
 
     @property
     def _catching_up(self) -> float:
@@ -432,14 +359,14 @@ class Policy:
 
     def _gain(self, shape: Shape, survival: list[float]) -> float:
         gain = sum(survival[: shape.depth])
-        return gain * self._reach(shape.nodes) if shape.is_tree else gain
+        return gain * self._reach(shape.nodes) if shape.is_tree and not self._stops else gain
 
     def chances(self, shape: Shape) -> list[float]:
         """Of each node of a model's draft, best first: the estimated probability that it is accepted."""
+        if self.weighing is not None and len(self.weighing.odds) == shape.nodes:
+            return self.weighing.mean_odds()
         if shape.is_tree:
             return self._by_rank()[: shape.nodes]
-        if len(self._odds) == shape.depth:
-            return [sum(odds) / len(odds) for odds in self._odds]
         return self._survival(shape).rates()[: shape.depth]
 
     def _reach(self, num_nodes: int) -> float:
@@ -462,8 +389,7 @@ class Policy:
         honesty = (self._beside if beside.nodes else self._tables).honesty
         base, draft_s = 0.0, 0.0
         if beside.nodes:
-            survival = self._survival(beside).rates() if beside.is_tree else self.chances(beside)
-            base, draft_s = self._gain(beside, survival), self.live.draft(beside)
+            base, draft_s = self._promise(beside), self.live.draft(beside)
         while self.pinned is None and longest and not self._bearable(beside, longest):
             longest -= 1
         gains = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
@@ -479,6 +405,12 @@ class Policy:
         if promise > MARGIN and not self.table_account.empty and not self.must_probe(promise):
             return best, rates[best]
         return 0, rates[0]
+
+    def _promise(self, shape: Shape) -> float:
+        """Tokens of a model's draft that has been made which are accepted, on average."""
+        if shape.is_tree and self.weighing is None:
+            return self._gain(shape, self._survival(shape).rates())
+        return sum(self.chances(shape))
 
     def _rate(self, gain: float, num_nodes: float, draft_s: float = 0.0) -> float:
         """Tokens per second of a round that emits 1 + `gain` tokens out of `num_nodes` guesses."""
@@ -499,14 +431,17 @@ class Policy:
         self._fade(FORGET)  # in plain rounds too: what is long ago says little
         shape, num_nodes = model_shape(tree), tree.tokens.shape[1]
         self._drafted |= shape.nodes > 0
-        for row, path in enumerate(paths if shape.nodes else ()):
+        for path in paths if shape.nodes else ():
             accepted = sum(node <= shape.nodes for node in path)
-            self._survival(shape).learn(accepted, shape.depth, self._asked.depth)
-            if len(self._odds) == shape.depth and len(paths) == len(self._said):
-                self._confidence.learn(self._said[row], accepted)
-            for rank in range(shape.nodes if shape.is_tree else 0):
+            self._survival(shape).learn(accepted, shape.depth, self._asked.depth, shape.nodes)
+            for rank in range(shape.nodes if shape.is_tree and self.weighing is None else 0):
                 self._verified[rank] += 1
                 self._hits[rank] += rank + 1 in path
+        if self.weighing is not None and paths and len(self.weighing.odds) == shape.nodes:
+            best_chains = self.weighing.learn([{node - 1 for node in path if node <= shape.nodes} for path in paths])
+            for length, kept in best_chains if shape.is_tree else ():
+                longest = Shape(self._most, self._most, shape.recent)
+                self._survival(longest).learn(kept, length, self._asked.depth, length)
         guessed = num_nodes - shape.nodes
         if paths and num_nodes:
             held = (
@@ -529,7 +464,7 @@ class Policy:
                 gain = -draft_s / plain
             self.account.book(gain if shape.nodes else 0.0)
             self.table_account.book(0.0 if shape.nodes else gain)
-        self._looked, self._asked, self._odds, self._said = False, PLAIN, [], []
+        self._looked, self._asked, self.weighing = False, PLAIN, None
 
     def _fade(self, share: float) -> None:
         self._tables.fade(share)

@@ -40,7 +40,9 @@ class Way:
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
         self._sampling, self._state, self._gumbel = sampling, state, gumbel
         self._widths, self._graphs, self._offloaded = widths, graphs, offloaded
-        shapes = drafter.shapes if drafter else (PLAIN,)
+        shapes: Sequence[Shape] = drafter.shapes if drafter else (PLAIN,)
+        if kind.acceptance != "match":
+            shapes = [shape for shape in shapes if not shape.is_tree]
         self._most = max(shape.nodes for shape in shapes)
         if graphs is not None and widths:
             self._most = max(self._most, widths[-1] - 1)  # padding is rows without a node: no shape of its own

@@ -8,6 +8,7 @@ from torch import Tensor
 from compile.graphs import Replayed
 from compile.notes import note_token
 from sharesd.decoding.tree import DraftTree
+from sharesd.decoding.weighing import Weighing
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.guesser import Guesser
 
@@ -18,17 +19,17 @@ class ChainDraft:
     def __init__(self, guesser: Guesser, drafting: Drafting) -> None:
         self._guesser, self._drafting = guesser, drafting
         self._last_B1 = torch.zeros_like(guesser.root_at_B)[:, None]
-        self._weighs = False  # whether the policy hears how sure the model is of each guess
+        self._weighing: Weighing | None = None  # hears how sure the model is of each guess
         self._first = Replayed(self._start, drafting.graphs)
         self._next = Replayed(self._go_on, drafting.graphs)
 
     def draft(self, length: int) -> DraftTree:
         """A chain of at most so many tokens, which lies in the buffers; shorter where the policy has it end early."""
         buffers, sampler, policy = self._drafting.buffers, self._drafting.sampler, self._drafting.policy
-        self._weighs = policy.weighs and not sampler.wants_probs
+        self._weighing = None if sampler.wants_probs else policy.weighing
         self._first()
         for num in range(1, length):
-            if self._weighs and not policy.goes_on():
+            if self._weighing and not policy.grows(num):
                 length = num
                 break
             self._next()
@@ -53,11 +54,16 @@ class ChainDraft:
     def _guess(self, logits_B1V: Tensor) -> None:
         buffers, next_at_B, root_at_B = self._drafting.buffers, self._guesser.next_at_B, self._guesser.root_at_B
         token_B, probs_BV, chance_B = self._drafting.sampler.draft(
-            logits_B1V[:, 0], buffers.tokens_BN, next_at_B, root_at_B, self._guesser.ids, chances=self._weighs
+            logits_B1V[:, 0],
+            buffers.tokens_BN,
+            next_at_B,
+            root_at_B,
+            self._guesser.ids,
+            chances=self._weighing is not None,
         )
-        if chance_B is not None:
-            chances, policy = chance_B.tolist(), self._drafting.policy
-            policy.guessed([chances[row - self._drafting.first] for row in policy.awaited])
+        if self._weighing is not None and chance_B is not None:
+            chances = chance_B.tolist()
+            self._weighing.guessed([chances[row - self._drafting.first] for row in self._drafting.policy.awaited])
         note_token(token_B, next_at_B, root_at_B, self._last_B1, buffers.tokens_BN)
         if probs_BV is not None:
             at_B1V = (next_at_B - root_at_B - 1)[:, None, None].expand(-1, 1, probs_BV.shape[1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import exp
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from torch import Tensor
 from compile.attention import Branches
 from compile.graphs import Replayed
 from compile.grow import Draft, Front, Nodes, choose, grow
+from compile.weigh import Weighed, weigh, weighed
 from sharesd.decoding.tree import DraftTree, Shape
+from sharesd.decoding.weighing import Weighing
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.chain import ChainDraft
 from sharesd.drafters.guesser import Guesser
@@ -68,27 +71,58 @@ class TreeDraft:
         self._nodes = Nodes(zeros(C), torch.zeros(B, C, device=device), zeros(C, deepest), zeros(C))
         scores_Bk = torch.zeros(B, top, device=device)
         self._front = Front(zeros(top), scores_Bk, zeros(top, deepest), zeros(top, deepest), zeros(top))
+        self._weighing: Weighing | None = None  # if the policy decides how far it grows, and how much is verified
+        self._said_BC = torch.zeros(B, C, device=device)  # the model's probability of each node behind its parent
+        N = drafting.buffers.tokens_BN.shape[1]
+        self._best = Weighed(torch.zeros(B, N), torch.zeros(B, N), torch.zeros(B, N, dtype=torch.int64))
         self._first = Replayed(self._start, drafting.graphs)
         self._next = Replayed(self._go_on, drafting.graphs)
         self._last = Replayed(self._choose, drafting.graphs)
 
     def draft(self, shape: Shape) -> DraftTree:
-        """The best nodes of so many levels, which lie in the buffers."""
-        self._num_1.fill_(shape.nodes)
+        """The best nodes of so many levels, which lie in the buffers; fewer of both where the policy has it so."""
+        policy, depth, num = self._drafting.policy, shape.depth, shape.nodes
+        self._weighing = policy.weighing
+        self._num_1.fill_(num)
         self._first()
-        for _ in range(shape.depth - 1):
+        for level in range(1, depth):
+            if self._weighing and not policy.grows(level, self._odds()):
+                depth = level
+                break
             self._next()
         self._last()
-        buffers, T = self._drafting.buffers, 1 + shape.nodes
+        if self._weighing:
+            num = self._num_worth(self._weighing, depth, min(num, self._top + (depth - 1) * self._top**2))
+        buffers, T = self._drafting.buffers, 1 + num
         branches = Branches(buffers.depth_BT[:, :T], buffers.path_BTT[:, :T, :T])
         return DraftTree(
-            buffers.tokens_BN[:, : shape.nodes],
+            buffers.tokens_BN[:, :num],
             branches,
-            depth=shape.depth,
-            num_steps=shape.depth,
+            depth=depth,
+            num_steps=depth,
             places=buffers.places_BT[:, :T],
             in_buffers=True,
         )
+
+    def _odds(self) -> float:
+        """That one of the front's nodes is accepted, as the mean of the awaited rows."""
+        scores = self._front.scores_Bk.tolist()
+        odds = [sum(map(exp, scores[row])) for row in self._awaited]
+        return sum(odds) / len(odds)
+
+    def _num_worth(self, weighing: Weighing, depth: int, most: int) -> int:
+        """How many of the best nodes the policy wants verified."""
+        weighed(self._nodes, self._said_BC, self._top, self._best)
+        said, odds, parents = (part[:, :most].tolist() for part in self._best)
+        rows = self._awaited
+        odds_by_node = list(zip(*(odds[row] for row in rows), strict=True))
+        num = self._drafting.policy.num_worth(depth, [sum(node) / len(rows) for node in odds_by_node])
+        weighing.drew([said[row][:num] for row in rows], [parents[row][:num] for row in rows], odds_by_node[:num])
+        return num
+
+    @property
+    def _awaited(self) -> list[int]:
+        return [row - self._drafting.first for row in self._drafting.policy.awaited]
 
     def _start(self) -> None:
         nodes, level_B = self._nodes, self._level_B
@@ -112,7 +146,11 @@ class TreeDraft:
             logits_BFV = logits_BFV.expand(-1, num, -1)
         positions_B = self._guesser.next_at_B + self._level_B
         children = sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC, self._guesser.ids)
-        grow(self._level_B, nodes, self._front, *(part_BFk.expand(-1, num, -1) for part_BFk in children))
+        tokens_BFk, logp_BFk = (part_BFk.expand(-1, num, -1) for part_BFk in children)
+        if self._weighing:
+            logp_BFk = logp_BFk.float().contiguous()
+            weigh(self._level_B, torch.from_numpy(self._weighing.chances), self._said_BC, logp_BFk)
+        grow(self._level_B, nodes, self._front, tokens_BFk, logp_BFk)
 
     def _choose(self) -> None:
         """The best of all nodes into the buffers."""

@@ -115,7 +115,7 @@ class HybridDrafter:
         ):
             woven[row] = model = Guess(tokens, parents, chances)
             if row in guesses:
-                chain = spine(model)
+                chain = spine(model.parents)
                 after = self._ask(row, room, [tokens[node] for node in chain])
                 woven[row] = weave(model, [(-1, guesses[row]), (chain[-1], after)])
         _, alone = policy.worth([()], beside=shape)

@@ -259,7 +259,10 @@ def _train(session: Session, check_every: int) -> None:
     trainer, total, first = session.trainer, session.recipe.steps, session.processes.first
     if first:
         chain, costs = session.task.chain, session.costs
-        draft, verify = (seconds / costs.of_step(1) for seconds in (costs.draft, costs.of_step(1 + chain)))
+        draft, verify = (
+            seconds / costs.of_step(1)
+            for seconds in (costs.draft + costs.draft_begin / chain, costs.of_step(1 + chain))
+        )
         _say(f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {chain} costs {verify:.2f}")
     for record in session.journal.records if first else ():
         if "rates" in record:

@@ -68,10 +68,10 @@ class Table(Protocol):
         ...
 
 
-def spine(guess: Guess) -> list[int]:
-    """The nodes on the path through each node's best child."""
+def spine(parents: Sequence[int]) -> list[int]:
+    """The nodes on the path through each node's best child, of a Guess with these parents."""
     chain: list[int] = []
-    for index, parent in enumerate(guess.parents):
+    for index, parent in enumerate(parents):
         if parent == (chain[-1] if chain else -1):
             chain.append(index)
     return chain
@@ -79,7 +79,7 @@ def spine(guess: Guess) -> list[int]:
 
 def best_chain(guess: Guess) -> Guess:
     """The path through each node's best child, alone."""
-    chain = spine(guess)
+    chain = spine(guess.parents)
     return Guess([guess.tokens[i] for i in chain], list(range(-1, len(chain) - 1)), [guess.scores[i] for i in chain])
 
 
