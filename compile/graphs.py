@@ -1,11 +1,17 @@
-"""CUDA graphs: a function of persistent tensors is run a few times, captured, and replayed from then on."""
+"""CUDA graphs: a function of persistent tensors is run a few times, captured, and replayed from then on.
+
+A graph is of one device and calls nothing on the host. So a function may become several, with calls between them
+(`between_graphs`).
+"""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -28,6 +34,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._pool: object | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}  # of each device one: a pool's memory is that of a stream
         self._failed = False
 
     def capture(self, function: Callable[[], T]) -> tuple[Callable[[], object], T] | None:
@@ -47,12 +54,68 @@ class Graphs:
         return captured
 
     def _record(self, function: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        with _Capture(self._graph) as capture:
+            result = function()
+        return capture.replay, result
+
+    @contextmanager
+    def _graph(self) -> Iterator[Callable[[], object]]:
+        """What is launched within, on the device that is current, becomes a graph: how to replay it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
-            result = function()
-        return graph.replay, result
+        device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # nothing may lie between two calls
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._streams[device]):  # type: ignore[arg-type]
+                yield graph.replay
+
+
+class _Capture:
+    """A function on its way into graphs, while it is entered."""
+
+    def __init__(self, new_graph: Callable[[], AbstractContextManager[Callable[[], object]]]) -> None:
+        self._new_graph, self._graph = new_graph, ExitStack()
+        self._steps: list[Callable[[], object]] = []
+
+    def __enter__(self) -> _Capture:
+        self._begin()
+        self._token = _capture.set(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _capture.reset(self._token)
+        self._graph.__exit__(*error)
+
+    def _begin(self) -> None:
+        self._steps.append(self._graph.enter_context(self._new_graph()))
+
+    def between(self, function: Callable[[], object]) -> None:
+        self._graph.close()
+        function()
+        self._steps.append(function)
+        self._begin()
+
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
+
+
+_capture: ContextVar[_Capture | None] = ContextVar("_capture", default=None)
+
+
+def between_graphs(function: Callable[[], object]) -> None:
+    """Call a function that no graph may have in it, like copies to another device, or going on to launch there.
+
+    Within a capture one graph ends before it, and another begins behind it, on the device that is current then. Each
+    replay calls it there again, so it works on tensors that stay in place.
+    """
+    capture = _capture.get()
+    if capture is None:
+        function()
+    else:
+        capture.between(function)
 
 
 class Replayed(Generic[T]):

@@ -7,13 +7,11 @@ long as on one device, and a hop more for each stage.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +59,9 @@ class Split:
         """Where a block is."""
         return next(stage.device for stage in self.stages if block in stage.blocks)
 
-    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """`copied`, as a hop that a stage waits for."""
-        if self.hop_seconds:
-            time.sleep(self.hop_seconds)
-        return copied(tensor, device)
-
-
-def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device, on the same one, too: stages share no memory. The host waits for nothing."""
-    if tensor.device == device:
-        return tensor.clone()
-    return tensor.to(device, non_blocking=True)
+    def is_home(self, stage: int) -> bool:
+        """Whether a stage is where tokens are chosen."""
+        return self.apart is None and stage == len(self.stages) - 1
 
 
 class DoesNotFit(ValueError):

@@ -226,13 +226,9 @@ class Runtime:
         for head in self._heads.values():
             head.native = self._steps.head(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
-        in_stages = self._split is not None and self._split.hands_over
         captures = self.device.type == "cuda" and self.compile != "off"
         if captures and self.streamed is not None:
             log.warning("weights travel: passes of the target are not captured in CUDA graphs, drafts are")
-        if captures and (in_stages or config.draft_device):
-            log.warning("rounds on several devices are not captured in CUDA graphs yet: each step is launched anew")
-            captures = False
         self._graphs = Graphs() if captures else None
         top, depth, _ = self._tree or (0, 0, 0)
         # A row that ended in a round of several tokens rests behind the context; launched ahead, it runs on by a round.

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from compile.attention import Branches
 from compile.ranges import Range
-from multigpu.pipeline import Split, copied
+from multigpu.pipeline import Split
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.device import use
+from sharesd.hops import hop
 
 
 class StagedBlocks:
@@ -24,7 +24,7 @@ class StagedBlocks:
     def __init__(self, split: Split) -> None:
         self._split = split
         self._ranges = tuple(
-            Range(stage.first, stage.num_blocks, partial(use, stage.device), hand_over=partial(self._hand_over, number))
+            Range(stage.first, stage.num_blocks, hand_over=partial(self._hand_over, number))
             for number, stage in enumerate(split.stages)
         )
 
@@ -35,9 +35,15 @@ class StagedBlocks:
     def _hand_over(
         self, number: int, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None
     ) -> tuple[Tensor, StaticKVCache, Branches | None]:
-        split = self._split
-        device, is_home = split.stages[number].device, split.apart is None and number == len(split.stages) - 1
-        if not is_home:
-            cache = cache.mirrored(number)
-            branches = branches and Branches(*(copied(part, device) for part in branches))
-        return split.send(x_BTD, device) if number else x_BTD, cache, branches
+        split, device = self._split, self._split.stages[number].device
+        seconds = split.hop_seconds if number else 0.0
+        sent = [x_BTD] if number else []  # to the first stage tokens came
+        if split.is_home(number):
+            return (*hop(device, *sent, seconds=seconds), x_BTD)[0], cache, branches
+        view = cache.mirrored(number)
+        lengths = [(view.lengths, cache.lengths)] if cache.known_length is None else []
+        copies = hop(device, *(branches or ()), *sent, onto=lengths, seconds=seconds)
+        if cache.known_length is not None:
+            view.lengths.fill_(cache.known_length)
+        there = branches and Branches(*copies[:2])
+        return copies[-1] if number else x_BTD, view, there

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import compile.attention
@@ -45,9 +45,11 @@ class HostRead(RuntimeError):
 class Recording(TorchDispatchMode):
     """The operations of one capture, as long as it is entered; a graph from then on."""
 
-    def __init__(self, pool: RecordedGraphs) -> None:
+    in_progress = False
+    """Whether any is entered."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._pool = pool
         self._steps: list[tuple[Callable, tuple, dict, list[Tensor]]] = []  # an operation, and what it made
         self._made: dict[int, Tensor] = {}  # a tensor of each storage that was made here
         self._found: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # changed ones, and copies
@@ -82,11 +84,14 @@ class Recording(TorchDispatchMode):
                 self._alive.append(tensor)
                 self._found[place] = (tensor.untyped_storage(), tensor.untyped_storage().clone())
 
-    def close(self, result: Any) -> None:
-        """The capture is over: what it did is undone."""
+    def undo(self) -> None:
+        """What the capture changed is as it was before."""
         for storage, before in self._found.values():
             storage.copy_(before)
         self._found.clear()
+
+    def spare(self, result: Any) -> None:
+        """What the captured function returned stays as it is while other functions are replayed."""
         self._returned = {_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
 
     def poison(self, *, returned: bool) -> None:
@@ -99,8 +104,6 @@ class Recording(TorchDispatchMode):
     def replay(self) -> None:
         """Do again what was recorded."""
         self.num_replays += 1
-        for other in self._pool.recorded:
-            other.poison(returned=other is self)
         for func, args, kwargs, fresh in self._steps:
             again = func(*args, **kwargs)
             if fresh:
@@ -114,17 +117,39 @@ class RecordedGraphs(Graphs):
     def __init__(self) -> None:
         super().__init__()
         self.recorded: list[Recording] = []
+        self._recording: list[Recording] = []  # of the function that is being captured
 
     def _record(self, function: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        recording = Recording(self)
-        result = None
+        self._recording.clear()
+        try:
+            replay, result = super()._record(function)
+        finally:
+            with _disable_current_modes():  # whoever watches operations shall see those of replays alone
+                for recording in reversed(self._recording):
+                    recording.undo()
+        ours = [*self._recording]
+        for recording in ours:
+            recording.spare(result)
+        self.recorded += ours
+
+        def poisoned_before() -> None:
+            with _disable_current_modes():
+                for recording in self.recorded:
+                    recording.poison(returned=recording in ours)
+            replay()
+
+        return poisoned_before, result
+
+    @contextmanager
+    def _graph(self) -> Iterator[Callable[[], object]]:
+        recording = Recording()
+        self._recording.append(recording)
+        Recording.in_progress = True
         try:
             with no_host_reads(), recording:
-                result = function()
+                yield recording.replay
         finally:
-            recording.close(result)
-        self.recorded.append(recording)
-        return recording.replay, result
+            Recording.in_progress = False
 
     @property
     def num_replays(self) -> int:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from recorded_graphs import Recording
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from multigpu.pipeline import Split, copied
-from sharesd.device import use
+from multigpu.pipeline import Split
+from sharesd import hops
 from sharesd.models.decoder import Decoder
 from sharesd.staged import StagedBlocks
 
+copy_over = hops.copy_over
 CROSSES = ("copy_",)
 """Operations that read another device's tensor than the one they write."""
 
@@ -30,9 +33,11 @@ class Hop(NamedTuple):
     target: int
 
 
-def in_stages(decoder: Decoder, num_blocks: tuple[int, ...]) -> Decoder:
-    """The decoder with so many blocks in each stage, on devices cpu:0, cpu:1 and so on."""
+def in_stages(decoder: Decoder, num_blocks: tuple[int, ...], apart: int | None = None) -> Decoder:
+    """The decoder with so many blocks in each stage, on devices cpu:0, cpu:1 and so on; `apart`: see `Split`."""
     split = Split.of([torch.device("cpu", number) for number in range(len(num_blocks))], num_blocks)
+    if apart is not None:
+        split = replace(split, apart=torch.device("cpu", apart))
     decoder.split, decoder.ranges = split, StagedBlocks(split).ranges
     return decoder
 
@@ -57,18 +62,15 @@ class Places(TorchDispatchMode):
         for tensor in tensors:
             self._place[tensor.untyped_storage()._cdata] = place, tensor
 
-    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """`multigpu.pipeline.copied`, to another place."""
-        source = self._place_of(tensor)
-        current, self.current = self.current, source  # which of them is the current one is nothing to copies
-        copy = tensor.clone()
-        self.current = current
-        self.hops.append(Hop(tuple(tensor.shape), source, device.index))
-        self.put([copy], device.index)
-        return copy
+    def copy_over(self, copy: Tensor, tensor: Tensor) -> None:
+        """`sharesd.hops.copy_over`; what nobody has put anywhere is put where it is taken to be."""
+        self.put([tensor], self._place_of(tensor))
+        copy_over(copy, tensor)
 
     def use(self, device: torch.device) -> None:
         """`sharesd.device.use`, of GPUs."""
+        if Recording.in_progress:
+            self.found.append(f"a capture goes on on {device.index}, in a graph of {self.current}")
         self.current = device.index
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -97,6 +99,8 @@ class Places(TorchDispatchMode):
     def _cross(self, written: Tensor, read: Tensor, non_blocking: bool = False) -> None:
         source, target = self._place_of(read), self._place_of(written)
         self.hops.append(Hop(tuple(written.shape), source, target))
+        if Recording.in_progress:
+            self.found.append(f"a graph has a copy from {source} to {target}")
         if not non_blocking:
             self.found.append(f"copy_ from {source} to {target}, for which the host waits")
 
@@ -112,10 +116,11 @@ class TimedPlaces(Places):
         self.busy: dict[int, list[int]] = defaultdict(list)
         """Place -> when its products began."""
 
-    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def copy_over(self, copy: Tensor, tensor: Tensor) -> None:
         if tensor.untyped_storage()._cdata in self._place:
-            self._wait_for_each_other(self._place_of(tensor), device.index)
-        return super().copied(tensor, device)
+            super().copy_over(copy, tensor)
+        else:  # from the host
+            copy.copy_(tensor)
 
     def _cross(self, written: Tensor, read: Tensor, non_blocking: bool = False) -> None:
         super()._cross(written, read, non_blocking)
@@ -141,10 +146,8 @@ def watched(decoder: Decoder, *caches: Any, kind: type[Places] = Places) -> Iter
     stages = decoder.split.stages
     places = kind(stages[-1].device.index)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("multigpu.pipeline", "sharesd.staged", "sharesd.decoding.cache"):
-            patch.setattr(f"{module}.{copied.__name__}", places.copied)
-        for module in ("sharesd.models.decoder", "sharesd.staged", "sharesd.decoding.cache"):
-            patch.setattr(f"{module}.{use.__name__}", places.use)
+        patch.setattr(hops, "copy_over", places.copy_over)
+        patch.setattr(hops, "use", places.use)
         patch.setattr(decoder, "ranges", StagedBlocks(decoder.split).ranges)
         for stage in stages:
             number = stage.device.index

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import torch
 from oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
+from staged_places import in_stages, watched
 from tiny_heads import random_head
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from compile.graphs import Graphs, Replayed, no_captures
+from compile.graphs import Graphs, Replayed, between_graphs, no_captures
+from sharesd import hops
 from sharesd.config import SamplingParams
 from sharesd.decoding import calibrate
 from sharesd.decoding.calibrate import warm_up
@@ -131,22 +135,79 @@ def test_no_captures_notices_one() -> None:
         replayed()
 
 
+def test_calls_between_graphs_are_made_by_every_replay() -> None:
+    """With what the graph before has made, and what the one behind it goes on with."""
+    graphs, (number, seen, step) = RecordedGraphs(), counter()
+    there, calls = torch.zeros(3), []
+
+    def in_pieces() -> Tensor:
+        made = step() * 2
+
+        def carry() -> None:
+            calls.append(number.tolist()[0])  # the host may look at tensors here
+            there.copy_(made)
+
+        between_graphs(carry)
+        seen.add_(there)
+        return there + made
+
+    replayed = Replayed(in_pieces, graphs)
+    for call in range(1, 6):
+        assert replayed().tolist() == [4 * (2 * call + 1)] * 3
+        assert seen.tolist() == [2 * call + 2 * (2 * call + 1)] * 3
+    assert calls == [1, 2, 3, 3, 4, 5]  # the third one is that of the capture, which is undone
+    assert [recording.num_replays for recording in graphs.recorded] == [3, 3]
+
+
+def test_what_fails_between_graphs_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    graphs, (number, _, step) = RecordedGraphs(), counter()
+
+    def fails() -> None:
+        raise RuntimeError("no way to there")
+
+    def in_pieces() -> None:
+        step()
+        between_graphs(fails)
+
+    assert graphs.capture(in_pieces) is None and "no way to there" in caplog.text
+    assert number.tolist() == [0] * 3
+    between_graphs(step)  # nothing is being captured
+    assert number.tolist() == [1] * 3
+
+
 def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[object] = []
+    pools, taken, streams = [], [], iter(range(9))
 
     @contextmanager
-    def captures(graph: object, pool: object) -> Iterator[None]:
+    def captures(graph: object, pool: object, stream: Any) -> Iterator[None]:
         pools.append(pool)
+        taken.append(stream)
         yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", captures)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    graphs = Graphs()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: next(streams))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    graphs, device = Graphs(), 0
+
+    def go_to(number: int) -> None:
+        nonlocal device
+        device = number
+
     for _ in range(3):
         assert graphs.capture(lambda: 7) is not None
     Graphs().capture(lambda: 7)
     assert len(pools) == 4 and len(set(pools[:3])) == 1 and pools[3] is not pools[0]
+    assert taken == [0, 0, 0, 1]
+
+    def in_pieces() -> None:
+        for number in (1, 0):
+            between_graphs(partial(go_to, number))
+
+    taken.clear()
+    assert graphs.capture(in_pieces) is not None
+    assert taken == [0, 2, 0] and len(pools) == 7 and len({*pools[:3], *pools[4:]}) == 1
 
 
 def test_without_cuda_capturing_is_reported_and_rounds_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,21 +270,26 @@ CPU, GPU = ("cpu", torch.float64), ("cuda", torch.float32)
 """Where models are, and in what: our kernels for GPUs take no float64."""
 
 
-def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
-    """An engine with drafts of up to 6 nodes."""
+def new(kind: str, batch: int, *, place: Place = CPU, num_blocks: tuple[int, ...] = (), **options: Any) -> Engine:
+    """An engine with drafts of up to 6 nodes. Its target has so many blocks in each stage; a second model is apart."""
     name, tree = kind.split()[0], (2, 3, 6) if "tree" in kind else None
     model, switch = switched(tiny_decoder(3), 0.2)
     model.to(*place)
+    second = noisy(3).to(*place)
+    if num_blocks:
+        in_stages(model, num_blocks), in_stages(second, (2,), apart=len(num_blocks) - 1)
     options = {"batch": batch, "auto_length": True} | options
     if name == "naive":
         return new_engine(model, **options)
     if name == "share":
         return share_engine(model, switch, num_draft=6, tree=tree, **options)
     if name == "classic":
-        return classic_engine(model, noisy(3).to(*place), num_draft=6, tree=tree, **options)
+        return classic_engine(model, second, num_draft=6, tree=tree, **options)
     shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
     if "eagle" in name or name in ("parallel", "glide"):
         head = random_head(model, name, ids=range(3, 40, 2), draft_length=6)
+        if num_blocks:  # heads are at the last stage, the target's embedding at the first
+            head.embed = torch.nn.Embedding.from_pretrained(model.embed.weight.clone())
         cache = model.new_cache(batch, 160, head.config.taps)
         drafts: Any = {"parallel": ParallelDrafter, "glide": GlideDrafter}.get(name, EagleDrafter)
         drafter = drafts(head, cache, shapes=shapes, weight_bytes=0, top=top)
@@ -232,7 +298,7 @@ def new(kind: str, batch: int, *, place: Place = CPU, **options: Any) -> Engine:
     inner: Any = None
     if name == "hybrid":
         inner = (
-            ClassicDrafter(noisy(3).to(*place), batch=batch, slots=160, shapes=shapes, weight_bytes=0, top=top)
+            ClassicDrafter(second, batch=batch, slots=160, shapes=shapes, weight_bytes=0, top=top)
             if "classic" in kind
             else ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
         )
@@ -268,6 +334,46 @@ def test_captured_rounds_equal_uncaptured_ones(
     graphs = RecordedGraphs()
     compare(kind, params, batch, graphs, CPU)
     assert graphs.num_replays > 6 and not caplog.records, "no capture failed"
+
+
+@pytest.mark.parametrize(
+    "kind, params, batch",
+    [
+        ("naive", PENALISED, 2),
+        ("share", SAMPLED, 2),
+        ("share tree", GREEDY, 1),
+        ("classic", SAMPLED, 1),
+        ("eagle3 tree", GREEDY, 2),
+        ("suffix", SAMPLED, 2),
+        ("hybrid classic tree", GREEDY, 1),
+    ],
+)
+def test_stages_are_captured_in_graphs_of_one_device_each(
+    kind: str, params: SamplingParams, batch: int, way_of_cuda: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hops lie between them; texts, and what is accepted, are those of rounds that are launched anew on one device."""
+    graphs = RecordedGraphs()
+    plain, captured = (
+        new(kind, batch, widths=[7], graphs=each, num_blocks=num) for each, num in ((None, ()), (graphs, (1, 1)))
+    )
+    with watched(captured.target, captured.cache) as places:  # type: ignore[arg-type]
+        for pin in pins(plain):
+            for engine in (plain, captured):
+                engine.way(params).policy.pinned = pin
+            with _disable_current_modes():
+                wanted = outcome(plain, params)
+            assert outcome(captured, params) == wanted
+    assert "classic" in kind or places.found == []  # nobody has said where second models are
+    assert graphs.num_replays > 6 and not caplog.records, "no capture failed"
+
+
+def test_a_hop_within_a_graph_is_noticed(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hops, "between_graphs", lambda function: function())
+    engine = new("naive", 1, widths=[7], graphs=RecordedGraphs(), num_blocks=(1, 1))
+    with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
+        outcome(engine, GREEDY)
+    assert "a capture goes on on 0, in a graph of 1" in places.found
+    assert "a graph has a copy from 0 to 1" in places.found
 
 
 @pytest.mark.cuda

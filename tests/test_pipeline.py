@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmark.__main__ import main as benchmark
 from compile import regions
 from compile.regions import CompiledBlocks
-from multigpu import pipeline
-from multigpu.pipeline import DoesNotFit, Sizes, copied, from_map, shares
+from multigpu.pipeline import DoesNotFit, Sizes, from_map, shares
 from serve.command import load_model
+from sharesd import hops
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SplitConfig
 from sharesd.decoding.engine import Engine
@@ -136,7 +136,7 @@ def test_as_much_is_accepted_as_on_one_device(folder: Path) -> None:
 
 def test_a_pass_takes_a_hop_for_each_stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(pipeline.time, "sleep", waits.append)
+    monkeypatch.setattr(hops.time, "sleep", waits.append)
     split = SplitConfig(devices=("cpu",) * 3, hop_seconds=0.02)
     runtime = Runtime(config_of(folder, num_draft=4, split=split), ("naive", "share"))
     for mode, passes in (("naive", 1), ("share", 1 + 4)):
@@ -227,26 +227,25 @@ def test_pieces_of_a_prompt_go_through_stages_one_behind_the_other(way_of_cuda: 
 
 
 def test_copies_to_other_devices_wait_for_nothing() -> None:
-    asked: list[dict[str, Any]] = []
+    waits: list[bool] = []
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            asked.append(kwargs or {})
+            if func is torch.ops.aten.copy_.default:
+                waits.append(not args[2])
             return func(*args, **(kwargs or {}))
 
-    tensor = torch.ones(2)
     with Copies():
-        copied(tensor, torch.device("meta"))
-    assert [each["non_blocking"] for each in asked] == [True]
+        hops.hop(torch.device("meta"), torch.ones(2))
+    assert waits == [False]
 
 
 def test_a_stage_whose_device_was_not_made_current_is_noticed(way_of_cuda: None, monkeypatch: Any) -> None:
     engine = kinds()["naive"](1)
     with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
-        ranges = [each._replace(before=lambda: None) for each in engine.target.ranges()]  # type: ignore[attr-defined]
-        monkeypatch.setattr(engine.target, "ranges", lambda: ranges)
+        monkeypatch.setattr(hops, "use", lambda device: None)
         engine.complete([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
-    assert any("on 1 while 0 is the current device" in found for found in places.found)
+    assert any("on 0 while 2 is the current device" in found for found in places.found)
 
 
 def test_a_tensor_at_a_wrong_place_is_noticed(way_of_cuda: None) -> None:
@@ -414,10 +413,10 @@ def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert h >= 0.003 and len(report["stage_s"]["2 stages"]) == 2 and min(report["stage_s"]["2 stages"]) > 0
     assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * h)
     assert two["round_s"] >= one["round_s"] + 2 * 0.003 and share["round_s"] >= 2 * (1 + 2) * 0.003
-    for place, mode, hops in (("2 stages", "classic", 2), ("2 stages, own draft", "classic", 2 + 2 * 2)):
+    for place, mode, num in (("2 stages", "classic", 2), ("2 stages, own draft", "classic", 2 + 2 * 2)):
         found, alone = figures[place, mode], figures["1 device", mode]
-        assert found["predicted_round_s"] == pytest.approx(alone["round_s"] + hops * h)
-        assert found["round_s"] >= hops * 0.003
+        assert found["predicted_round_s"] == pytest.approx(alone["round_s"] + num * h)
+        assert found["round_s"] >= num * 0.003
     assert figures["1 device, waits as 2", "share"]["round_s"] >= 2 * (1 + 2) * 0.003
     assert figures["own draft, at once", "share"]["round_s"] is None
     said = capsys.readouterr().out

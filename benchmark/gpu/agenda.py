@@ -43,16 +43,17 @@ STEPS = (
     Step("cublas-steady", 50, "cublas:measure", "the same, kept from splitting sums", {"steady": "yes"}),
     Step("sdpa", 60, "sdpa:measure", "library attention: which backends run, their plans, speed and rows"),
     Step("kernels", 110, "own_kernels:measure", "our Triton kernels: errors, bits of rows, speed, dependent launch"),
-    Step("tiles", 120, "tiles:measure", "the fastest tiles of our products, kept for what follows and to be shipped"),
-    Step("gemlite", 100, "low_bits:measure", "low-bit products by gemlite, beside ours; the faster ones are used"),
+    Step("tiles", 110, "tiles:measure", "the fastest tiles of our products, kept for what follows and to be shipped"),
+    Step("gemlite", 90, "low_bits:measure", "low-bit products by gemlite, beside ours; the faster ones are used"),
     Step("tests", 130, "gpu_tests:measure", "the tests that need a GPU, those of our kernels among them"),
     Step("135m", 270, "embedded:measure", "the embedded model: texts, speed, captures, memory, rows that come and go"),
-    Step("7b", 260, "widened:measure", "widened to 7B: naive, share, costs, long contexts, profile", {"size": "7b"}),
+    Step("7b", 250, "widened:measure", "widened to 7B: naive, share, costs, long contexts, profile", {"size": "7b"}),
     Step("1b", 110, "widened:measure", "widened to 1B: naive, share, costs", {"size": "1b"}),
-    Step("offload", 190, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", {"size": "7b"}),
-    Step("hybrid", 80, "widened:compare", "hybrid against naive, prompt by prompt, at 7B", {"modes": "naive,hybrid"}),
+    Step("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", {"size": "7b"}),
+    Step("hybrid", 70, "widened:compare", "hybrid against naive, prompt by prompt, at 7B", {"modes": "naive,hybrid"}),
     Step("starts", 80, "starts:measure", "seconds of whole processes to the first tokens, caches warm and cold"),
     Step("classic", 40, "widened:compare", "classic against naive, at 1B", {"modes": "naive,classic", "size": "1b"}),
+    Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", {"size": "1b"}),
 )
 """Most valuable first; together they take 29 minutes at most. docs/gpu.md says how to run them in three parts."""
 

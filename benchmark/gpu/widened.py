@@ -13,7 +13,7 @@ from benchmark.gpu.modes import answer, compare_modes, loaded, profile, prompts_
 from benchmark.gpu.worker import Job
 from benchmark.studies.wide_shapes import SHAPES, Shape
 from benchmark.studies.widening import GROUP, describe, wide_tensors
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig
 from sharesd.load import Runtime
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.resolve import resolve
@@ -62,6 +62,20 @@ def compare(job: Job, modes: str, size: str = "7b") -> None:
             job.add("prompts", {"tokens": length, "first token, ms": 1e3 * engine.stats.prefill_s})
 
 
+def in_stages(job: Job, size: str) -> None:
+    """The model in two stages on the one device, beside the model as it is: the same texts, nearly as fast."""
+    split = SplitConfig(devices=(job.device,) * 2)
+    ways: dict[str, dict[str, Any]] = {"whole": {}, "2 stages": {"split": split, "device": "auto"}}
+    found = {}
+    for label, options in ways.items():
+        with widened_model(job, size, ("naive", "share"), label=label, **options) as runtime:
+            found[label] = compare_modes(job, runtime, ("naive", "share"), ["T=0"], prompts=3, tokens=128, label=label)
+    for mode in ("naive", "share"):
+        whole, staged = (answers[mode, "T=0"] for answers in found.values())
+        speed = staged.together.tokens_per_second / whole.together.tokens_per_second
+        job.add("stages", {"mode": mode, "identical": staged.token_ids == whole.token_ids, "x whole": speed})
+
+
 @contextmanager
 def widened_model(
     job: Job,
@@ -81,7 +95,8 @@ def widened_model(
     job.put(model=name)
     with tempfile.TemporaryDirectory() as folder:
         describe(source, Path(folder), shape, name=name)
-        config = EngineConfig(target=folder, device=job.device, exact=exact, max_context=max_context, **options)
+        options = {"device": job.device, "exact": exact, "max_context": max_context, **options}
+        config = EngineConfig(target=folder, **options)
         tensors = partial(wide_tensors, source, shape, device=job.device)
         label = label or f"{', '.join(modes)}{'' if exact else ', not exact'}, {max_context} slots"
         with loaded(job, config, modes, tensors, label) as runtime:

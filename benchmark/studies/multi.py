@@ -332,13 +332,15 @@ def _hop_seconds(runtime: Runtime) -> float:
     """Median seconds in which a row of the residual stream comes from the first stage to the last."""
     import torch
 
+    from sharesd.hops import hop
+
     target = _decoder(runtime)
     first, last = target.split.stages[0].device, target.split.stages[-1].device
     row = torch.ones(1, 1, target.config.hidden_size, dtype=runtime.dtype, device=first)
     times = []
     for _ in range(SENT):
         started = time.perf_counter()
-        target.split.send(row, last)[0, 0, 0].item()
+        hop(last, row, seconds=target.split.hop_seconds)[0][0, 0, 0].item()
         times.append(time.perf_counter() - started)
     return median(times)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from compile.attention import new_kv, round_slots, row_keeper, unpack_kv
 from compile.pages import zeros_like
 from compile.places import keep_places
-from multigpu.pipeline import Split, copied
-from sharesd.device import use
+from multigpu.pipeline import Split
+from sharesd.hops import hop
 
 
 class StaticKVCache:
@@ -113,18 +113,14 @@ class StaticKVCache:
         return view
 
     def mirrored(self, stage: int) -> StaticKVCache:
-        """The cache as a stage elsewhere sees it: its lengths are a copy there of these, as they are now. A view which
-        is made once, since kernels remember views.
+        """The cache as a stage elsewhere sees it: with lengths there, onto which whoever goes there copies these. A
+        view which is made once, since kernels remember views.
         """
         assert self._split is not None
         view = self._mirrors.get(stage)
         if view is None:
             view = self._mirrors[stage] = self._view()
             view.lengths = torch.empty_like(self.lengths, device=self._split.stages[stage].device)
-        if self.known_length is None:
-            view.lengths.copy_(self.lengths, non_blocking=True)
-        else:
-            view.lengths.fill_(self.known_length)
         return view
 
     @property
@@ -194,10 +190,15 @@ class StaticKVCache:
         """The hidden states of the tokens that are being read, at this depth: kept if that is asked for."""
         if self.features is None or depth not in self.taps:
             return
-        x_BTD = x_BTD.to(self.features.device)
+        split = self._split
+        elsewhere = split is not None and depth <= split.stages[-1].first
+        if split is not None and elsewhere:
+            [x_BTD] = hop(split.home, x_BTD)
         D, at = x_BTD.shape[2], self.taps.index(depth)
         rows_B1, slots_BT = self._new_slots(x_BTD.shape[1])
         self.features[rows_B1, slots_BT, at * D : (at + 1) * D] = x_BTD
+        if split is not None and elsewhere:
+            hop(split.device_of(depth - 1))
 
     def _new_slots(self, num: int) -> tuple[Tensor, Tensor]:
         """Indices of the first slots behind the lengths: rows [B, 1] and slots [B, num]."""
@@ -221,13 +222,15 @@ class StaticKVCache:
         keepers = []
         for stage in split.stages:
             part = slice(stage.blocks.start, stage.blocks.stop)
-            keepers.append((stage, row_keeper(self.k[part], self.v[part], self.sizes[part])))
+            keepers.append(row_keeper(self.k[part], self.v[part], self.sizes[part]))
 
         def keep(*places: Tensor) -> None:
-            for stage, keeper in keepers:
-                use(stage.device)
-                keeper(*(copied(place, stage.device) for place in places))
-            use(split.home)
+            for number, keeper in enumerate(keepers):
+                at_home = split.is_home(number)
+                copies = hop(split.stages[number].device, *(() if at_home else places))
+                keeper(*(places if at_home else copies))
+            if split.apart is not None:
+                hop(split.apart)
 
         return keep
 

@@ -20,7 +20,7 @@ from compile.ranges import Range, Ranges, first_blocks
 from multigpu.pipeline import Split
 from multigpu.tensor import WHOLE, Part
 from sharesd.decoding.cache import StaticKVCache
-from sharesd.device import use
+from sharesd.hops import hop
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
 
@@ -236,8 +236,7 @@ class Decoder(nn.Module):
         """See `sharesd.models.base.CausalModel.forward`."""
         split = self.split
         if split.hands_over:
-            use(split.stages[0].device)
-            tokens_BT = split.send(tokens_BT, split.stages[0].device)
+            [tokens_BT] = hop(split.stages[0].device, tokens_BT, seconds=split.hop_seconds)
         x_BTD = self.embed(tokens_BT)
         if self.embed_scale != 1.0:
             x_BTD = x_BTD * self.embed_scale
@@ -250,8 +249,7 @@ class Decoder(nn.Module):
         if cap:
             logits_BRV = cap * torch.tanh(logits_BRV / cap)
         if split.apart is not None:
-            use(split.apart)
-            logits_BRV = split.send(logits_BRV, split.apart)
+            [logits_BRV] = hop(split.apart, logits_BRV, seconds=split.hop_seconds)
         return logits_BRV
 
     @property
