@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
 from threading import Thread
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from multigpu.group import Group, ThreadGroup
 from multigpu.launch import join
@@ -63,6 +65,44 @@ class Delayed:
         self._group.close()
 
 
+class OwnTensors(TorchDispatchMode):
+    """Notes operations of a rank, in whose thread it is entered, on tensors that another rank has made: on devices of
+    their own they could not be. What passes through the group is copied.
+    """
+
+    def __init__(self, group: Group, makers: dict[int, tuple[int, Tensor]], found: list[str]) -> None:
+        """`makers`: storage -> rank, of all ranks; it keeps them alive, since addresses are used again."""
+        super().__init__()
+        self._rank, self._makers, self._found = group.rank, makers, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in given:
+            maker, _ = self._makers.get(tensor.untyped_storage()._cdata, (self._rank, None))
+            if maker != self._rank:
+                self._found.append(f"{func._schema.name} on rank {self._rank} of a tensor of rank {maker}")
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._makers.setdefault(tensor.untyped_storage()._cdata, (self._rank, tensor))
+        return out
+
+
+class Unwatched(Delayed):
+    """A group whose own copies nobody notes."""
+
+    def _wait(self) -> None:
+        pass
+
+    def all_gather(self, part: Tensor, parts: Tensor) -> None:
+        with _disable_current_modes():
+            super().all_gather(part, parts)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        with _disable_current_modes():
+            super().broadcast(tensor)
+
+
 @contextmanager
 def threads(
     config: EngineConfig,
@@ -70,14 +110,18 @@ def threads(
     *,
     tensors: Tensors | None = None,
     wrap: Callable[[Group], Group] = lambda group: group,
+    around: Callable[[Group], AbstractContextManager[Any]] = lambda group: nullcontext(),
 ) -> Iterator[Runtime]:
-    """Rank 0 of as many threads as the config says; the others must end with it, for no other reason."""
+    """Rank 0 of as many threads as the config says; the others must end with it, for no other reason. `around` is
+    entered by each of them.
+    """
     groups = [wrap(group) for group in ThreadGroup.new(config.tensor_parallel)]
     failures: list[BaseException] = []
 
     def rank(group: Group) -> None:
         try:
-            follow_rank_0(group, tensors)
+            with around(group):
+                follow_rank_0(group, tensors)
         except RankLost:
             return
         except BaseException as failure:
@@ -88,11 +132,12 @@ def threads(
     for other in others:
         other.start()
     try:
-        runtime = Runtime(config, modes, group=groups[0], tensors=tensors)
-        try:
-            yield runtime
-        finally:
-            runtime.close()
+        with around(groups[0]):
+            runtime = Runtime(config, modes, group=groups[0], tensors=tensors)
+            try:
+                yield runtime
+            finally:
+                runtime.close()
     finally:
         groups[0].close()
         for other in others:

@@ -28,6 +28,8 @@ from tensor_ranks import (
     SAMPLED,
     SMALL,
     Delayed,
+    OwnTensors,
+    Unwatched,
     logits_of,
     texts_of,
     texts_of_moved_rows,
@@ -195,6 +197,28 @@ def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest
             told = [name for by_rank_0, name in reads if not by_rank_0 and name != "data_ptr"]
             assert told == ["tolist"] * len(told)
         chunks.close()
+
+
+@pytest.mark.parametrize("style", ["gather", "reduce"])
+@pytest.mark.parametrize("exempt", [True, False], ids=["group exempt", "group watched, too"])
+def test_ranks_share_no_tensor_but_through_the_group(
+    folder: Path, style: str, exempt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices of their own, in the way of CUDA; what the group itself does is noticed where it is watched."""
+    take_the_way_of_cuda(monkeypatch)
+    found: list[str] = []
+    makers: dict[int, tuple[int, Any]] = {}
+    trees = {"tree": (2, 3, 6), "num_draft": 6} if style == "gather" else {}
+    options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off", **trees}
+    with threads(
+        config_of(folder, **options),
+        ("share",),
+        wrap=(lambda group: Unwatched(group, 0)) if exempt else (lambda group: group),
+        around=lambda group: OwnTensors(group, makers, found),
+    ) as runtime:
+        texts_of(runtime, "share", SAMPLED)
+    assert {rank for rank, _ in makers.values()} == {0, 1}
+    assert (found == []) == exempt, found[:3]
 
 
 def test_split_sums_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
