@@ -44,10 +44,13 @@ class Graphs:
         """
         if self._failed:
             return None
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
             captured = self._record(function)
         except RuntimeError as error:  # of CUDA, out of memory included
             self._failed = True
+            if device is not None:  # it may have ended on its way to another one
+                torch.cuda.set_device(device)
             log.warning("steps run without CUDA graphs, which is slower: capturing failed (%s)", error)
             return None
         Graphs.num_captures += 1

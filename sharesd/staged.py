@@ -39,11 +39,12 @@ class StagedBlocks:
         seconds = split.hop_seconds if number else 0.0
         sent = [x_BTD] if number else []  # to the first stage tokens came
         if split.is_home(number):
-            return (*hop(device, *sent, seconds=seconds), x_BTD)[0], cache, branches
-        view = cache.mirrored(number)
-        lengths = [(view.lengths, cache.lengths)] if cache.known_length is None else []
-        copies = hop(device, *(branches or ()), *sent, onto=lengths, seconds=seconds)
-        if cache.known_length is not None:
-            view.lengths.fill_(cache.known_length)
-        there = branches and Branches(*copies[:2])
-        return copies[-1] if number else x_BTD, view, there
+            copies = hop(device, *sent, seconds=seconds)
+        else:
+            view = cache.mirrored(number)
+            lengths = [(view.lengths, cache.lengths)] if cache.known_length is None else []
+            copies = hop(device, *(branches or ()), *sent, onto=lengths, seconds=seconds)
+            if cache.known_length is not None:
+                view.lengths.fill_(cache.known_length)
+            cache, branches = view, branches and Branches(*copies[:2])
+        return copies[-1] if sent else x_BTD, cache, branches
