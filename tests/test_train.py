@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tiny import make_checkpoint
 
+from multigpu.journal import Journal
 from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, EngineConfig, SamplingParams
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import build_datastore, open_datastore
@@ -104,6 +106,34 @@ def test_the_target_says_what_users_ask(
     assert 0 < len(said) == len(set(said)) < 20
     assert f"{len(said)} different prompts of 20" in capsys.readouterr().out
     assert set(read_prompts([str(tmp_path / "said-2.jsonl")])) == set(said)
+
+
+def test_what_was_said_before_an_end_is_not_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    options = ["--target", str(make_checkpoint(tmp_path / "model")), "--max-context", "256", "--max-batch", "3"]
+    options += ["--num-prompts", "12", "--max-new-tokens", "120"]
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "said.jsonl"
+    assert main(["prompts", "--out", str(whole), *options]) == 0
+    add, added = Journal.add, []
+
+    def ends(journal: Journal, record: dict[str, Any]) -> None:
+        if len(added) == 5:
+            raise KeyboardInterrupt
+        added.append(record["index"])
+        add(journal, record)
+
+    monkeypatch.setattr(Journal, "add", ends)
+    assert main(["prompts", "--out", str(out), *options]) == 130
+    assert not out.exists()
+    monkeypatch.setattr(Journal, "add", lambda journal, record: (added.append(record["index"]), add(journal, record)))
+    assert main(["prompts", "--out", str(out), *options]) == 0
+    assert sorted(added) == [*range(12)] and out.read_text() == whole.read_text()
+    assert main(["prompts", "--out", str(out), *options]) == 0 and len(added) == 12, "all is there"
+    capsys.readouterr()
+    assert main(["prompts", "--out", str(out), *options, "--seed", "7"]) == 2
+    assert "go on as before, or give another --out" in capsys.readouterr().err
 
 
 def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

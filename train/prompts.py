@@ -9,15 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from multigpu.journal import Journal, keep_settings, lines_of
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
-from sharesd.config import SamplingParams
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.decoding.converse import converse
 from sharesd.models.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from sharesd.decoding.engine import Engine
+    from sharesd.decoding.output import TokenChunk
+    from sharesd.decoding.request import Request
+
+FLAG = "--out"
 SHORTEST = 8
 """Characters of a prompt at least."""
 
@@ -32,7 +40,12 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
     group = parser.add_argument_group("prompts")
-    group.add_argument("--out", required=True, metavar="FILE", help="JSON Lines, which `generate --prompts` reads")
+    group.add_argument(
+        "--out",
+        required=True,
+        metavar="FILE",
+        help="JSON Lines, which `generate --prompts` reads; run it again to go on after an end of any kind",
+    )
     group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="that are said; a few are left out")
     group.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="longer ones are left out")
     group.add_argument("--temperature", type=float, default=1.0)
@@ -54,30 +67,84 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     )
     config = replace(options.engine_config(args, modes=("naive",)), max_batch=args.max_batch)
-    with loading_bars() as progress:
-        from sharesd.decoding.output import Completion
-        from sharesd.load import Runtime  # torch takes seconds, mistakes should not
-
-        engine = Runtime(config, ("naive",), progress=progress).engine("naive", warm=params)
-        begin = before_user(engine.tokenizer)
-        said = [Completion() for _ in range(args.num_prompts)]
-        num_ended = 0
-        for chunk in engine.generate([begin] * len(said), params):
-            said[chunk.row].add(chunk)
-            num_ended += chunk.finish_reason is not None
-            progress("prompts", num_ended, len(said))
-    texts = (one.text.strip() for one in said if one.finish_reason == "stop")
-    kept = dict.fromkeys(text for text in texts if len(text) >= SHORTEST)
-    draft = out.with_name(f".{out.name}.draft")
-    draft.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept), encoding="utf-8")
-    os.replace(draft, out)
+    settings, part = (Path(args.out + end) for end in (".settings.json", ".part"))
+    if out.exists() and not settings.exists():
+        raise ValueError(f"{FLAG} is {out}, which is there and has no {settings.name}; name another file")
+    keep_settings(settings, _settings(config, params, args.num_prompts), FLAG)
+    if not out.exists():
+        with Journal(part, FLAG) as journal:
+            _have_said(config, params, args.num_prompts, journal)
+            _write_kept(out, part)
+        part.unlink()
     console.print(
-        f"{out}: {len(kept):,} different prompts of {args.num_prompts:,} that were said",
+        f"{out}: {sum(1 for _ in lines_of(out)):,} different prompts of {args.num_prompts:,} that were said",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
     return 0
+
+
+def _have_said(config: EngineConfig, params: SamplingParams, num: int, journal: Journal) -> None:
+    """Write down what is said, as it comes; what the journal has already is not said again."""
+    done = {json.loads(line)["index"] for _, line in lines_of(journal.path)}
+    left = iter([index for index in range(num) if index not in done])
+    with loading_bars() as progress:
+        from sharesd.load import Runtime  # torch takes seconds, mistakes should not
+
+        engine = Runtime(config, ("naive",), progress=progress).engine("naive", warm=params)
+        begin = before_user(engine.tokenizer)
+
+        def take(wait: bool) -> tuple[int, _Prompt] | None:
+            index = next(left, None)
+            return None if index is None else (index, _Prompt(begin, params, index))
+
+        progress("prompts", len(done), num)
+        for number, (index, prompt, mistake) in enumerate(converse(engine, take), 1 + len(done)):
+            if mistake is not None:
+                raise mistake
+            journal.add({"index": index, "text": prompt.said.text, "ended": prompt.said.finish_reason == "stop"})
+            progress("prompts", number, num)
+
+
+def _write_kept(out: Path, journal: Path) -> None:
+    """Those that ended, differ and are not too short, in the order of their numbers."""
+    said = sorted((json.loads(line) for _, line in lines_of(journal)), key=lambda one: one["index"])
+    kept = dict.fromkeys(text for one in said if one["ended"] and len(text := one["text"].strip()) >= SHORTEST)
+    draft = out.with_name(f".{out.name}.draft")
+    draft.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept), encoding="utf-8")
+    os.replace(draft, out)
+
+
+class _Prompt:
+    """One that is being said. What it says depends on its number and the seed alone."""
+
+    goes_on = False
+
+    def __init__(self, begin: list[int], params: SamplingParams, index: int) -> None:
+        from sharesd.decoding.output import Completion
+
+        self._begin, self._params, self._index = begin, params, index
+        self.said = Completion()
+
+    def ask(self, engine: Engine) -> Request:
+        return engine.add(self._begin, self._params, self._index)
+
+    def take(self, chunk: TokenChunk) -> None:
+        self.said.add(chunk)
+
+
+def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[str, Any]:
+    """What is said depends on these."""
+    return {
+        "num_prompts": num,
+        "target": config.target,
+        "dtype": config.dtype,
+        "compile": config.compile,
+        "exact": config.exact,
+        "max_context": config.max_context,
+        "sampling": asdict(params),
+    }
 
 
 def before_user(tokenizer: Tokenizer) -> list[int]:
