@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from typing import Any
 
 import guard
 import pytest
@@ -38,6 +39,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def close_after() -> Iterator[list[Any]]:
+    """What is put there is closed, which lets go of files and memory."""
+    runtimes: list[Any] = []
+    yield runtimes
+    for runtime in runtimes:
+        runtime.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Any blocks of a decoder that was loaded as a whole, moved to a file from which they come back: without a planner."""
+"""What tests of offloading share: plans and limits, texts of all modes; any blocks of a decoder that was loaded as a
+whole, moved to a file from which they come back, without a planner.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,38 @@ from offload.layout import Layout, fill
 from offload.link import Link, Throttled, host_slots
 from offload.stream import Stream
 from quant.linear import SwitchLinear
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
+from sharesd.planning import Offloading, plan_for
+
+LAYERS = 8
+"""Of the models that plans are made for."""
+PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 9], [5, 6, 7] * 20]
+WAYS = tuple(SamplingParams(max_new_tokens=16, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0))
+
+
+def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
+    """By mode and temperature, the tokens of the answers to `PROMPTS`."""
+    return {
+        (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).complete(PROMPTS, way)]
+        for mode in modes
+        for way in WAYS
+    }
+
+
+def planned(config: EngineConfig, *modes: Mode) -> Offloading:
+    """The plan of a config."""
+    found = plan_for(config, modes or (config.mode,))
+    assert found is not None
+    return found
+
+
+def limit_leaving(num_resident: int, config: EngineConfig, *modes: Mode) -> int:
+    """The limit that leaves so many of `LAYERS` blocks in memory; with that of the config all of them stay."""
+    plan = planned(config, *modes).plan
+    assert not plan.offloads
+    return plan.device_bytes - (LAYERS - num_resident - 2) * plan.block
 
 
 def packed_weights(block: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from late_device import LateDevice
+from offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
 from recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from timed_device import wrong_uses
 from tiny import make_checkpoint
@@ -26,17 +26,13 @@ from offload.cuda import CudaLink, PinnedMemory, _EventCopy, link_rate
 from offload.plan import DoesNotFit
 from quant.config import QuantConfig
 from sharesd import load, planning, sampling
-from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.load import Runtime
 from sharesd.models.decoder import call_block
 from sharesd.models.weights import decoder_config
-from sharesd.planning import Offloading, plan_for
+from sharesd.planning import plan_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-LAYERS = 8
-PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [5, 6, 7] * 20]
-WAYS = [SamplingParams(max_new_tokens=12, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0)]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +55,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> LateDevice:
     return device
 
 
-@pytest.fixture
-def close_after() -> Iterator[list[Runtime]]:
-    runtimes: list[Runtime] = []
-    yield runtimes
-    for runtime in runtimes:
-        runtime.close()
-
-
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
     offload = OffloadConfig(device_memory=limit, choose_bits=False)
     usual = {"target": str(tiny), "device": "cpu", "compile": "off", "max_context": 128, "num_draft": 4}
@@ -74,25 +62,9 @@ def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineCon
     return EngineConfig(**usual | options)
 
 
-def planned(config: EngineConfig, *modes: Mode) -> Offloading:
-    found = plan_for(config, modes or (config.mode,))
-    assert found is not None
-    return found
-
-
 def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> int:
     """The limit of the device that leaves so many blocks there."""
-    plan = planned(config_of(tiny, 10**9, **options), *modes).plan
-    assert not plan.offloads
-    return plan.device_bytes - (LAYERS - num_resident - 2) * plan.block
-
-
-def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
-    return {
-        (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).complete(PROMPTS, way)]
-        for mode in modes
-        for way in WAYS
-    }
+    return limit_leaving(num_resident, config_of(tiny, 10**9, **options), *modes)
 
 
 def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:

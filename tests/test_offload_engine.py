@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from offloaded import packed_weights, spill
+from offloaded import PROMPTS, WAYS, packed_weights, spill, texts
 from rich.console import Console
 from tiny import make_checkpoint
 from tiny_heads import make_head
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 LAYERS = 5
 MODES: tuple[Mode, ...] = ("naive", "share", "classic", "suffix", "hybrid")
-WAYS = (
-    SamplingParams(max_new_tokens=24, ignore_eos=True),
-    SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=3),
-)
-PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 9], [5, 6, 7] * 20]
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +39,8 @@ def from_file(path: Path, blocks: Sequence[int], **options: Any) -> Offload:
     return lambda decoder: spill(decoder, blocks, path, **{"direct": False} | options)
 
 
-@pytest.fixture
-def close_after() -> Iterator[list[Runtime]]:
-    runtimes: list[Runtime] = []
-    yield runtimes
-    for runtime in runtimes:
-        runtime.close()
-
-
 def config_of(tiny: Path, **options: Any) -> EngineConfig:
     return EngineConfig(**{"target": str(tiny), "device": "cpu", "max_context": 256, "num_draft": 4} | options)
-
-
-def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
-    return {
-        (mode, params.temperature): [
-            done.token_ids for done in runtime.engine(mode, warm=params).complete(PROMPTS, params)
-        ]
-        for mode in modes
-        for params in WAYS
-    }
 
 
 def logits(runtime: Runtime) -> list[torch.Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from offloaded import LAYERS, PROMPTS, limit_leaving, planned, texts
 from tiny import make_checkpoint
 
 from compile.native import cache_root
@@ -19,11 +19,9 @@ from quant.config import QuantConfig
 from sharesd import planning, records
 from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
-from sharesd.planning import Offloading, plan_for
+from sharesd.planning import plan_for
 
 ROOT = Path(__file__).parents[1]
-LAYERS = 8
-PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [5, 6, 7] * 20]
 
 
 @pytest.fixture(scope="module")
@@ -39,39 +37,14 @@ def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
     monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
 
 
-@pytest.fixture
-def close_after() -> Iterator[list[Runtime]]:
-    runtimes: list[Runtime] = []
-    yield runtimes
-    for runtime in runtimes:
-        runtime.close()
-
-
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
     offload = OffloadConfig(host_memory=limit, choose_bits=False)
     return EngineConfig(**{"target": str(tiny), "device": "cpu", "max_context": 256, "offload": offload} | options)
 
 
-def planned(config: EngineConfig, *modes: Mode) -> Offloading:
-    found = plan_for(config, modes or (config.mode,))
-    assert found is not None
-    return found
-
-
 def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> int:
     """The limit that leaves so many blocks in memory."""
-    plan = planned(config_of(tiny, 10**9, **options), *modes).plan
-    assert not plan.offloads
-    return plan.device_bytes - (LAYERS - num_resident - 2) * plan.block
-
-
-def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
-    ways = [SamplingParams(max_new_tokens=16, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0)]
-    return {
-        (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).complete(PROMPTS, way)]
-        for mode in modes
-        for way in ways
-    }
+    return limit_leaving(num_resident, config_of(tiny, 10**9, **options), *modes)
 
 
 @pytest.mark.parametrize(
