@@ -11,14 +11,12 @@ ruff check .
 ruff format --check .
 mypy sharesd compile quant offload multigpu benchmark train serve
 
-step "generate: four modes give one text"
-for mode in naive classic share eagle; do
+step "generate: five modes give one text"
+for mode in naive classic share eagle glide; do
   python -m sharesd generate "Name three colours of the rainbow." --mode "$mode" --max-new-tokens 24 >"$out/$mode.txt"
 done
 cat "$out/naive.txt"
-cmp "$out/naive.txt" "$out/classic.txt"
-cmp "$out/naive.txt" "$out/share.txt"
-cmp "$out/naive.txt" "$out/eagle.txt"
+for mode in classic share eagle glide; do cmp "$out/naive.txt" "$out/$mode.txt"; done
 
 step "draft trees and tables give it too"
 python -m sharesd generate "Name three colours of the rainbow." --mode share --tree 2:4:8 --num-draft 8 --max-new-tokens 24 >"$out/tree.txt"

@@ -226,7 +226,7 @@ def test_a_head_drafts_in_its_own_mode(tmp_path: Path) -> None:
     for kind in ("eagle", "glide"):
         make_head(tmp_path / kind, decoder_config(checkpoint), kind, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="mode glide needs a trained head"):
-        EngineConfig(mode="glide")
+        EngineConfig(mode="glide", target=str(checkpoint))
     for mode, other in (("glide", "eagle"), ("eagle", "glide")):
         with pytest.raises(ValueError, match=f"is a head of mode {mode}: take mode {mode}, not {other}"):
             EngineConfig(target=str(checkpoint), heads=(str(tmp_path / mode),), mode=other)  # type: ignore[arg-type]

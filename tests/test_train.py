@@ -194,7 +194,7 @@ def test_the_embedded_models_heads_ship() -> None:
     assert not (EngineConfig(target="other").head_of("eagle") or EngineConfig().head_of("parallel"))
     assert EngineConfig(heads=("mine",)).head_of("eagle") == "mine"
     sizes = []
-    for mode in ("eagle",):
+    for mode in ("eagle", "glide"):
         folder = Path(EngineConfig(mode=mode).head_of(mode) or "")
         card = (folder / "README.md").read_text(encoding="utf-8")
         assert all(word in card for word in ("python -m train", "steps", "tau", "SmolLM2-135M-Instruct", "4-bit"))
