@@ -343,6 +343,10 @@ def test_two_ctrl_c_at_the_prompt_leave(
         (["generate", "hi", "--mode", "fast"], "mode is 'fast'; choose one of"),
         (["generate", "hi", "--mode", "naive,share"], "--mode is 'naive,share'; give one mode"),
         (["generate", "hi", "--mode", "all"], "--mode is 'all'; give one mode"),
+        (
+            ["generate", "hi", "--mode", "glide", "--head", "no/such"],
+            "--head is 'no/such', of mode eagle, and no mode is",
+        ),
         (["generate", " "], "the prompt ' ' is empty"),
         (["generate", "-", "-"], "the prompt - is given twice"),
         (["generate", "-"], "stdin is empty"),

@@ -433,6 +433,10 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     with_heads = bool({*HEADS} & {*modes, *mixed})
     if heads and not with_heads:
         raise ValueError(f"--head is {heads[0]!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
+    idle = next((head for head in heads if known.target is None and mode_of_head(head) not in (*modes, *mixed)), None)
+    if idle is not None:  # other heads come with the embedded model, and would draft in its place
+        fits = mode_of_head(idle)
+        raise ValueError(f"--head is {idle!r}, of mode {fits}, and no mode is {fits}; add --mode {fits} or drop --head")
     head_quant = getattr(args, "head_quant", None)
     if head_quant is not None and not with_heads:
         raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")
