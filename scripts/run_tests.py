@@ -25,6 +25,9 @@ GROUPS: dict[str, dict[str, str]] = {
     "all others": {"TEST_GROUP": "others"},
 }
 """What tells them apart is in tests/grouping.py."""
+OLDER = {"x86-64-v2": "before", "x86-64-v3": "behind"}
+"""Processors without AVX-512, for which the kernels are built again where this one can run them, and where guard pages
+lie then."""
 NO_TESTS = 5
 """What pytest returns where flags select none."""
 
@@ -32,7 +35,7 @@ NO_TESTS = 5
 def main(flags: list[str]) -> int:
     started, counts = time.monotonic(), Counter[str]()
     crashes: list[str] = []
-    for name, settings in GROUPS.items():
+    for name, settings in {**GROUPS, **for_older_processors()}.items():
         print(f"\n-- {name}", flush=True)
         status, summary, running = run(settings, [*(TOGETHER if settings["TEST_GROUP"] == "others" else []), *flags])
         counts.update({word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summary)})
@@ -49,6 +52,24 @@ def main(flags: list[str]) -> int:
     parts = [f"{counts[word]} {word}" for word in order if counts[word]]
     print(f"{', '.join(parts) or 'no tests ran'} in {time.monotonic() - started:.2f}s")
     return int(bool(counts["failed"] + counts["errors"] + counts["error"] or not counts["passed"]))
+
+
+def for_older_processors() -> dict[str, dict[str, str]]:
+    """The kernels' tests for each of OLDER which this processor surpasses."""
+    loader = Path("/lib64/ld-linux-x86-64.so.2")  # knows which of these levels the processor has
+    if not loader.exists():
+        return {}
+    known = subprocess.run([loader, "--help"], capture_output=True, text=True).stdout
+    flags = os.environ.get("SHARESD_CXXFLAGS", "")
+    return {
+        f"kernels, built for {level}": {
+            "TEST_GROUP": "kernels",
+            "GUARD_PAGES": place,
+            "SHARESD_CXXFLAGS": f"{flags} -march={level}".strip(),
+        }
+        for level, place in OLDER.items()
+        if f"{level} (supported" in known
+    }
 
 
 def run(settings: dict[str, str], flags: list[str]) -> tuple[int, str, str]:

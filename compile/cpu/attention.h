@@ -139,7 +139,8 @@ template <typename T> struct Layout {
 
 template <typename T> struct Scratch {  // of one thread
   using W = typename Wide<T>::type;
-  Aligned<T> q, weights, keys, values;
+  Aligned<Operand<T>> q, weights;
+  Aligned<T> keys, values;
   Aligned<W> scores, parts, joined;
   Scratch(const AttentionShape& z, const Plan& plan) : Scratch(z, plan.strip * (z.H / z.K), {z.d}) {}
 
@@ -154,14 +155,16 @@ template <typename T> struct Scratch {  // of one thread
 
 // y [M, y_pitch] += x times B vector blocks, R rows of x at once; see `multiply`.
 template <typename T, int R, int B, typename W>
-void add_rows(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead, W* y,
+void add_rows(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead, W* y,
               int64_t y_pitch, int64_t M) {
   constexpr int64_t L = lanes<T>();
   for (; M >= R; M -= R, x += R * x_pitch, y += R * y_pitch) {
     typename Kernel<T>::V acc[R][B];
-    for (int i = 0; i < R; ++i) std::memcpy(acc[i], y + i * y_pitch, B * L * sizeof(W));
+    for (int i = 0; i < R; ++i)
+      for (int b = 0; b < B; ++b) load(y + i * y_pitch + b * L, &acc[i][b]);
     multiply<T, R, B>(x, x_pitch, w, block, step, steps, ahead, acc);
-    for (int i = 0; i < R; ++i) std::memcpy(y + i * y_pitch, acc[i], B * L * sizeof(W));
+    for (int i = 0; i < R; ++i)
+      for (int b = 0; b < B; ++b) put(acc[i][b], y + i * y_pitch + b * L);
   }
   if constexpr (R > 1)
     if (M > 0) add_rows<T, R - 1, B>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
@@ -169,7 +172,7 @@ void add_rows(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_t st
 
 // The same for any number of blocks.
 template <typename T, typename W>
-void add_products(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t blocks, int64_t steps,
+void add_products(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t blocks, int64_t steps,
                   int64_t ahead, W* y, int64_t y_pitch, int64_t M) {
   constexpr int64_t L = lanes<T>();
   for (; blocks >= 4; blocks -= 4, w += 4 * block, y += 4 * L)
@@ -189,19 +192,19 @@ template <typename T> int64_t slot_step(const Layout<T>& at) { return by_tiles(a
 
 // Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them. Fetches keys `ahead` slots behind.
 template <typename T, typename W>
-void score(const Layout<T>& at, const T* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0) {
+void score(const Layout<T>& at, const Operand<T>* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.key_size();
   if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (by_tiles(at))
       return add_tile_products(q, size, keys, L * size, L * P, L * STEP, slots / L, size / STEP, ahead * size * sizeof(T),
                                scores, kChunk, M);
-  add_products(q, size, keys, L * size, L * P, slots / L, size / P, ahead * size * sizeof(T), scores, kChunk, M);
+  add_products<T>(q, size, keys, L * size, L * P, slots / L, size / P, ahead * size * sizeof(T), scores, kChunk, M);
 }
 
 // Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of `slot_step`. Fetches values `ahead` slots behind.
 template <typename T, typename W>
-void blend(const Layout<T>& at, const T* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M,
+void blend(const Layout<T>& at, const Operand<T>* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M,
            int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.value_size();
@@ -209,12 +212,12 @@ void blend(const Layout<T>& at, const T* weights, const T* values, int64_t slots
     if (by_tiles(at))
       return add_tile_products(weights, kChunk, values, L * P, size * P, size * STEP, size / L, slots / STEP,
                                ahead * size * sizeof(T), sums, pitch, M);
-  add_products(weights, kChunk, values, L * P, size * P, size / L, slots / P, ahead * size * sizeof(T), sums, pitch, M);
+  add_products<T>(weights, kChunk, values, L * P, size * P, size / L, slots / P, ahead * size * sizeof(T), sums, pitch, M);
 }
 
 // From scores [slots] to weights, 0 outside of begin..end, relative to the largest, `top`. Returns their sum.
 template <typename T, typename W>
-W weigh(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double softcap, T* weights, W* top) {
+W weigh(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double softcap, Operand<T>* weights, W* top) {
   using V = typename Vec<W>::type;
   constexpr int64_t L = 64 / sizeof(W);
   constexpr W nothing = -std::numeric_limits<W>::infinity();
@@ -226,19 +229,18 @@ W weigh(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double 
     for (int64_t s = begin; s < end; ++s) row[s] = cap * std::tanh(row[s] * factor / cap);
     factor = 1;
   }
-  V tops, sums = {};
-  std::memcpy(&tops, row, sizeof(V));
-  for (int64_t s = L; s < slots; s += L) {
-    V x;
-    std::memcpy(&x, row + s, sizeof(V));
-    tops = x > tops ? x : tops;
-  }
+  V tops = get<V>(row), sums = {};
+  for (int64_t s = L; s < slots; s += L) tops = greater(get<V>(row + s), tops);
   const W most = largest(tops);
   for (int64_t s = 0; s < slots; s += L) {
-    V x;
-    std::memcpy(&x, row + s, sizeof(V));
-    x = exp_or_0<T>((x - most) * factor);
-    store_rounded(x, weights + s, &x);
+    V x = exp_or_0<T>((get<V>(row + s) - most) * factor);
+    if constexpr (std::is_same_v<T, Operand<T>>) {
+      store_rounded(x, weights + s, &x);
+    } else {
+      T rounded[L];
+      store_rounded(x, rounded, &x);
+      put(x, weights + s);
+    }
     sums += x;
   }
   *top = most * factor;
@@ -257,12 +259,7 @@ template <typename W> __attribute__((noinline)) void join(W* all, const W* part,
   const W top = std::max(all[0], part[0]);
   const W a = exp_neg(all[0] - top), b = exp_neg(part[0] - top);
   all[0] = top, all[1] = all[1] * a + part[1] * b;
-  for (int64_t i = L; i < pitch; i += L) {
-    V x, y;
-    std::memcpy(&x, all + i, sizeof(V)), std::memcpy(&y, part + i, sizeof(V));
-    x = x * a + y * b;
-    std::memcpy(all + i, &x, sizeof(V));
-  }
+  for (int64_t i = L; i < pitch; i += L) put(get<V>(all + i) * a + get<V>(part + i) * b, all + i);
 }
 
 template <typename T, typename W> void finish(const W* joined, int64_t d, T* out) {
@@ -283,9 +280,13 @@ template <typename T>
 void load_queries(const Attention<T>& a, const Group<T>& g, Scratch<T>& scratch) {
   const int64_t d = a.z.d, G = a.z.H / a.z.K, pitch = Layout<T>{d}.key_size();
   for (int64_t n = 0; n < g.rows * G; ++n) {
-    T* to = scratch.q.data() + n * pitch;
-    std::memcpy(to, a.q + g.b * a.q_row + (g.t + n / G) * a.q_token + (g.h * G + n % G) * d, d * sizeof(T));
-    std::fill(to + d, to + pitch, T{});
+    const T* from = a.q + g.b * a.q_row + (g.t + n / G) * a.q_token + (g.h * G + n % G) * d;
+    Operand<T>* to = scratch.q.data() + n * pitch;
+    if constexpr (std::is_same_v<T, Operand<T>>)
+      std::memcpy(to, from, d * sizeof(T));
+    else
+      widen_all(from, d, to);
+    std::fill(to + d, to + pitch, Operand<T>{});
   }
 }
 
@@ -313,9 +314,9 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   const int64_t shared = std::min(blocks, std::max<int64_t>(0, below - base)), own = base + shared;
   for (int64_t first = 0; first < num; first += kTile) {
     const int64_t queries = std::min(kTile, num - first);
-    const T* q = scratch.q.data() + first * at.key_size();
+    const Operand<T>* q = scratch.q.data() + first * at.key_size();
     W *scores = scratch.scores.data(), *parts = to(first);
-    T* weights = scratch.weights.data();
+    Operand<T>* weights = scratch.weights.data();
     // Rows of a tree by themselves, from `own` on: f(first query of the tile, number, row, slots).
     auto each_row = [&](auto&& f) {
       for (int64_t n = first, r, until; z.tree.path && n < first + queries; n = until) {
@@ -324,26 +325,26 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       }
     };
     std::memset(scores, 0, queries * kChunk * sizeof(W));
-    score(at, q, k_head + base * at.key_size(), shared, scores, queries, ahead);
+    score<T>(at, q, k_head + base * at.key_size(), shared, scores, queries, ahead);
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* keys = scratch.keys.data();
       const T* from = k_head + own * at.key_size();
       if (own < length) std::memcpy(keys, from, round_up(length - own, L) * at.key_size() * sizeof(T));
       gather(z, g.b, g.t + r, length, own, own + slots,
              [&](int64_t slot, int64_t place) { at.copy_key(k_head, slot, keys, place); });
-      score(at, q + n * at.key_size(), keys, round_up(slots, kBlock), scores + n * kChunk + shared, count);
+      score<T>(at, q + n * at.key_size(), keys, round_up(slots, kBlock), scores + n * kChunk + shared, count);
     });
     for (int64_t n = 0; n < queries; ++n) {
       const int64_t r = (first + n) / G;
       W* part = parts + n * stride;
       std::memset(part, 0, at.part() * sizeof(W));
       if (begin[r] < end[r])
-        part[1] = weigh(scores + n * kChunk, begin[r], end[r], blocks, a.scale, a.softcap, weights + n * kChunk, part);
+        part[1] = weigh<T>(scores + n * kChunk, begin[r], end[r], blocks, a.scale, a.softcap, weights + n * kChunk, part);
       else
-        std::memset(weights + n * kChunk, 0, blocks * sizeof(T));
+        std::memset(weights + n * kChunk, 0, blocks * sizeof(Operand<T>));
     }
     const int64_t known = std::min(shared, stop), whole = known / unit * unit, size = at.value_size();
-    blend(at, weights, v_head + base * size, whole, parts + L, stride, queries, ahead);
+    blend<T>(at, weights, v_head + base * size, whole, parts + L, stride, queries, ahead);
     // Behind the last slot there may be anything, and 0 times that may be no number.
     auto clear = [&](int64_t slots) {
       const int64_t from = slots / P * P;
@@ -354,7 +355,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       std::memcpy(values, v_head + (base + whole) * size, (known - whole) / P * P * size * sizeof(T));
       clear(known - whole);
       if (known % P) at.copy_value(v_head, base + known - 1, values, known - 1 - whole);
-      blend(at, weights + whole, values, unit, parts + L, stride, queries);
+      blend<T>(at, weights + whole, values, unit, parts + L, stride, queries);
     }
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* values = scratch.values.data();
@@ -362,7 +363,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       if (own < length) std::memcpy(values, v_head + own * size, round_up(length - own, P) * size * sizeof(T));
       gather(z, g.b, g.t + r, length, own, own + slots,
              [&](int64_t slot, int64_t place) { at.copy_value(v_head, slot, values, place); });
-      blend(at, weights + n * kChunk + shared, values, round_up(slots, unit), parts + n * stride + L, stride, count);
+      blend<T>(at, weights + n * kChunk + shared, values, round_up(slots, unit), parts + n * stride + L, stride, count);
     });
     done(first, queries);
   }

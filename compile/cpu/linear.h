@@ -4,13 +4,16 @@
 //
 // Packed weights: [N / L][K / P][L][P], padded with zeros; L lanes (16, or 8 of float64), P = 2 for bfloat16, else 1.
 //
+// Rows are widened first where the processor has no product of their type: a widened number is an operand in memory, others
+// would have to be widened again for every output.
+//
 // With AMX, bfloat16 is multiplied by tiles instead (see `linear_tiles`): same layout, other sums, and still the same ones for a
 // row in any step.
 #pragma once
 #include <type_traits>
 
 #include "types.h"
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define SHARESD_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,64 +23,68 @@
 
 namespace sharesd {
 
-typedef uint32_t vuint __attribute__((vector_size(64)));
-
 template <typename T> struct Kernel {  // one step: acc += x[k] * w[k], all lanes
   using W = float;
   using V = vfloat;
+  using X = float;  // what rows are multiplied as
   static constexpr int64_t P = 1;
   static inline V weights(const T* w) {
     V v;
     load(w, &v);
     return v;
   }
-  static inline void step(V& acc, const T* x, const V& w) { acc += static_cast<float>(*x) * w; }
+  static inline void step(V& acc, const X* x, const V& w) { acc += *x * w; }
 };
-template <> inline vfloat Kernel<float>::weights(const float* w) {
-  vfloat v;
-  std::memcpy(&v, w, 64);
-  return v;
-}
 template <> struct Kernel<double> {
   using W = double;
   using V = vdouble;
+  using X = double;
   static constexpr int64_t P = 1;
   static inline V weights(const double* w) {
     V v;
-    std::memcpy(&v, w, 64);
+    load(w, &v);
     return v;
   }
-  static inline void step(V& acc, const double* x, const V& w) { acc += *x * w; }
+  static inline void step(V& acc, const X* x, const V& w) { acc += *x * w; }
 };
 template <> struct Kernel<bf16> {
   using W = float;
   using V = vfloat;
   static constexpr int64_t P = 2;
-  static inline vuint weights(const bf16* w) {
-    vuint v;
-    std::memcpy(&v, w, 64);
-    return v;
-  }
-  static inline void step(V& acc, const bf16* x, const vuint& w) {
-    uint32_t pair;
-    std::memcpy(&pair, x, 4);
+  static inline vuint weights(const bf16* w) { return get<vuint>(w); }
 #if defined(__AVX512BF16__)
-    acc = (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)), (__m512bh)w);
-#else
-    const uint32_t low = pair << 16, high = pair & 0xffff0000u;
-    float a, b;
-    std::memcpy(&a, &low, 4);
-    std::memcpy(&b, &high, 4);
-    acc += a * (vfloat)(w << 16);
-    acc += b * (vfloat)(w & 0xffff0000u);
-#endif
+  using X = bf16;
+  static inline void step(V& acc, const X* x, const vuint& w) {
+    int pair;
+    std::memcpy(&pair, x, 4);
+    acc = (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
   }
+#else
+  using X = float;
+  static inline void step(V& acc, const X* x, const vuint& w) {
+    acc += x[0] * as<vfloat>(w << 16);
+    acc += x[1] * as<vfloat>(w & 0xffff0000u);
+  }
+#endif
 };
+
+template <typename T> using Operand = typename Kernel<T>::X;
+
+// n numbers as operands: themselves, or widened in `memory`.
+template <typename T> const Operand<T>* as_operands(const T* x, int64_t n, std::vector<Operand<T>>& memory) {
+  if constexpr (std::is_same_v<T, Operand<T>>) {
+    return x;
+  } else {
+    if (static_cast<int64_t>(memory.size()) < n) memory.resize(n);
+    widen_all(x, n, memory.data());
+    return memory.data();
+  }
+}
 
 // acc += M rows of x, `x_pitch` apart, times B vector blocks of packed weights: `steps` steps of k, `step` elements apart in
 // a block, blocks `block` apart. Meanwhile fetches what lies `ahead` bytes behind.
 template <typename T, int M, int B>
-inline void multiply(const T* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead,
+inline void multiply(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead,
                      typename Kernel<T>::V (&acc)[M][B]) {
   using Kn = Kernel<T>;
   for (int64_t k = 0; k < steps; ++k) {
@@ -94,23 +101,26 @@ inline void multiply(const T* x, int64_t x_pitch, const T* w, int64_t block, int
 
 // Rows m..m+M of x against vector blocks n..n+B of the weights; fetches what lies `ahead` bytes behind these.
 template <typename T, int M, int B>
-void tile(const T* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K, int64_t ahead) {
+void tile(const Operand<T>* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K, int64_t ahead) {
   using W = typename Kernel<T>::W;
   constexpr int64_t P = Kernel<T>::P, L = 64 / sizeof(W);
   typename Kernel<T>::V acc[M][B] = {};
   multiply<T, M, B>(x + m * K, K, w + n * K * L, K * L, L * P, K / P, ahead, acc);
   for (int i = 0; i < M; ++i)
-    for (int b = 0; b < B; ++b)
+    for (int b = 0; b < B; ++b) {
+      W sums[L];
+      put(acc[i][b], sums);
       for (int64_t l = 0; l < std::min(L, N - (n + b) * L); ++l) {
         const int64_t o = (n + b) * L + l;
-        narrow(bias ? acc[i][b][l] + static_cast<W>(widen(bias[o])) : acc[i][b][l], y + (m + i) * N + o);
+        narrow(bias ? sums[l] + static_cast<W>(widen(bias[o])) : sums[l], y + (m + i) * N + o);
       }
+    }
 }
 
 // All rows against vector blocks n..n+B, at most R at once, since their sums fill the registers; those beyond read the weights
 // again, from cache.
 template <typename T, int R, int B>
-void rows(const T* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K, int64_t ahead) {
+void rows(const Operand<T>* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K, int64_t ahead) {
   if constexpr (R > 1)
     if (M <= (M + R - 1) / R * (R - 1))  // fewer at once take as many passes, and a short last one wastes the most
       return rows<T, R - 1, B>(x, w, bias, y, n, M, N, K, ahead);
@@ -337,25 +347,40 @@ inline void add_tile_products(const bf16* x, int64_t x_pitch, const bf16* w, int
 constexpr bool has_tiles = false;
 #endif
 
+#if defined(__AVX512BF16__)
+constexpr int kMostRows = 9;
+#else
+constexpr int kMostRows = kWideRegisters ? 16 : 8;
+#endif
+constexpr int kStreams = kWideRegisters ? 6 : 3;
+constexpr int64_t kWidened = 128;  // rows at once, which bounds their memory
+
 // Vector blocks begin..end of the outputs; several threads may share a product. Processors foresee a stream of memory to the
-// end of a page only, so what comes is fetched by instruction. A row or two wait for memory, which gives most where six
-// blocks are read at once. Up to nine rows reading hides behind arithmetic, best with one block after the other, each
+// end of a page only, so what comes is fetched by instruction. A row or two wait for memory, which gives most where several
+// blocks are read at once. Up to `kMostRows` rows reading hides behind arithmetic, best with one block after the other, each
 // fetched while the one before is multiplied; with the last, `next`, where this thread will read then, if that is known.
-// With more rows, which read weights again, two blocks at once spare loads of x and lie in cache still.
+// With more rows, which read weights again, two blocks at once spare loads of x and lie in cache still. The numbers were
+// found by timing, those for fewer registers with AVX2.
 template <typename T>
 void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
                    const void* next = nullptr) {
   if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (has_tiles && M > 0 && K % STEP == 0) return linear_tiles(x, w, bias, y, M, N, K, begin, end);
+  if (M > kWidened && !std::is_same_v<T, Operand<T>>) {
+    linear_blocks(x, w, bias, y, M / 2, N, K, begin, end, w + begin * K * lanes<T>());
+    return linear_blocks(x + M / 2 * K, w, bias, y + M / 2 * N, M - M / 2, N, K, begin, end, next);
+  }
+  thread_local std::vector<Operand<T>> memory;
+  const Operand<T>* from = as_operands(x, M * K, memory);
   const int64_t block = K * lanes<T>() * sizeof(T);
   int64_t n = begin;
   if (M <= 2)
-    for (; n + 6 <= end; n += 6) rows<T, 2, 6>(x, w, bias, y, n, M, N, K, 1024);
-  if (M > 9)
-    for (; n + 2 <= end; n += 2) rows<T, 9, 2>(x, w, bias, y, n, M, N, K, 2 * block);
+    for (; n + kStreams <= end; n += kStreams) rows<T, 2, kStreams>(from, w, bias, y, n, M, N, K, 1024);
+  if (M > kMostRows)
+    for (; n + 2 <= end; n += 2) rows<T, kMostRows, 2>(from, w, bias, y, n, M, N, K, 2 * block);
   for (; n < end; ++n) {
     const int64_t here = reinterpret_cast<intptr_t>(w) + n * block;
-    rows<T, 9, 1>(x, w, bias, y, n, M, N, K, n + 1 < end || !next ? block : reinterpret_cast<intptr_t>(next) - here);
+    rows<T, kMostRows, 1>(from, w, bias, y, n, M, N, K, n + 1 < end || !next ? block : reinterpret_cast<intptr_t>(next) - here);
   }
 }
 

@@ -14,9 +14,6 @@ namespace sharesd {
 
 constexpr int64_t kXGroup = 32;  // activations that share a scale; divides every group size of the weights
 
-typedef int32_t vint __attribute__((vector_size(64)));
-typedef uint8_t vbyte __attribute__((vector_size(64)));
-
 struct RoundedRows {  // M rows of x in 8 bits
   std::vector<int8_t> codes;
   std::vector<float> scale, sum;  // of every group; the sum is of what the codes stand for
@@ -25,7 +22,21 @@ struct RoundedRows {  // M rows of x in 8 bits
 
 template <typename T> inline void load_floats(const T* p, vfloat* out) { load(p, out); }
 inline void load_floats(const double* p, vfloat* out) {
-  for (int i = 0; i < 16; ++i) (*out)[i] = static_cast<float>(p[i]);
+  float some[16];
+  for (int i = 0; i < 16; ++i) some[i] = static_cast<float>(p[i]);
+  *out = get<vfloat>(some);
+}
+
+// The lowest bytes of 16 numbers.
+template <typename V> inline void store_bytes(const V& x, void* to) {
+  if constexpr (IsPair<V>::value) {
+    store_bytes(x.low, to);
+    store_bytes(x.high, static_cast<char*>(to) + V::kHalf);
+  } else {
+    using bytes = typename VectorOf<int8_t, sizeof(V) / 4>::type;
+    const bytes narrow = __builtin_convertvector(x, bytes);
+    std::memcpy(to, &narrow, sizeof narrow);
+  }
 }
 
 template <typename T>
@@ -35,40 +46,61 @@ void round_rows(const T* x, int64_t M, int64_t K, RoundedRows& r) {
   r.scale.resize(M * groups);
   r.sum.resize(M * groups);
   r.total.resize(M * groups);
-  typedef int8_t quarter __attribute__((vector_size(16)));
   for (int64_t g = 0; g < M * groups; ++g) {
     vfloat v[2];
     for (int h = 0; h < 2; ++h) load_floats(x + g * kXGroup + h * 16, &v[h]);
-    const vfloat a = v[0] < 0 ? -v[0] : v[0], b = v[1] < 0 ? -v[1] : v[1], most = a > b ? a : b;
-    float top = 0;
-    for (int i = 0; i < 16; ++i) top = most[i] > top ? most[i] : top;
+    const float top = largest(greater(absolute(v[0]), absolute(v[1])));
     const float scale = top / 127, inverse = top > 0 ? 127 / top : 0;
     vint sums = {};
     for (int h = 0; h < 2; ++h) {
       const vfloat whole = (v[h] * inverse + 12582912.0f) - 12582912.0f;  // to the nearest integer, ties to even
-      const vint codes = __builtin_convertvector(whole, vint);
-      const quarter narrow_codes = __builtin_convertvector(codes, quarter);
-      std::memcpy(r.codes.data() + g * kXGroup + h * 16, &narrow_codes, 16);
+      const vint codes = convert<vint>(whole);
+      store_bytes(codes, r.codes.data() + g * kXGroup + h * 16);
       sums += codes;
     }
-    int32_t total = 0;
-    for (int i = 0; i < 16; ++i) total += sums[i];
+    const int32_t total = sum_of(sums);
     r.scale[g] = scale;
     r.total[g] = total;
     r.sum[g] = scale * static_cast<float>(total);
   }
 }
 
-// acc[lane] += sum over 4 inputs of w[lane][i] * x[i]
-inline void dot4(vint& acc, const vbyte& w, const int8_t* x) {
+// acc[lane] += sum over 4 inputs of w[lane][i] * x[i]; LOW: codes have 4 bits.
+template <bool LOW, typename I, typename B> inline void dot4(I& acc, const B& w, const int8_t* x) {
+  if constexpr (IsPair<I>::value) {
+    dot4<LOW>(acc.low, w.low, x);
+    dot4<LOW>(acc.high, w.high, x);
+    return;
+  } else {
+    [[maybe_unused]] int32_t quad;
+    std::memcpy(&quad, x, 4);
 #if defined(__AVX512VNNI__)
-  int32_t quad;
-  std::memcpy(&quad, x, 4);
-  acc = (vint)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(quad));
+    acc = (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(quad));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    acc = (I)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(quad));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Sums of two products are 16 bits wide, so the highest bit of a code goes by itself.
+    const __m256i xs = _mm256_set1_epi32(quad), one = _mm256_set1_epi16(1), top = _mm256_set1_epi8(-128);
+    const auto add = [&](__m256i codes) {
+      acc += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(codes, xs), one);
+    };
+    if constexpr (LOW) {
+      add((__m256i)w);
+    } else {
+      add(_mm256_andnot_si256(top, (__m256i)w));
+      add(_mm256_and_si256(top, (__m256i)w));
+    }
 #else
-  for (int lane = 0; lane < 16; ++lane)
-    for (int i = 0; i < 4; ++i) acc[lane] += static_cast<int32_t>(w[lane * 4 + i]) * x[i];
+    using shorts = typename VectorOf<int16_t, sizeof(I)>::type;
+    using pairs = typename VectorOf<uint16_t, sizeof(I)>::type;
+    const auto add = [&](const pairs& codes, int first) {  // of inputs `first` and `first` + 2
+      const I xs = I{} + (x[first] & 0xffff) + x[first + 2] * 0x10000, products = (I)((shorts)codes * (shorts)xs);
+      acc += (products << 16 >> 16) + (products >> 16);
+    };
+    add((pairs)w & 0xff, 0);
+    add((pairs)w >> 8, 1);
 #endif
+  }
 }
 
 // Rows m..m+R against the 16 outputs whose weights begin at w.
@@ -88,29 +120,31 @@ void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, 
       vint dot[R];
       for (int r = 0; r < R; ++r) dot[r] = vint{} - (BITS == 4 ? 8 : 128) * x.total[first + r * groups + g];
       for (int64_t j = 0; j < kBytes / 64; ++j) {
-        vbyte v;
-        std::memcpy(&v, w + j * 64, 64);
+        const vbyte v = get<vbyte>(w + j * 64);
         __builtin_prefetch(w + j * 64 + 512, 0, 2);
         if (BITS == 4) {
-          const vbyte low = v & 15, high = (vbyte)((vuint)v >> 4) & 15;
+          const vbyte low = v & 15, high = as<vbyte>(as<vuint>(v) >> 4) & 15;
           for (int r = 0; r < R; ++r) {
-            dot4(dot[r], low, xs + r * K + j * 8);
-            dot4(dot[r], high, xs + r * K + j * 8 + 4);
+            dot4<true>(dot[r], low, xs + r * K + j * 8);
+            dot4<true>(dot[r], high, xs + r * K + j * 8 + 4);
           }
         } else {
-          for (int r = 0; r < R; ++r) dot4(dot[r], v, xs + r * K + j * 4);
+          for (int r = 0; r < R; ++r) dot4<false>(dot[r], v, xs + r * K + j * 4);
         }
       }
       for (int r = 0; r < R; ++r) {
-        acc[r] += (s * x.scale[first + r * groups + g]) * __builtin_convertvector(dot[r], vfloat);
+        acc[r] += (s * x.scale[first + r * groups + g]) * convert<vfloat>(dot[r]);
         sum[r] += x.sum[first + r * groups + g];
       }
     }
     for (int r = 0; r < R; ++r) acc[r] += o * sum[r];
   }
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    float sums[16];
+    put(acc[r], sums);
     for (int64_t l = 0; l < std::min<int64_t>(16, left); ++l)
-      narrow(bias ? acc[r][l] + static_cast<float>(widen(bias[l])) : acc[r][l], y + (m + r) * N + l);
+      narrow(bias ? sums[l] + static_cast<float>(widen(bias[l])) : sums[l], y + (m + r) * N + l);
+  }
 }
 
 // All rows from m on against 16 outputs: unpacking codes takes longer than multiplying them, so rows share it.

@@ -8,10 +8,10 @@ namespace sharesd {
 // log of positive normal floats, error below 1.5 ulp.
 inline vfloat log_pos(vfloat x) {
   constexpr uint32_t kRootHalf = 0x3f3504f3u;  // the mantissa's range becomes sqrt(1/2)..sqrt(2)
-  const vuint u = (vuint)x + (0x3f800000u - kRootHalf);
-  const vfloat e = __builtin_convertvector((vint)(u >> 23) - 127, vfloat);
-  const vfloat r = (vfloat)((u & 0x007fffffu) + kRootHalf) - 1.0f, r2 = r * r;
-  vfloat p = 7.0376836292e-2f - vfloat{};
+  const vuint u = as<vuint>(x) + (0x3f800000u - kRootHalf);
+  const vfloat e = convert<vfloat>(as<vint>(u >> 23) - 127);
+  const vfloat r = as<vfloat>((u & 0x007fffffu) + kRootHalf) - 1.0f, r2 = r * r;
+  vfloat p = vfloat{} + 7.0376836292e-2f;
   for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
                   2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
     p = p * r + c;
@@ -19,22 +19,25 @@ inline vfloat log_pos(vfloat x) {
 }
 
 inline vfloat gumbel_of(vuint word) {
-  vfloat w = (__builtin_convertvector(word, vfloat) + 0.5f) * 2.3283064365386963e-10f;
+  vfloat w = (convert<vfloat>(word) + 0.5f) * 2.3283064365386963e-10f;
   const vfloat most = vfloat{} + (1.0f - 5.9604645e-8f), zero = vfloat{}, one = zero + 1.0f;
-  w = w > most ? most : w;
+  w = select(w > most, most, w);
   const vfloat u = 1.0f - w, d = 1.0f - u;
-  const vfloat scaled = w / (d == zero ? one : d) * -log_pos(u);
-  return -log_pos(d == zero ? w : scaled);  // -log1p(-w), exact for small w too (Kahan)
+  const vfloat scaled = w / select(d == zero, one, d) * -log_pos(u);
+  return -log_pos(select(d == zero, w, scaled));  // -log1p(-w), exact for small w too (Kahan)
 }
 
-typedef uint64_t words __attribute__((vector_size(64)));
+typedef VectorOf<uint64_t, 64>::type words;
 constexpr uint64_t kWord = 0xffffffffu;
 
-inline words times(const words& x, uint64_t multiplier) {  // both below 2^32
+template <typename U> inline U times(const U& x, uint64_t multiplier) {  // both below 2^32
+  if constexpr (IsPair<U>::value) return {times(x.low, multiplier), times(x.high, multiplier)};
 #if defined(__AVX512F__)
-  return (words)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(static_cast<int64_t>(multiplier)));
+  return (U)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(static_cast<int64_t>(multiplier)));
+#elif defined(__AVX2__)
+  if constexpr (!IsPair<U>::value) return (U)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(static_cast<int64_t>(multiplier)));
 #else
-  return x * multiplier;
+  if constexpr (!IsPair<U>::value) return x * multiplier;
 #endif
 }
 
@@ -63,16 +66,15 @@ struct RowNoise {
 
   // Of tokens v..v+15, or of those that are named there, as far as there are any.
   vuint words_of(int64_t v, const int64_t* ids, int64_t V) const {
-    typedef uint32_t half __attribute__((vector_size(32)));
-    words x[2];
-    for (int i = 0; i < 16; ++i) x[i / 8][i % 8] = ids ? (v + i < V ? ids[v + i] : 0) : v + i;
+    uint64_t tokens[16];
+    for (int i = 0; i < 16; ++i) tokens[i] = ids ? (v + i < V ? ids[v + i] : 0) : v + i;
+    words x[2] = {get<words>(tokens), get<words>(tokens + 8)};
     for (int64_t j = 0; j < J; ++j)
       for (words& half_x : x) half_x = (times(half_x ^ keys[j % 2], hash.multipliers[j]) >> 16) & kWord;
-    const half low = __builtin_convertvector(x[0], half), high = __builtin_convertvector(x[1], half);
-    vuint word;
-    std::memcpy(&word, &low, 32);
-    std::memcpy(reinterpret_cast<char*>(&word) + 32, &high, 32);
-    return word;
+    for (int h = 0; h < 2; ++h) put(x[h], tokens + h * 8);
+    uint32_t word[16];
+    for (int i = 0; i < 16; ++i) word[i] = static_cast<uint32_t>(tokens[i]);
+    return get<vuint>(word);
   }
 };
 
@@ -85,8 +87,9 @@ inline void gumbel(const int64_t* seeds, const int64_t* places, const Hash& hash
       const RowNoise row(hash, J, seeds[r], places[r]);
       const int64_t end = std::min(V, (block + 1) * 1024);
       for (int64_t v = block * 1024; v < end; v += 16) {
-        const vfloat noise = gumbel_of(row.words_of(v, ids, V));
-        std::memcpy(out + r * V + v, &noise, std::min<int64_t>(16, end - v) * 4);
+        float noise[16];
+        put(gumbel_of(row.words_of(v, ids, V)), noise);
+        std::copy(noise, noise + std::min<int64_t>(16, end - v), out + r * V + v);
       }
     }
 }
@@ -112,11 +115,10 @@ void sample(const T* x, const double* heat, const double* noisy, const int64_t* 
     for (int64_t block = 0; block < blocks; ++block) {
       int64_t v = block * kBlock;
       const int64_t end = std::min(V, v + kBlock);
-      Vw most = Vw{} + low;
+      Vw most = Vw{} + low, next;
       for (; v + L <= end; v += L) {
-        Vw next;
         load(row + v, &next);
-        most = next > most ? next : most;
+        most = greater(next, most);
       }
       tops[block] = largest(most);
       for (; v < end; ++v) tops[block] = std::max(tops[block], static_cast<W>(widen(row[v])));
@@ -133,14 +135,11 @@ void sample(const T* x, const double* heat, const double* noisy, const int64_t* 
       const uint32_t limit = any ? 0xffffffffu : static_cast<uint32_t>(4294967294.0 * std::exp(margin - need)) + 1;
       const int64_t end = std::min(V, (block + 1) * kBlock);
       for (int64_t v = block * kBlock; v < end; v += 16) {
-        vfloat some{};
+        float some[16] = {};
         if (noisy[r] != 0) {
           const vuint word = noise.words_of(v, ids, V);
-          const auto below = word <= limit;
-          bool found = false;
-          for (int i = 0; i < 16; ++i) found |= below[i] != 0;
-          if (!found) continue;
-          some = gumbel_of(word);
+          if (!any_of(word <= limit)) continue;
+          put(gumbel_of(word), some);
         }
         for (int64_t i = 0; i < std::min<int64_t>(16, end - v); ++i) {
           const W sum = static_cast<W>(widen(row[v + i])) / hot + static_cast<W>(some[i]);

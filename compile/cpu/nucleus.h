@@ -26,23 +26,23 @@ void top_p(const T* x, const double* p, T* out, int64_t R, int64_t V, int thread
             std::fill(some, some + L, -std::numeric_limits<T>::infinity());
             from = std::copy(row + v, row + V, some) - (V - v);
           }
-          Vw values;
-          std::memcpy(&values, from, 64);
-          f(v, values);
+          f(v, get<Vw>(from));
         }
       };
       Vw tops = Vw{} - std::numeric_limits<T>::infinity();
-      each([&](int64_t, const Vw& values) { tops = values > tops ? values : tops; });
+      each([&](int64_t, const Vw& values) { tops = greater(values, tops); });
       const T top = largest(tops);
       int64_t total = 0;
       std::fill(buckets.begin(), buckets.end(), 0);
       each([&](int64_t v, const Vw& values) {
         // + 0, since the bits of -0 are not those of 0.
         const Vw depth = top - values + 0, weight = exp_or_0<T>(-depth);
+        T depths[L], weights[L];
+        put(depth, depths), put(weight, weights);
         for (int64_t i = 0; i < L; ++i) {
-          const float far = static_cast<float>(depth[i]);
+          const float far = static_cast<float>(depths[i]);
           std::memcpy(&order[v + i], &far, 4);
-          mass[v + i] = weight[i] > 0 ? static_cast<int64_t>(weight[i] * static_cast<T>(1LL << 40)) : 0;
+          mass[v + i] = weights[i] > 0 ? static_cast<int64_t>(weights[i] * static_cast<T>(1LL << 40)) : 0;
           total += mass[v + i];
         }
         for (int64_t i = 0; i < L; ++i) buckets[order[v + i] >> 20 & (kBuckets - 1)] += mass[v + i];

@@ -14,7 +14,7 @@ struct Coding {  // of weights, and how they are coded
 
   vfloat codes(const vfloat& w, float top) const {
     vfloat code = w * inverse + zero;
-    code = code > top ? vfloat{} + top : code < 0 ? vfloat{} : code;
+    code = select(code > top, vfloat{} + top, select(code < 0, vfloat{}, code));
     return (code + 12582912.0f) - 12582912.0f;  // to the nearest integer, ties to even
   }
 };
@@ -22,39 +22,37 @@ struct Coding {  // of weights, and how they are coded
 // What remains of an error when the norm of power 0.7 has taken its share: nothing, as a rule.
 inline const float kTaken = std::pow(1 / kBeta, 1 / (2 - kPower));
 inline void shrink(vfloat& error) {
-  for (int i = 0; i < 16; ++i) {
-    const float size = std::abs(error[i]);
+  float some[16];
+  put(error, some);
+  for (float& each : some) {
+    const float size = std::abs(each);
     const float left = size > kTaken ? size - std::pow(size, kPower - 1) / kBeta : 0.0f;
-    error[i] = std::copysign(left, error[i]);
+    each = std::copysign(left, each);
   }
+  error = get<vfloat>(some);
 }
 
 // Moves the zero of G weights; returns the sum of the absolute errors which they had before.
 template <bool SHRINK>
 float move_zero(const float* w, int64_t G, float top, Coding& group) {
   const float scale = 1 / group.inverse;
-  vfloat errors = {}, zeros = {}, largest = {};
+  vfloat errors = {}, zeros = {}, tops = {};
   for (int64_t i = 0; i < G; i += 16) {
     vfloat v;
     load(w + i, &v);
     const vfloat code = group.codes(v, top);
     vfloat error = v - (code - group.zero) * scale;
-    const vfloat size = error < 0 ? -error : error;
+    const vfloat size = absolute(error);
     errors += size;
-    largest = size > largest ? size : largest;
+    tops = greater(size, tops);
     if (SHRINK) {
       shrink(error);
       v -= error;
     }
     zeros += code - v * group.inverse;
   }
-  float sum = 0, zero = 0, most = 0;
-  for (int l = 0; l < 16; ++l) {
-    sum += errors[l];
-    zero += zeros[l];
-    most = largest[l] > most ? largest[l] : most;
-  }
-  if (!SHRINK && most > kTaken) return move_zero<true>(w, G, top, group);
+  const float sum = sum_of(errors), zero = sum_of(zeros);
+  if (!SHRINK && largest(tops) > kTaken) return move_zero<true>(w, G, top, group);
   group.zero = zero / static_cast<float>(G);
   return sum;
 }
@@ -83,7 +81,7 @@ void solve(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_
       for (int64_t i = 0; i < count; i += 16) {
         vfloat v;
         load_floats(weights + begin + i, &v);
-        std::memcpy(w.data() + i, &v, 64);
+        put(v, w.data() + i);
       }
       for (int64_t g = 0; g < count / G; ++g) groups[g] = spread(w.data() + g * G, G, top);
       float best = std::numeric_limits<float>::infinity();
@@ -93,13 +91,11 @@ void solve(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_
         if (!(error < best)) break;
         best = error;
       }
-      typedef uint8_t narrow_codes __attribute__((vector_size(16)));
       for (int64_t g = 0; g < count / G; ++g) {
         for (int64_t i = g * G; i < (g + 1) * G; i += 16) {
           vfloat v;
           load(w.data() + i, &v);
-          const narrow_codes c = __builtin_convertvector(groups[g].codes(v, top), narrow_codes);
-          std::memcpy(codes + begin + i, &c, 16);
+          store_bytes(convert<vint>(groups[g].codes(v, top)), codes + begin + i);
         }
         scales[begin / G + g] = 1 / groups[g].inverse;
         zeros[begin / G + g] = groups[g].zero;

@@ -58,8 +58,8 @@ template <typename T>
 void gate_by_silu(const T* gate, const T* up, T* to, int64_t size) {
   by_vectors<T>(size, [&](auto get, auto put) {
     const auto x = get(gate);
-    const auto e = exp_or_0<T>(x < 0 ? x : -x);
-    put(x * (x < 0 ? e : e - e + 1) / (e + 1) * get(up), to);
+    const auto e = exp_or_0<T>(-absolute(x));
+    put(x * select(x < 0, e, e - e + 1) / (e + 1) * get(up), to);
   });
 }
 

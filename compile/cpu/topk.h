@@ -14,16 +14,13 @@ void for_large(const T* row, int64_t V, Full full, Least least, Visit visit) {
   for (int64_t begin = 0; begin < V; begin += kBlock) {
     const int64_t end = std::min(V, begin + kBlock);
     if (end - begin == kBlock && full()) {
-      Vw most;
+      Vw most, next;
       load(row + begin, &most);
       for (int64_t v = begin + L; v < end; v += L) {
-        Vw next;
         load(row + v, &next);
-        most = next > most ? next : most;
+        most = greater(next, most);
       }
-      bool any = false;
-      for (int64_t i = 0; i < L; ++i) any |= most[i] > least();
-      if (!any) continue;
+      if (!any_of(most > least())) continue;
     }
     for (int64_t v = begin; v < end; ++v) visit(v, widen(row[v]));
   }
@@ -89,7 +86,7 @@ void logp_at(const T* x, const int64_t* at, const double* heat, double* logp, in
     for (; v + L <= V; v += L) {
       Vw values;
       load(row + v, &values);
-      tops = values > tops ? values : tops;
+      tops = greater(values, tops);
     }
     top = largest(tops);
     for (int64_t u = v; u < V; ++u) top = std::max(top, static_cast<W>(widen(row[u])));
