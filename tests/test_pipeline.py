@@ -136,7 +136,7 @@ def test_as_much_is_accepted_as_on_one_device(folder: Path) -> None:
 
 def test_a_pass_takes_a_hop_for_each_stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(hops.time, "sleep", waits.append)
+    monkeypatch.setattr(hops, "hold_back", waits.append)
     split = SplitConfig(devices=("cpu",) * 3, hop_seconds=0.02)
     runtime = Runtime(config_of(folder, num_draft=4, split=split), ("naive", "share"))
     for mode, passes in (("naive", 1), ("share", 1 + 4)):

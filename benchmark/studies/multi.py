@@ -290,8 +290,9 @@ def _ranges_of(target: Decoder, ranges: Callable[[], Sequence[Range]]) -> Iterat
 def _held_back(target: Decoder, staged: Decoder, seconds: float) -> Any:
     """Within the context a target on one device waits wherever a staged one hops: what waiting itself costs."""
     from compile.ranges import Range
+    from sharesd.hops import hold_back
 
-    wait = partial(time.sleep, seconds)
+    wait = partial(hold_back, seconds)
     ranges = [Range(stage.first, stage.num_blocks, wait) for stage in staged.split.stages]
     return _ranges_of(target, lambda: ranges)
 
