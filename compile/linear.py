@@ -85,7 +85,7 @@ LIBRARY.impl("linear", lambda x, weight, bias, out_features: x.new_empty((*x.sha
 
 
 class LowPackedLinear(nn.Module):
-    """A linear with weights of 4 or 8 bits in the layout of the CPU kernel, which rounds activations to 8 bits.
+    """A linear with weights of 4 or 8 bits in the layout of the CPU kernel, which rounds activations to 8 or 16 bits.
 
     w = (code - middle) * scale + offset with one scale and offset (bfloat16) for each group of inputs of an output.
     """
@@ -123,7 +123,7 @@ def _pack_low(codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, *, bits: in
         halves = codes_NK.view(-1, 16, K // 8, 2, 4)
         packed = (halves[..., 0, :] | (halves[..., 1, :] << 4)).transpose(1, 2)
     else:
-        packed = codes_NK.view(-1, 16, K // 4, 4).transpose(1, 2)
+        packed = codes_NK.view(-1, 16, K // 4, 2, 2).transpose(3, 4).transpose(1, 2)
     factors = [
         values.to(torch.bfloat16).view(-1, 16, groups).transpose(1, 2).contiguous().view(torch.uint8)
         for values in (scale_NG, offset_NG)

@@ -1,12 +1,13 @@
-// y = x W^T for weights of 4 or 8 bits and a few rows: the drafter's linears. Activations are rounded to 8 bits with one scale
-// for every 32 of them, so that products are integers (as llama.cpp does it for its 4-bit formats); sums of a group are
-// exact, groups are added in float32.
+// y = x W^T for weights of 4 or 8 bits and a few rows: the drafter's linears. Activations are rounded with one scale for every
+// 32 of them, so that products are integers (as llama.cpp does it for its 4-bit formats); sums of a group are exact, groups
+// are added in float32. Beside weights of 4 bits they are rounded to 8 bits, which would be most of the error beside weights of
+// 8: there they have 16.
 //
 // w[n, k] = (code - middle) * scale[n, g] + offset[n, g], middle = 8 or 128.
 // Weights [N / 16][K / G], each the codes of G inputs of 16 outputs, their scales [16] and offsets [16] in bfloat16: a thread
 // reads one stream of memory, which processors foresee far better than several short ones.
 // 4 bits: codes [G / 8][16 outputs][4 bytes]; a byte holds input k (low half) and input k + 4 (high half).
-// 8 bits: codes [G / 4][16 outputs][4 inputs].
+// 8 bits: codes [G / 4][16 outputs][4 bytes], of inputs k, k + 2, k + 1, k + 3: its even bytes, and its odd ones, are neighbours.
 #pragma once
 #include "linear.h"
 
@@ -14,8 +15,9 @@ namespace sharesd {
 
 constexpr int64_t kXGroup = 32;  // activations that share a scale; divides every group size of the weights
 
-struct RoundedRows {  // M rows of x in 8 bits
-  std::vector<int8_t> codes;
+struct RoundedRows {  // M rows of x
+  std::vector<int8_t> codes8;     // beside weights of 4 bits
+  std::vector<int16_t> codes16;   // beside weights of 8
   std::vector<float> scale, sum;  // of every group; the sum is of what the codes stand for
   std::vector<int32_t> total;     // sum of the codes
 };
@@ -27,22 +29,23 @@ inline void load_floats(const double* p, vfloat* out) {
   *out = get<vfloat>(some);
 }
 
-// The lowest bytes of 16 numbers.
-template <typename V> inline void store_bytes(const V& x, void* to) {
+// 16 numbers that need fewer bits than they have.
+template <typename E, typename V> inline void store_narrow(const V& x, E* to) {
   if constexpr (IsPair<V>::value) {
-    store_bytes(x.low, to);
-    store_bytes(x.high, static_cast<char*>(to) + V::kHalf);
+    store_narrow(x.low, to);
+    store_narrow(x.high, to + V::kHalf);
   } else {
-    using bytes = typename VectorOf<int8_t, sizeof(V) / 4>::type;
-    const bytes narrow = __builtin_convertvector(x, bytes);
-    std::memcpy(to, &narrow, sizeof narrow);
+    using narrow = typename VectorOf<E, sizeof(V) / 4 * sizeof(E)>::type;
+    const narrow some = __builtin_convertvector(x, narrow);
+    std::memcpy(to, &some, sizeof some);
   }
 }
 
-template <typename T>
-void round_rows(const T* x, int64_t M, int64_t K, RoundedRows& r) {
+template <typename T, typename E>
+void round_rows(const T* x, int64_t M, int64_t K, std::vector<E>& to, RoundedRows& r) {
+  constexpr float most = std::numeric_limits<E>::max();
   const int64_t groups = K / kXGroup;
-  r.codes.resize(M * K);
+  to.resize(M * K);
   r.scale.resize(M * groups);
   r.sum.resize(M * groups);
   r.total.resize(M * groups);
@@ -50,12 +53,12 @@ void round_rows(const T* x, int64_t M, int64_t K, RoundedRows& r) {
     vfloat v[2];
     for (int h = 0; h < 2; ++h) load_floats(x + g * kXGroup + h * 16, &v[h]);
     const float top = largest(greater(absolute(v[0]), absolute(v[1])));
-    const float scale = top / 127, inverse = top > 0 ? 127 / top : 0;
+    const float scale = top / most, inverse = top > 0 ? most / top : 0;
     vint sums = {};
     for (int h = 0; h < 2; ++h) {
       const vfloat whole = (v[h] * inverse + 12582912.0f) - 12582912.0f;  // to the nearest integer, ties to even
       const vint codes = convert<vint>(whole);
-      store_bytes(codes, r.codes.data() + g * kXGroup + h * 16);
+      store_narrow(codes, to.data() + g * kXGroup + h * 16);
       sums += codes;
     }
     const int32_t total = sum_of(sums);
@@ -65,11 +68,18 @@ void round_rows(const T* x, int64_t M, int64_t K, RoundedRows& r) {
   }
 }
 
-// acc[lane] += sum over 4 inputs of w[lane][i] * x[i]; LOW: codes have 4 bits.
-template <bool LOW, typename I, typename B> inline void dot4(I& acc, const B& w, const int8_t* x) {
+// As products with weights of so many bits want them.
+template <typename T>
+void round_rows(int64_t bits, const T* x, int64_t M, int64_t K, RoundedRows& r) {
+  if (bits == 4) round_rows(x, M, K, r.codes8, r);
+  if (bits == 8) round_rows(x, M, K, r.codes16, r);
+}
+
+// acc[lane] += sum over 4 inputs of w[lane][i] * x[i], for codes of 4 bits.
+template <typename I, typename B> inline void dot4(I& acc, const B& w, const int8_t* x) {
   if constexpr (IsPair<I>::value) {
-    dot4<LOW>(acc.low, w.low, x);
-    dot4<LOW>(acc.high, w.high, x);
+    dot4(acc.low, w.low, x);
+    dot4(acc.high, w.high, x);
     return;
   } else {
     [[maybe_unused]] int32_t quad;
@@ -79,17 +89,8 @@ template <bool LOW, typename I, typename B> inline void dot4(I& acc, const B& w,
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     acc = (I)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(quad));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    // Sums of two products are 16 bits wide, so the highest bit of a code goes by itself.
-    const __m256i xs = _mm256_set1_epi32(quad), one = _mm256_set1_epi16(1), top = _mm256_set1_epi8(-128);
-    const auto add = [&](__m256i codes) {
-      acc += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(codes, xs), one);
-    };
-    if constexpr (LOW) {
-      add((__m256i)w);
-    } else {
-      add(_mm256_andnot_si256(top, (__m256i)w));
-      add(_mm256_and_si256(top, (__m256i)w));
-    }
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(quad));
+    acc += (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
     using shorts = typename VectorOf<int16_t, sizeof(I)>::type;
     using pairs = typename VectorOf<uint16_t, sizeof(I)>::type;
@@ -99,6 +100,30 @@ template <bool LOW, typename I, typename B> inline void dot4(I& acc, const B& w,
     };
     add((pairs)w & 0xff, 0);
     add((pairs)w >> 8, 1);
+#endif
+  }
+}
+
+// acc[lane] += sum over 2 inputs of w[lane][i] * x[i], of 16 bits each, w not negative.
+template <typename I, typename U> inline void dot2(I& acc, const U& w, const int16_t* x) {
+  if constexpr (IsPair<I>::value) {
+    dot2(acc.low, w.low, x);
+    dot2(acc.high, w.high, x);
+  } else {
+    [[maybe_unused]] int32_t pair;
+    std::memcpy(&pair, x, 4);
+#if defined(__AVX512VNNI__)
+    acc = (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(pair));
+#elif defined(__AVX512BW__)
+    acc += (I)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(pair));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    acc = (I)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(pair));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    acc += (I)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(pair));
+#elif defined(__SSE2__) && !defined(__AVX512F__)
+    acc += (I)_mm_madd_epi16((__m128i)w, _mm_set1_epi32(pair));
+#else
+    acc += (I)(w & 0xffff) * x[0] + (I)(w >> 16) * x[1];
 #endif
   }
 }
@@ -116,20 +141,26 @@ void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, 
     load(reinterpret_cast<const bf16*>(w + per * kBytes + 32), &o);
     float sum[R] = {};
     for (int64_t i = 0; i < per; ++i, ++g, w += kBytes) {
-      const int8_t* xs = x.codes.data() + (first + g) * kXGroup;
+      const int64_t at = (first + g) * kXGroup;
       vint dot[R];
       for (int r = 0; r < R; ++r) dot[r] = vint{} - (BITS == 4 ? 8 : 128) * x.total[first + r * groups + g];
       for (int64_t j = 0; j < kBytes / 64; ++j) {
-        const vbyte v = get<vbyte>(w + j * 64);
+        const vuint v = get<vuint>(w + j * 64);
         __builtin_prefetch(w + j * 64 + 512, 0, 2);
         if (BITS == 4) {
-          const vbyte low = v & 15, high = as<vbyte>(as<vuint>(v) >> 4) & 15;
+          const vbyte low = as<vbyte>(v) & 15, high = as<vbyte>(v >> 4) & 15;
           for (int r = 0; r < R; ++r) {
-            dot4<true>(dot[r], low, xs + r * K + j * 8);
-            dot4<true>(dot[r], high, xs + r * K + j * 8 + 4);
+            const int8_t* xs = x.codes8.data() + at + r * K + j * 8;
+            dot4(dot[r], low, xs);
+            dot4(dot[r], high, xs + 4);
           }
         } else {
-          for (int r = 0; r < R; ++r) dot4<false>(dot[r], v, xs + r * K + j * 4);
+          const vuint even = v & 0xff00ff, odd = v >> 8 & 0xff00ff;
+          for (int r = 0; r < R; ++r) {
+            const int16_t* xs = x.codes16.data() + at + r * K + j * 4;
+            dot2(dot[r], even, xs);
+            dot2(dot[r], odd, xs + 2);
+          }
         }
       }
       for (int r = 0; r < R; ++r) {
@@ -172,7 +203,7 @@ template <typename T>
 void low_linear(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t G, int64_t bits,
                 int threads) {
   RoundedRows rounded;
-  round_rows(x, M, K, rounded);
+  round_rows(bits, x, M, K, rounded);
   const int64_t blocks = (N + 15) / 16;
 #pragma omp parallel num_threads(threads)
   {

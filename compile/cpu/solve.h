@@ -95,7 +95,7 @@ void solve(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_
         for (int64_t i = g * G; i < (g + 1) * G; i += 16) {
           vfloat v;
           load(w.data() + i, &v);
-          store_bytes(convert<vint>(groups[g].codes(v, top)), codes + begin + i);
+          store_narrow(convert<vint>(groups[g].codes(v, top)), codes + begin + i);
         }
         scales[begin / G + g] = 1 / groups[g].inverse;
         zeros[begin / G + g] = groups[g].zero;

@@ -101,7 +101,7 @@ void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, i
   const int64_t width = l.bits ? 16 : lanes<T>(), blocks = (l.N + width - 1) / width;
   const int64_t begin = share(blocks, me, all), end = share(blocks, me + 1, all);
   if (l.bits) {
-    round_rows(x, M, l.K, rounded);
+    round_rows(l.bits, x, M, l.K, rounded);
     low_blocks(static_cast<int>(l.bits), rounded, static_cast<const uint8_t*>(l.weight), bias, y, M, l.N, l.K, l.G, begin,
                end);
   } else {

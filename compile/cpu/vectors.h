@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
