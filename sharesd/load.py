@@ -38,6 +38,7 @@ from sharesd.acceptance import keeper
 from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, CompileMode, EngineConfig, Mode, PlanOnly, SamplingParams
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
+from sharesd.decoding.confidence import spread_of
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
@@ -523,6 +524,7 @@ class Runtime:
                 shapes=looking_back(shapes, self._draft_windows()),
                 low_bytes=low_bytes,
                 top=top,
+                spread=spread_of(self.config.quant.bits),
             )
         if mode in ("eagle", "glide"):
             kind = GlideDrafter if mode == "glide" else EagleDrafter
@@ -590,6 +592,7 @@ class Runtime:
             shapes=shapes,
             weight_bytes=_num_bytes(model),
             top=top,
+            spread=None if self.config.draft is not None else spread_of(self.config.quant.bits),
         )
 
     def _keeper(self, mode: Mode) -> Callable[[Stats], None] | None:

@@ -272,7 +272,26 @@ def test_the_kernel_grows_trees_as_tensor_operations_do(
         assert torch.equal(a.where(read, 0), b.where(read, 0)) if a.ndim == 3 else torch.equal(a, b)
 
 
-def test_nodes_are_weighed_by_what_experience_makes_of_them() -> None:
+@pytest.mark.parametrize("spread", [None, 0.8, 0.1])
+@pytest.mark.parametrize("banned", [False, True])
+def test_how_sure_a_guess_is(banned: bool, spread: float | None) -> None:
+    """A copy of the target with rounded weights errs where two tokens are nearly as likely, whatever the others are."""
+    params = SamplingParams(logit_bias={3: -100.0} if banned else {})
+    sampler = Sampler(*placed([params] * 2, VOCAB))
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[:, 3], logits[:, 5], logits[0, 7] = 9.0, 8.75, 8.5
+    none, at = torch.full((2, 4), -1), torch.tensor([6, 9])
+    token, _, chance = sampler.draft(logits, none, at, at, chances=True, spread=spread)
+    assert token.tolist() == ([5, 5] if banned else [3, 3]) and chance is not None
+    if spread is None:
+        wanted = logits.double().softmax(1).gather(1, token[:, None])[:, 0]
+    else:
+        wanted = torch.tensor([-0.25 if banned else 0.25] * 2, dtype=torch.float64).div(spread).sigmoid()
+    torch.testing.assert_close(chance, wanted, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("spread", [None, 1.0, 0.1])
+def test_nodes_are_weighed_by_what_experience_makes_of_them(spread: float | None) -> None:
     top, deepest, most = 3, 3, 9
     C = top + (deepest - 1) * top**2
     chances = torch.tensor([0.0, 0.02, 0.1, 0.2, 0.3, 0.5, 0.55, 0.6, 0.8, 0.9, 0.97])
@@ -283,12 +302,17 @@ def test_nodes_are_weighed_by_what_experience_makes_of_them() -> None:
     level, said, dice = zeros_of(), torch.zeros(2, C), torch.Generator().manual_seed(0)
     for step in range(deepest):
         num = 1 if step == 0 else top
-        logp = torch.rand(2, num, top, generator=dice).log()
-        logp[0, 0, 0] = 0.0 if step else -torch.inf  # what is certain, and a banned token
-        first, probs = (top + (step - 1) * top**2 if step else 0), logp.exp().flatten(1)
+        logp = torch.rand(2, num, top, generator=dice).log().sort(descending=True).values
+        logp[0, 0, -1 if step else 0 :] = -torch.inf  # a banned token, and nothing that is allowed
+        logp[1, 0] = torch.tensor([0.0, *[-torch.inf] * (top - 1)])  # what is certain
+        first, probs = (top + (step - 1) * top**2 if step else 0), logp.exp()
+        if spread is not None:
+            rivals = torch.cat([logp[..., 1:2], logp[..., :1].expand(-1, -1, top - 1)], 2)
+            probs = ((logp - rivals) / spread).sigmoid().nan_to_num()
+        probs = probs.flatten(1)
         want = np.log(np.maximum(np.interp(probs, middles, chances), 1e-30))
-        weigh(level, chances, said, logp)
-        assert torch.equal(said[:, first : first + num * top], probs)
+        weigh(level, chances, said, logp, spread)
+        torch.testing.assert_close(said[:, first : first + num * top], probs)
         assert np.allclose(np.maximum(logp.flatten(1).numpy(), np.log(1e-30)), want, atol=1e-5)
         grow(level, nodes, front, torch.randint(99, (2, num, top), generator=dice), logp)
     choose(torch.tensor([most]), top, nodes, draft)

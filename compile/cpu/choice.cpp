@@ -67,8 +67,8 @@ extern "C" void choose_int64(const int64_t* wanted, int64_t k, const sharesd::No
 }
 
 extern "C" void weigh_float32(const int64_t* levels, const float* chances, float* said, float* logp, int64_t R, int64_t B,
-                              int64_t F, int64_t k, int64_t C) {
-  sharesd::weigh(levels, chances, said, logp, R, B, F, k, C);
+                              int64_t F, int64_t k, int64_t C, double spread) {
+  sharesd::weigh(levels, chances, said, logp, R, B, F, k, C, static_cast<float>(spread));
 }
 
 extern "C" void weighed_float32(const sharesd::Nodes* nodes, const float* said, float* said_best, float* odds,

@@ -9,7 +9,7 @@
 
 namespace sharesd {
 
-// What experience makes of a probability that a model gives: `chances` belong to 0 and to the middles of R equal ranges.
+// What experience makes of what a model says: `chances` belong to 0 and to the middles of R equal ranges.
 inline float chance_of(float said, const float* chances, int64_t R) {
   const float at = said * R - 0.5f;
   if (!(at >= 0)) return chances[0] + (chances[1] - chances[0]) * std::max(0.0f, 2 * said * R);
@@ -18,15 +18,22 @@ inline float chance_of(float said, const float* chances, int64_t R) {
   return chances[1 + low] + (chances[2 + low] - chances[1 + low]) * (at - low);
 }
 
-// Children [B, F, k] of the coming level: what the model says goes into `said` [B, C], the log of its worth into `logp`.
+// Children [B, F, k] of the coming level, best first: what the model says goes into `said` [B, C], the log of its worth into
+// `logp`. It says probabilities; or, with a spread, how likely it is that errors of this spread leave a child before
+// the best other one, or put it there.
 inline void weigh(const int64_t* levels, const float* chances, float* said, float* logp, int64_t R, int64_t B, int64_t F,
-                  int64_t k, int64_t C) {
+                  int64_t k, int64_t C, float spread) {
   for (int64_t b = 0; b < B; ++b) {
     const int64_t first = levels[b] ? k + (levels[b] - 1) * k * k : 0;
     if (levels[b] < 0 || first + F * k > C) continue;  // deeper than any draft
-    for (int64_t i = 0; i < F * k; ++i) {
-      float& one = logp[b * F * k + i];
-      one = std::log(chance_of(said[b * C + first + i] = std::exp(one), chances, R));
+    for (int64_t i = 0; i < F * k; i += k) {
+      float* some = logp + (b * F * k + i);
+      const float best = some[0], second = some[std::min<int64_t>(1, k - 1)];
+      for (int64_t j = 0; j < k; ++j) {
+        float& it = said[b * C + first + i + j] = std::exp(some[j]);
+        if (spread > 0 && it > 0) it = 1 / (1 + std::exp(((j ? best : second) - some[j]) / spread));
+        some[j] = std::log(chance_of(it, chances, R));
+      }
     }
   }
 }

@@ -60,6 +60,7 @@ class ChainDraft:
             root_at_B,
             self._guesser.ids,
             chances=self._weighing is not None,
+            spread=self._guesser.spread,
         )
         if self._weighing is not None and chance_B is not None:
             chances = chance_B.tolist()

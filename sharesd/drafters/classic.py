@@ -32,10 +32,21 @@ class ClassicDrafter:
     at_once = False
 
     def __init__(
-        self, model: CausalModel, *, batch: int, slots: int, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
+        self,
+        model: CausalModel,
+        *,
+        batch: int,
+        slots: int,
+        shapes: Sequence[Shape],
+        weight_bytes: int,
+        top: int = 1,
+        spread: float | None = None,
     ) -> None:
-        """`top` is the number of nodes that a tree expands on each level, and of their children."""
+        """`top` is the number of nodes that a tree expands on each level, and of their children. `spread`: see
+        Guesser.
+        """
         self.model, self.shapes, self._top, self._weight_bytes = model, shapes, top, weight_bytes
+        self._spread = spread
         self.trees = shapes[-1].is_tree
         self.cache = model.new_cache(batch, slots)
         self.cache.lengths.fill_(1)  # rows without a text have a token before the root, too
@@ -79,6 +90,7 @@ class ClassicDrafter:
                     self.model,
                     self.cache.rows(drafting.first, drafting.end),
                     lambda: torch.stack([before_B, drafting.root_B], 1),
+                    spread=self._spread,
                 ),
                 drafting,
                 shapes=self.shapes,

@@ -141,6 +141,7 @@ class HeadGuesser:
         """`lead`: how many of the last places the first step reads."""
         self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
         self.ids: Tensor | None = None if head.ids is None else head.get_buffer("ids")
+        self.spread: float | None = None
         self._ahead = own.ahead()
         self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
 

@@ -72,7 +72,7 @@ class TreeDraft:
         scores_Bk = torch.zeros(B, top, device=device)
         self._front = Front(zeros(top), scores_Bk, zeros(top, deepest), zeros(top, deepest), zeros(top))
         self._weighing: Weighing | None = None  # if the policy decides how far it grows, and how much is verified
-        self._said_BC = torch.zeros(B, C, device=device)  # the model's probability of each node behind its parent
+        self._said_BC = torch.zeros(B, C, device=device)  # what the model says of each node behind its parent
         N = drafting.buffers.tokens_BN.shape[1]
         self._best = Weighed(torch.zeros(B, N), torch.zeros(B, N), torch.zeros(B, N, dtype=torch.int64))
         self._first = Replayed(self._start, drafting.graphs)
@@ -149,7 +149,8 @@ class TreeDraft:
         tokens_BFk, logp_BFk = (part_BFk.expand(-1, num, -1) for part_BFk in children)
         if self._weighing:
             logp_BFk = logp_BFk.float().contiguous()
-            weigh(self._level_B, torch.from_numpy(self._weighing.chances), self._said_BC, logp_BFk)
+            chances = torch.from_numpy(self._weighing.chances)
+            weigh(self._level_B, chances, self._said_BC, logp_BFk, self._guesser.spread)
         grow(self._level_B, nodes, self._front, tokens_BFk, logp_BFk)
 
     def _choose(self) -> None:

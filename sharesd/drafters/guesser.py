@@ -24,6 +24,7 @@ class Guesser(Protocol):
     root_at_B: Tensor  # int64: the position of each root
     next_at_B: Tensor  # int64: that of a chain's next guess; of trees that of the first level
     ids: Tensor | None  # int64 [V]: the target's ids of the tokens that logits are about; None = all
+    spread: float | None  # of a target with rounded weights, see `confidence.spread_of`; None: another model
 
     def start(self) -> Tensor:
         """Read the root, and what leads up to it and has not been read yet. Logits [B, 1, V] of the first guess."""
@@ -39,12 +40,21 @@ class Guesser(Protocol):
 class ModelGuesser:
     """Any causal language model over a KV cache, which is written above its lengths, but for tokens before the root."""
 
-    def __init__(self, model: CausalModel, cache: StaticKVCache, lead: Callable[[], Tensor], recent: int = 0) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: StaticKVCache,
+        lead: Callable[[], Tensor],
+        *,
+        recent: int = 0,
+        spread: float | None = None,
+    ) -> None:
         """`lead` gives the tokens [B, T] of the first step, the last of which is the root, at the cache's length.
-        `recent`: how far steps look back, 0 = all.
+        `recent`: how far steps look back, 0 = all. `spread`: see Guesser.
         """
         self._model, self._lead, self._ahead = model, lead, cache.ahead(recent)
         self.ids: Tensor | None = None
+        self.spread = spread
         self.root_at_B, self.next_at_B = cache.lengths, self._ahead.lengths
 
     def start(self) -> Tensor:

@@ -43,10 +43,14 @@ class ShareDrafter:
         shapes: Sequence[Shape],
         low_bytes: int,
         top: int = 1,
+        spread: float | None = None,
     ) -> None:
-        """`top` is the number of nodes that a tree expands on each level, and of their children."""
+        """`top` is the number of nodes that a tree expands on each level, and of their children. `spread`: see
+        Guesser.
+        """
         self.model, self.cache, self.switch = model, cache, switch
         self.shapes, self._top, self._low_bytes = shapes, top, low_bytes
+        self._spread = spread
         self.trees = shapes[-1].is_tree
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
@@ -73,6 +77,7 @@ class ShareDrafter:
                     self.cache.rows(drafting.first, drafting.end),
                     lambda: drafting.root_B[:, None],
                     recent=shape.recent,
+                    spread=self._spread,
                 ),
                 drafting,
                 shapes=self.shapes,

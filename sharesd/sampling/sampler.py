@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches
-from compile.topk import logp_at, top_logp
+from compile.topk import logp_at, top_k, top_logp
 from sharesd import sampling
 from sharesd.decoding.tree import DraftTree, Verdict
 from sharesd.sampling import Kind, RowSampling, Stream
@@ -65,9 +65,12 @@ class Sampler:
         root_at_B: Tensor,
         ids_V: Tensor | None = None,
         chances: bool = False,
+        spread: float | None = None,
     ) -> Drawn:
         """A model drafter's token for these positions, after root and `drafted` (-1 = none yet). Its logits are about
-        the tokens `ids` (None = all). `chances` (on a CPU, for `match`) tells how sure it is.
+        the tokens `ids` (None = all). `chances` (on a CPU, for `match`) tells how sure it is: the token's
+        probability. Where the logits are the target's but for errors of this `spread`, and there is no noise: how
+        likely it is that errors do not put the next best in its place.
 
         With `match` it uses the target's own noise of that position, so that both choose alike where they can.
         """
@@ -75,12 +78,20 @@ class Sampler:
         logits_B1V, ids_V = self._narrow(logits_BV[:, None], ids_V)
         if kind.acceptance == "match":
             index_B = self._choose(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[:, 0]
-            chance_B = logp_at(logits_B1V[:, 0], index_B, self.rows.column("temperature")).exp() if chances else None
+            chance_B = self._chance_of(index_B, logits_B1V[:, 0], spread) if chances else None
             return Drawn(_named(index_B, ids_V), None, chance_B)
         logits_B1V = self._process(logits_B1V, drafted_BN)
         probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
         noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
         return Drawn(sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV, None)
+
+    def _chance_of(self, index_B: Tensor, logits_BV: Tensor, spread: float | None) -> Tensor:
+        if spread is None or self.kind.sampled:
+            return logp_at(logits_BV, index_B, self.rows.column("temperature")).exp()
+        best_B, second_B = top_k(logits_BV, 2).unbind(1)
+        pair_B2 = torch.stack([index_B, second_B.where(index_B == best_B, best_B)], 1)
+        chosen_B, rival_B = logits_BV.gather(1, pair_B2).double().unbind(1)
+        return ((chosen_B - rival_B) / spread).sigmoid()
 
     def spread(
         self,
