@@ -18,6 +18,7 @@ from quant.config import QuantConfig
 from sharesd import settings
 from sharesd.cli import options
 from sharesd.config import EngineConfig
+from sharesd.decoding.calibrate import _fit
 from sharesd.decoding.costs import Costs
 from sharesd.settings import Place, place_of, recall, remember
 
@@ -187,3 +188,16 @@ def test_auto_leaves_nothing_to_skip(tiny: Path) -> None:
 def test_a_place_names_processor_and_version(tiny: Path) -> None:
     found = place_of(EngineConfig(target=str(tiny), device="cpu"))
     assert found.model == str(tiny.resolve()) and found.processor and found.version == settings.__version__
+
+
+# Costs of rounds
+
+
+@pytest.mark.parametrize("four", [1.9, 0.8, 0.5], ids=["as it is", "equal", "sooner"])
+def test_draft_steps_are_never_free(four: float) -> None:
+    """Amid noise, four steps may have been timed as short as one, or shorter."""
+    ratios = {("step", 1, False): [1.0], ("draft", 1, False): [0.8], ("draft", 4, False): [four]}
+    costs = _fit(ratios, {False: [2.0], True: []}, near=10.0, far=None, at_once=False)
+    each, begin = (2 * (four - 0.8) / 3, 1.6) if four > 0.8 else (2 * four / 4, 1.6)
+    assert costs.draft == pytest.approx(each) and costs.draft > 0
+    assert costs.draft + costs.draft_begin == pytest.approx(begin)

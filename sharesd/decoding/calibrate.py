@@ -265,7 +265,8 @@ def _fit(
         depths = sorted({depth for name, depth, _ in ratios if name == kind})
         if depths:
             (first, _), (last, slot), num = line(kind, depths[0]), line(kind, depths[-1]), depths[-1]
-            each = last / num if len(depths) == 1 else min(first, max(0.0, last - first) / (num - 1))
+            # More steps that took no longer than one were timed amid noise, and none is free.
+            each = min(first, (last - first) / (num - 1)) if last > first else last / num
             setattr(costs, kind, each)
             setattr(costs, f"{kind}_begin", first - each if len(depths) > 1 else 0.0)
             setattr(costs, f"{kind}_slot", slot / num)
