@@ -169,7 +169,8 @@ def test_new_heads_look_into_the_last_layer(tmp_path: Path) -> None:
     target = tiny_decoder(3)
     raw = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64}
     raw |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    head = new_head(HeadConfig.new("glide", raw, draft_vocab_size=len(IDS)), target, ids_K=torch.tensor(IDS))
+    config = HeadConfig.new("glide", raw, draft_vocab_size=len(IDS))
+    head = new_head(config, target, ids_K=torch.tensor(IDS), own_lm_head=True)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_()

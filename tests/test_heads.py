@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compile.attention import Branches
 from compile.linear import pack_linears
-from sharesd.models.heads.config import HeadConfig
+from sharesd.models.heads.config import HeadConfig, Kind
 from sharesd.models.heads.files import load_head, new_head, save_head
 from sharesd.models.heads.head import Head
 from sharesd.models.heads.native import native_head
@@ -222,11 +222,12 @@ def test_what_was_read_is_written_again(kind: str, options: dict, tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
-def test_an_lm_head_of_the_targets_rows_is_not_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "glide"])
+def test_an_lm_head_of_the_targets_rows_is_not_written(kind: Kind, tmp_path: Path) -> None:
     """And is found again in the target."""
     target = tiny_decoder(3)
     ids_K = torch.tensor(IDS)
-    head = load_head(make_head(tmp_path / "own", target.config, "eagle", ids=IDS), target)
+    head = load_head(make_head(tmp_path / "own", target.config, kind, ids=IDS), target)
     shared = new_head(head.config, target, ids_K=ids_K)
     shared.load_state_dict(head.state_dict() | {"lm_head.weight": target.head.weight[ids_K]})
     save_head(shared, tmp_path / "shared")
@@ -234,7 +235,8 @@ def test_an_lm_head_of_the_targets_rows_is_not_written(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "shared" / "model.safetensors")
     again = load_head(tmp_path / "shared", target)
     states = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(again.draft_logits(states), states @ target.head.weight[ids_K].T)
+    assert again.lm_head is not None and not again.lm_head.weight.requires_grad
+    torch.testing.assert_close(again.draft_logits(states), again.before_logits(states) @ target.head.weight[ids_K].T)
 
 
 def test_names_of_other_engines_are_known(tmp_path: Path) -> None:

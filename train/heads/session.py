@@ -294,8 +294,7 @@ def _twin(head: Learner, target: Any) -> Learner:
         return copy.deepcopy(head).to(wide).requires_grad_(True)
     wide = torch.promote_types(head.place["dtype"], torch.float32)
     ids_K = None if head.ids is None else head.get_buffer("ids")
-    own_lm_head = isinstance(head, Eagle) and head.own_lm_head
-    twin = new_head(head.config, target, ids_K=ids_K, own_lm_head=own_lm_head).to(wide)
+    twin = new_head(head.config, target, ids_K=ids_K, own_lm_head=head.own_lm_head).to(wide)
     found = head.state_dict()
     if found.keys() != twin.state_dict().keys():
         raise ValueError(f"a head with {', '.join(found)} cannot be gone on with; give one that was trained here")

@@ -28,16 +28,11 @@ class Eagle(FeatureHead):
         own_lm_head: bool = False,
         fc_bias: bool = True,
     ) -> None:
-        """`ids_K`: see `Head`. Without an LM head of its own it has those rows of the target's, which never learn."""
+        """`ids_K`: see `Head`; `own_lm_head`: see `add_lm_head`."""
         D = config.block.hidden_size
         super().__init__(config, target, inputs=D, ids_K=ids_K, own_embed=own_embed)
         self.fc = empty_linear(2 * D, D, bias=fc_bias, **self.place)
-        self.lm_head, self.own_lm_head = None, own_lm_head
-        if own_lm_head or ids_K is not None:
-            self.lm_head = empty_linear(D, config.draft_vocab_size, bias=False, **self.place)
-        if self.lm_head is not None and not own_lm_head:
-            self.lm_head.weight.data.copy_(target.head.weight.data[self.get_buffer("ids")])
-            self.lm_head.requires_grad_(False)
+        self.add_lm_head(own_lm_head)
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         return features_BTF

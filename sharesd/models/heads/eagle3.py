@@ -30,7 +30,7 @@ class Eagle3(FeatureHead):
         super().__init__(config, target, inputs=2 * D, ids_K=ids_K, own_embed=own_embed)
         self.fc = empty_linear(len(config.taps) * config.target_hidden_size, D, bias=fc_bias, **self.place)
         self.embed_norm, self.state_norm, self.norm = (RMSNorm(D, c.norm_eps, False, **self.place) for _ in range(3))
-        self.lm_head = empty_linear(D, config.draft_vocab_size, bias=False, **self.place)
+        self.add_lm_head(own=True)
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         return self.fc(features_BTF)

@@ -77,7 +77,7 @@ def new_head(
         ids_K = ids_K.to(target.get_buffer("cos_0").device)
     bias = {} if fc_bias is None else {"fc_bias": fc_bias}
     if config.kind == "glide":
-        return Glide(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head or ids_K is not None)
+        return Glide(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head)
     if config.kind != "eagle":
         kind = Eagle3 if config.kind == "eagle3" else Parallel
         return kind(config, target, ids_K=ids_K, own_embed=own_embed, **bias)
@@ -158,5 +158,5 @@ def _slots(head: Head) -> Iterator[tuple[str, Tensor]]:
     if isinstance(head, Parallel):
         yield "mask_embeds", head.mask_embeds.data
         yield "mask_states", head.mask_states.data
-    if head.lm_head is not None and not (isinstance(head, Eagle) and not head.own_lm_head):
+    if head.lm_head is not None and head.own_lm_head:
         yield "lm_head.weight", head.lm_head.weight.data

@@ -114,13 +114,12 @@ class Glide(Head):
         own_embed: bool = False,
         own_lm_head: bool = False,
     ) -> None:
-        """See `Head`; with fewer tokens than the target's it has an LM head of its own."""
+        """`ids_K`: see `Head`; `own_lm_head`: see `add_lm_head`."""
         super().__init__(config, target, ids_K=ids_K, own_embed=own_embed)
         c = config.block
         self.block = GlideBlock(config, target, **self.place)
         self.norm = RMSNorm(c.hidden_size, c.norm_eps, False, **self.place)
-        own = empty_linear(c.hidden_size, config.draft_vocab_size, bias=False, **self.place) if own_lm_head else None
-        self.lm_head = own
+        self.add_lm_head(own_lm_head)
 
     def read(
         self, tokens_BS: Tensor, num: int, cache: StaticKVCache, target: StaticKVCache | None = None

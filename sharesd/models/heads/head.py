@@ -48,6 +48,9 @@ class Head(nn.Module):
 
     block: Any
     lm_head: nn.Linear | None
+    """None: the target's."""
+    own_lm_head = True
+    """Whether that learns, and is in its file; else it is those rows of the target's that are about draft tokens."""
     ids: Tensor | None
     native: NativeHead | None = None
     """Its steps in one call of a CPU kernel each, where compilation puts that here."""
@@ -66,6 +69,17 @@ class Head(nn.Module):
         self.register_buffer("cos", cos_Pr, persistent=False)
         self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
+
+    def add_lm_head(self, own: bool) -> None:
+        """One of its own, else the target's, or those rows of it that are about the draft tokens."""
+        self.lm_head, self.own_lm_head = None, own
+        if own or self.ids is not None:
+            self.lm_head = empty_linear(
+                self.config.block.hidden_size, self.config.draft_vocab_size, bias=False, **self.place
+            )
+        if self.lm_head is not None and not own:
+            self.lm_head.weight.data.copy_(self._target[0].head.weight.data[self.get_buffer("ids")])
+            self.lm_head.requires_grad_(False)
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
         """What the LM head is given."""
