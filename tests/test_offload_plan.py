@@ -6,8 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
+from compile.threads import CREW
 from offload.plan import DEPTHS, DoesNotFit, Drafter, Limits, Rates, Sizes, make_plan, show_bytes, steady
+from sharesd.homes import OnCpu
 
 GB = 10**9
 GIB = 2**30
@@ -179,3 +182,21 @@ def test_depth_is_limited() -> None:
 )
 def test_bytes_are_shown(number: float, shown: str, limit: str) -> None:
     assert (show_bytes(number), show_bytes(number, round_up=True)) == (shown, limit)
+
+
+def test_products_are_timed_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two threads each call is held up, with one another one in each sweep."""
+    now, calls_made = 0.0, 0
+
+    def call() -> None:
+        nonlocal now, calls_made
+        sweep, number = divmod(calls_made, 4)
+        now += 1.0 if torch.get_num_threads() == 2 or number == sweep % 4 else 0.001
+        calls_made += 1
+
+    CREW.reset(2)
+    monkeypatch.setattr("sharesd.homes.time.perf_counter", lambda: now)
+    assert OnCpu().seconds([call] * 4) == pytest.approx(0.001) and torch.get_num_threads() == 2
+    CREW.fix(2)
+    assert OnCpu().seconds([call] * 4) == pytest.approx(1.0)
+    CREW.reset()
