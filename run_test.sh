@@ -15,8 +15,9 @@ step "generate: five modes give one text"
 for mode in naive classic share eagle glide; do
   python -m sharesd generate "Name three colours of the rainbow." --mode "$mode" --max-new-tokens 24 >"$out/$mode.txt"
 done
+python -m sharesd generate "Name three colours of the rainbow." --mode classic --draft small --max-new-tokens 24 >"$out/small.txt"
 cat "$out/naive.txt"
-for mode in classic share eagle glide; do cmp "$out/naive.txt" "$out/$mode.txt"; done
+for name in classic small share eagle glide; do cmp "$out/naive.txt" "$out/$name.txt"; done
 
 step "draft trees and tables give it too"
 python -m sharesd generate "Name three colours of the rainbow." --mode share --tree 2:4:8 --num-draft 8 --max-new-tokens 24 >"$out/tree.txt"

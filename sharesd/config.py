@@ -32,7 +32,9 @@ EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-i
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
 EMBEDDED_HEADS = Path(__file__).parent / "drafters" / "heads" / "smollm2-135m-instruct"
-"""Folders of heads for the embedded model, by the mode that they draft in."""
+"""Folders of heads for the embedded model, by the mode that they draft in; that of `classic` is a small decoder."""
+SMALL = "small"
+"""`EngineConfig.draft` where the small decoder that comes with the embedded model is to draft."""
 
 
 def mode_of_head(name: str) -> Mode:
@@ -254,7 +256,8 @@ class EngineConfig:
     """`recycle`: file of a table to start from, or `empty`; None = the one that comes with the embedded model, if that
     is the target, else an empty one."""
     draft: str | None = None
-    """Classic only: the second model; None = a separate quantized copy of the target with its own KV."""
+    """Classic only: the second model, or `small`: the one that comes with the embedded model; None = a separate
+    quantized copy of the target with its own KV."""
     heads: tuple[str, ...] = ()
     """Trained heads, at most one for each mode. `eagle`: a folder or hub id in a public layout of EAGLE, EAGLE-2 or
     EAGLE-3. `parallel`, `glide`: what `python -m train parallel` and `glide` write. Modes without one take that which
@@ -375,6 +378,10 @@ class EngineConfig:
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"
             )
+        if self.draft == SMALL and self.draft_model is None:
+            raise ValueError(
+                f"draft is {SMALL!r}, which is for the embedded model alone; give a folder, or leave it out"
+            )
 
     def _check_tree(self, top: int, depth: int, budget: int) -> None:
         shown = ":".join(map(str, self.tree))
@@ -403,11 +410,19 @@ class EngineConfig:
         has_head = self.head_of("eagle") is not None and self.tensor_parallel == 1
         return "eagle" if has_head else "share", "suffix"
 
+    @property
+    def draft_model(self) -> str | None:
+        """`classic`: the second model; None = a quantized copy of the target."""
+        return self._shipped("classic") if self.draft == SMALL else self.draft
+
     def head_of(self, mode: str) -> str | None:
         """What a mode of `HEADS` drafts with: one of `heads`, or what comes with the embedded model; None = nothing."""
-        shipped = EMBEDDED_HEADS / mode
-        given = next((head for head in self.heads if mode_of_head(head) == mode), None)
-        return str(shipped) if given is None and self.target is None and shipped.is_dir() else given
+        return next((head for head in self.heads if mode_of_head(head) == mode), None) or self._shipped(mode)
+
+    def _shipped(self, mode: str) -> str | None:
+        """What the embedded model brings for a mode, if that is the target."""
+        folder = EMBEDDED_HEADS / mode
+        return str(folder) if self.target is None and folder.is_dir() else None
 
     def require_head(self, mode: str) -> str:
         """The same; ValueError where there is none."""

@@ -35,7 +35,17 @@ from quant.gemlite_configs import save_configs
 from quant.linear import Switch
 from sharesd import __version__
 from sharesd.acceptance import keeper
-from sharesd.config import HEADS, MODEL_DRAFTERS, TABLES, CompileMode, EngineConfig, Mode, PlanOnly, SamplingParams
+from sharesd.config import (
+    HEADS,
+    MODEL_DRAFTERS,
+    SMALL,
+    TABLES,
+    CompileMode,
+    EngineConfig,
+    Mode,
+    PlanOnly,
+    SamplingParams,
+)
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.confidence import spread_of
@@ -323,7 +333,7 @@ class Runtime:
             *(self._rows.widths, mode),
             *(
                 replace(self.config, target=None, mode="naive", draft=None, max_queue=None, prefill_chunk=None),
-                self.config.draft,
+                self.config.draft_model,
             ),
             *(cpu_name(), CREW.most, self.device, kernels_version()),
             self.streamed and (self.streamed.stream.blocks, len(self.streamed.stream.slots)),
@@ -415,9 +425,11 @@ class Runtime:
 
     def _check_draft_vocabulary(self, progress: Progress) -> None:
         """Before any weights are read."""
-        if self.config.draft is not None and "classic" in self._needs:
-            self._draft_folder = resolve(self.config.draft, progress=progress)
-            require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
+        name = self.config.draft_model
+        if name is not None and "classic" in self._needs:
+            self._draft_folder = resolve(name, progress=progress)
+            if self.config.draft != SMALL:  # which has no tokenizer of its own
+                require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
 
     def _check_head(self, progress: Progress) -> None:
         """Before any weights are read."""
@@ -559,7 +571,7 @@ class Runtime:
         return replace(place, apart=self.device, hop_seconds=self.config.split.hop_seconds)
 
     def _classic(self, shapes: Sequence[Shape], top: int) -> Drafter:
-        if self.config.draft is not None:
+        if self.config.draft_model is not None:
             model = self._load(self._draft_folder, split=self._draft_split(self._draft_folder))
             if model.vocab_size != self.target.vocab_size:
                 raise ValueError(
@@ -592,7 +604,7 @@ class Runtime:
             shapes=shapes,
             weight_bytes=_num_bytes(model),
             top=top,
-            spread=None if self.config.draft is not None else spread_of(self.config.quant.bits),
+            spread=None if self.config.draft_model is not None else spread_of(self.config.quant.bits),
         )
 
     def _keeper(self, mode: Mode) -> Callable[[Stats], None] | None:

@@ -235,6 +235,7 @@ class _Measured:
         self.decoder, self.config, self._folder, self._home = decoder, config, folder, home
         self._on_gpu = isinstance(home, OnGpu)
         self._needs = {*modes, *(config.mixed if "hybrid" in modes else ())}
+        self._copies = "classic" in self._needs and config.draft_model is None
         self._dtype = decoder.embed.weight.dtype
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
         self.quants = self._choices()
@@ -258,7 +259,7 @@ class _Measured:
     def _choices(self) -> list[QuantConfig | None]:
         """Quantizations that the plan may choose from; None where nothing is quantized."""
         quant = self.config.quant
-        if "share" not in self._needs and not ("classic" in self._needs and self.config.draft is None):
+        if "share" not in self._needs and not self._copies:
             return [None]
         if not self.config.offload.choose_bits or quant.proj_bits or quant.method != "hqq":
             return [quant]
@@ -338,15 +339,15 @@ class _Measured:
         """Bytes of all that drafts, and of what must stay for it."""
         num = 0
         if quant is not None:
-            copies = int("share" in self._needs) + int("classic" in self._needs and self.config.draft is None)
-            num += copies * sum(self._low_bytes(quant).values())
+            num += (("share" in self._needs) + self._copies) * sum(self._low_bytes(quant).values())
             if "share" in self._needs:
                 num += self.num_blocks * (self.layout(None).record_bytes - self.layout(quant).record_bytes)
         if "classic" in self._needs:
             num += self._kv()
             if quant is not None and quant.head_bits is None:
                 num += self._laid(self.decoder.head).nbytes
-        for path in (self.config.draft, *map(self.config.head_of, sorted(self._needs & {*HEADS}))):
+        second = self.config.draft_model if "classic" in self._needs else None
+        for path in (second, *map(self.config.head_of, sorted(self._needs & {*HEADS}))):
             if path is not None:
                 num += sum(file.stat().st_size for file in weight_files(resolve(path)))
         return num
@@ -356,8 +357,8 @@ class _Measured:
         """Whether quantized weights are all that drafts, but for tables. On a GPU nobody gets trees who does not ask:
         it shows when all has been loaded whether their rows have the bits of chains.
         """
-        only_low = self._needs & {"share", "classic"} and not self._needs & {*HEADS}
-        return bool(only_low) and self.config.draft is None and not self._on_gpu
+        others = {*HEADS} if self._copies else {"classic", *HEADS}
+        return bool(self._needs & {"share", "classic"} and not self._needs & others) and not self._on_gpu
 
     def drafter(self, quant: QuantConfig | None, *, trees: bool) -> Drafter:
         """What drafts, as the plan sees it."""

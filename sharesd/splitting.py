@@ -114,7 +114,8 @@ def _sizes(decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], device
     tables = sum(buffer.nbytes for buffer in decoder.buffers())
     logits = config.max_batch * (1 + config.most_draft) * c.vocab_size * (2 * dtype.itemsize + 3 * 4)
     last, copied, beside = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables)
-    if {"share", "classic"} & needs and config.draft is None:
+    second = config.draft_model if "classic" in needs else None
+    if "share" in needs or ("classic" in needs and second is None):
         for job in quantizer_of(decoder, config.quant).jobs:
             size = low_bytes(decoder, job, config.quant)
             copied += size
@@ -123,7 +124,7 @@ def _sizes(decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], device
             elif "share" in needs:
                 blocks[job.layer or 0] += size
     if "classic" in needs:
-        drafts = copied + sum(kv) + decoder.embed.weight.nbytes if config.draft is None else _size_of(config.draft)
+        drafts = copied + sum(kv) + decoder.embed.weight.nbytes if second is None else _size_of(second)
         place = devices[-1] if config.draft_device is None else one_device(config.draft_device)
         if place in devices:  # of stages that share it, the last one
             beside[len(devices) - 1 - devices[::-1].index(place)] += drafts

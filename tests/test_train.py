@@ -12,7 +12,7 @@ import pytest
 from tiny import make_checkpoint
 
 from multigpu.journal import Journal
-from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, EngineConfig, SamplingParams
+from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_HEADS, EMBEDDED_TABLE, EngineConfig, SamplingParams
 from sharesd.drafters.tables.recycling import RecycleTable
 from sharesd.drafters.tables.suffix import build_datastore, open_datastore
 from sharesd.load import Runtime
@@ -194,10 +194,18 @@ def test_the_embedded_models_heads_ship() -> None:
     assert not (EngineConfig(target="other").head_of("eagle") or EngineConfig().head_of("parallel"))
     assert EngineConfig(heads=("mine",)).head_of("eagle") == "mine"
     sizes = []
-    for mode in ("eagle", "glide"):
-        folder = Path(EngineConfig(mode=mode).head_of(mode) or "")
+    folders = {mode: EngineConfig(mode=mode).head_of(mode) for mode in ("eagle", "glide")}
+    for folder in map(Path, filter(None, (*folders.values(), EngineConfig(mode="classic", draft="small").draft_model))):
         card = (folder / "README.md").read_text(encoding="utf-8")
         assert all(word in card for word in ("python -m train", "steps", "tau", "SmolLM2-135M-Instruct", "4-bit"))
-        assert json.loads((folder / "config.json").read_text())["hidden_size"] == 576
+        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 49152
         sizes.append((folder / "model.safetensors").stat().st_size)
-    assert 1e6 < sum(sizes) < 40e6
+    assert len(sizes) == 3 and 1e6 < sum(sizes) < 40e6
+
+
+def test_the_small_decoder_is_for_the_embedded_model() -> None:
+    assert EngineConfig(mode="classic", draft="small").draft_model == str(EMBEDDED_HEADS / "classic")
+    assert EngineConfig(mode="classic").draft_model is None
+    assert EngineConfig(mode="classic", target="other", draft="mine").draft_model == "mine"
+    with pytest.raises(ValueError, match="draft is 'small', which is for the embedded model alone"):
+        EngineConfig(mode="classic", target="other", draft="small")

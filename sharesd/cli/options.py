@@ -111,7 +111,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--draft",
         "-ssm",
         metavar="MODEL",
-        help="second model of mode classic, with the same vocabulary (default: a quantized copy of the target)",
+        help="second model of mode classic, with the same vocabulary, or `small`: the one that comes with the embedded "
+        "model (default: a quantized copy of the target)",
         default=argparse.SUPPRESS,
     )
     group.add_argument(

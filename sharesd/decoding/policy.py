@@ -35,7 +35,8 @@ LEAD = 1.02
 FIRST_ALPHAS = 0.8, 0.88
 """Acceptance of a chain's tokens, and of a tree's levels, assumed before there is evidence, of a model's drafts."""
 HEAD_ALPHAS = 0.5, 0.65
-"""The same of a trained head's. Who hopes for more drafts long at first, loses, and then dares not for a while."""
+"""The same of a trained head's, or a second model's. Who hopes for more drafts long at first, loses, and then dares not
+for a while."""
 HOPED_ALPHA, HOPED_TREE_ALPHA = 0.95, 0.97
 """Acceptance that a draft may turn out to have: one that would lose even then is not tried."""
 DOUBT = 3.0

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sharesd.decoding.policy import FIRST_ALPHAS
+from sharesd.decoding.policy import FIRST_ALPHAS, HEAD_ALPHAS
 from sharesd.decoding.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
@@ -28,7 +28,6 @@ class ClassicDrafter:
     on_host = False
     reads = True
     ahead = False
-    first_alphas = FIRST_ALPHAS
     at_once = False
 
     def __init__(
@@ -47,6 +46,7 @@ class ClassicDrafter:
         """
         self.model, self.shapes, self._top, self._weight_bytes = model, shapes, top, weight_bytes
         self._spread = spread
+        self.first_alphas = HEAD_ALPHAS if spread is None else FIRST_ALPHAS
         self.trees = shapes[-1].is_tree
         self.cache = model.new_cache(batch, slots)
         self.cache.lengths.fill_(1)  # rows without a text have a token before the root, too
