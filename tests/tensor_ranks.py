@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -70,8 +70,10 @@ class OwnTensors(TorchDispatchMode):
     their own they could not be. What passes through the group is copied.
     """
 
-    def __init__(self, group: Group, makers: dict[int, tuple[int, Tensor]], found: list[str]) -> None:
-        """`makers`: storage -> rank, of all ranks; it keeps them alive, since addresses are used again."""
+    def __init__(self, group: Group, makers: dict[int, tuple[int, UntypedStorage]], found: list[str]) -> None:
+        """`makers`: storage -> rank, of all ranks. It keeps storages alive, since addresses are used again. (Tensors would
+        not do, since some get other storages.)
+        """
         super().__init__()
         self._rank, self._makers, self._found = group.rank, makers, found
 
@@ -84,7 +86,8 @@ class OwnTensors(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._makers.setdefault(tensor.untyped_storage()._cdata, (self._rank, tensor))
+                storage = tensor.untyped_storage()
+                self._makers.setdefault(storage._cdata, (self._rank, storage))
         return out
 
 
