@@ -71,8 +71,8 @@ class OwnTensors(TorchDispatchMode):
     """
 
     def __init__(self, group: Group, makers: dict[int, tuple[int, UntypedStorage]], found: list[str]) -> None:
-        """`makers`: storage -> rank, of all ranks. It keeps storages alive, since addresses are used again. (Tensors would
-        not do, since some get other storages.)
+        """`makers`: storage -> rank, of all ranks. It keeps storages alive, since addresses are used again. Tensors
+        would not: some get another storage.
         """
         super().__init__()
         self._rank, self._makers, self._found = group.rank, makers, found
