@@ -119,8 +119,8 @@ def _add_head_options(group: Any, kind: str) -> None:
         "--draft-vocab",
         type=int,
         metavar="N",
-        help="the head guesses the N tokens that the answers have most often, through an LM head of its own or, of eagle "
-        "and glide, rows of the target's",
+        help="the head guesses the N tokens that the answers have most often, through an LM head of its own or, of "
+        "eagle and glide, rows of the target's",
     )
     if kind == "parallel":
         group.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of the head, 1 or 2")
