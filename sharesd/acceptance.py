@@ -20,17 +20,17 @@ MOST = 2000.0
 """Drafted tokens that count: older ones fade."""
 
 
-def kept_acceptance(folder: Path, mode: str, quant: QuantConfig, *, trees: bool) -> float | None:
-    """How often the next drafted token, or one of a tree's next level, held, given those before it; None where nothing
-    has been measured.
+def kept_acceptance(folder: Path, mode: str, quant: QuantConfig, top: int) -> float | None:
+    """How often the next drafted token held, given those before it, or one of the next level of a tree in which `top`
+    nodes of a level have children (0: of a chain); None where nothing has been measured.
     """
-    tries, held = _read(_file(folder, mode, quant, trees))
+    tries, held = _read(_file(folder, mode, quant, top))
     return held / tries if tries else None
 
 
-def keeper(folder: Path, mode: str, quant: QuantConfig, *, trees: bool) -> Callable[[Stats], None]:
+def keeper(folder: Path, mode: str, quant: QuantConfig, top: int) -> Callable[[Stats], None]:
     """What adds an answer's counts to what is kept."""
-    file = _file(folder, mode, quant, trees)
+    file = _file(folder, mode, quant, top)
 
     def keep(stats: Stats) -> None:
         fresh = stats.sources["accepted"] + stats.sources["recovered"], stats.sources["accepted"]
@@ -47,8 +47,8 @@ def keeper(folder: Path, mode: str, quant: QuantConfig, *, trees: bool) -> Calla
     return keep
 
 
-def _file(folder: Path, mode: str, quant: QuantConfig, trees: bool) -> Path:
-    what = repr((identity(folder), mode, quant, trees))
+def _file(folder: Path, mode: str, quant: QuantConfig, top: int) -> Path:
+    what = repr((identity(folder), mode, quant, top))
     return cache_root() / "settings" / f"acceptance-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 

@@ -616,7 +616,7 @@ class Runtime:
             or not self._reports
         ):
             return None
-        return keeper(self._folder, mode, self.config.quant, trees=self.config.given_tree is not None)
+        return keeper(self._folder, mode, self.config.quant, (self.config.given_tree or (0,))[0])
 
     def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
         return Engine(

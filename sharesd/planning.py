@@ -46,13 +46,14 @@ log = logging.getLogger(__name__)
 
 LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 """The linears of a block, which are nearly all of it."""
-ASSUMED = {8: 0.97, 4: 0.80, 3: 0.45, 2: 0.20}
+ASSUMED = {8: 0.95, 4: 0.80, 3: 0.45, 2: 0.20}
 """Bits of a drafter that shares the target's KV -> how often its next token holds, until answers have told. (4 bits:
 0.6 to 0.8 for a model of 135M parameters, 0.97 for published ones of 7B.)"""
-TREE_TOP = 4
+TREE_TOPS = (2, 4)
 """Nodes of a level of a draft tree that have children, and how many each has, where the plan decides that."""
-TREE_MISSES = 0.6
-"""How often a level of such a tree misses, of the times that a chain's token does (4 bits, 60 nodes: 0.53 to 0.6)."""
+TREE_MISSES = {8: {0: 1.0, 2: 0.5, 4: 0.5}, 4: {0: 1.0, 2: 0.8, 4: 0.6}}
+"""Bits of a drafter -> nodes of a level that have children -> how often a level of such a tree misses, of the times
+that a chain's token does. (What 8 bits miss is nearly always their second guess. Fewer bits count as 4.)"""
 ASSUMED_OTHERS = 0.6
 """The same for heads, tables and other models."""
 TIMED_ROWS = (1, 9, 1 + DEPTHS[-1])
@@ -141,24 +142,23 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
             limits = replace(limits, disk=_free_disk(place))
     rates = model.rates(disk, link)
     free_length = wanted.choose_depth and config.num_draft is None and config.given_tree is None
-    given = (config.given_tree is not None,)
+    given = (0 if config.given_tree is None else config.given_tree[0],)
     may_choose = free_length and config.tree == "auto" and wanted.choose_trees
-    kinds = (False, True) if may_choose and model.may_draft_trees else given
-    drafters = [(quant, model.drafter(quant, trees=trees)) for quant in model.quants for trees in kinds]
+    tops = (0, *TREE_TOPS) if may_choose and model.may_draft_trees else given
+    drafters = {(quant, top): model.drafter(quant, top) for quant in model.quants for top in tops}
     longest = MAX_STEP - 1 if isinstance(home, OnGpu) else DEPTHS[-1]
     most = longest if free_length else config.given_tree[1] if config.given_tree is not None else config.most_draft
     home.give_back()  # what was timed
-    plan = make_plan(sizes, limits, rates, [drafter for _, drafter in drafters], most)
+    plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
     if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
         raise ValueError(
             f"--host-memory has no effect: all of the model stays on {device}; drop it, or give --device-memory"
         )
-    quant = next(quant for quant, drafter in drafters if drafter.name == plan.drafter)
+    quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
         config = replace(config, quant=quant or config.quant)
         if free_length and plan.nodes:
-            full = TREE_TOP + (plan.depth - 1) * TREE_TOP**2
-            config = replace(config, tree=(TREE_TOP, plan.depth, min(plan.nodes, full)))
+            config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
         elif free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
@@ -360,18 +360,18 @@ class _Measured:
         others = {*HEADS} if self._copies else {"classic", *HEADS}
         return bool(self._needs & {"share", "classic"} and not self._needs & others) and not self._on_gpu
 
-    def drafter(self, quant: QuantConfig | None, *, trees: bool) -> Drafter:
-        """What drafts, as the plan sees it."""
-        mode, bits = self.config.mode, None if quant is None else quant.bits
+    def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
+        """What drafts, as the plan sees it: trees in which so many nodes of a level have children; chains, if 0."""
+        trees, mode, bits = top > 0, self.config.mode, None if quant is None else quant.bits
         held, step, measured = steady(ASSUMED_OTHERS), 0.0, None
         if mode == "naive":
             held = ()
         elif quant is not None and mode not in (*TABLES, *HEADS):
-            measured = self._kept(mode, quant, trees)
-            alpha = self._expected(mode, quant, trees) if measured is None else measured
-            held, step = steady(alpha), self._draft_seconds(quant, rows=TREE_TOP if trees else 1)
+            measured = self._kept(mode, quant, top)
+            alpha = self._expected(mode, quant, top) if measured is None else measured
+            held, step = steady(alpha), self._draft_seconds(quant, rows=max(1, top))
         return Drafter(
-            name=(mode if bits is None else f"{mode}, {bits} bits") + (", trees" if trees else ""),
+            name=(mode if bits is None else f"{mode}, {bits} bits") + (f", trees of {top}" if trees else ""),
             nodes=(self.config.given_tree[2] if self.config.given_tree is not None else DEPTHS[-1]) if trees else 0,
             bits=bits,
             resident=self.resident(quant),
@@ -382,15 +382,17 @@ class _Measured:
             stays=quant.skip_layers if quant is not None and "share" in self._needs else (),
         )
 
-    def _expected(self, mode: str, quant: QuantConfig, trees: bool) -> float:
-        """How often drafts may hold, from what is known of those of the other form, or else assumed."""
-        other = self._kept(mode, quant, not trees)
-        if not trees:
-            return ASSUMED[quant.bits] if other is None else max(0.0, 1 - (1 - other) / TREE_MISSES)
-        return 1 - TREE_MISSES * (1 - (ASSUMED[quant.bits] if other is None else other))
+    def _expected(self, mode: str, quant: QuantConfig, top: int) -> float:
+        """How often drafts may hold, from what is known of those of another shape, or else assumed."""
+        misses, missed = TREE_MISSES[max(quant.bits, 4)], 1 - ASSUMED[quant.bits]
+        for other, share in misses.items():
+            if (held := self._kept(mode, quant, other)) is not None:
+                missed = (1 - held) / share
+                break
+        return max(0.0, 1 - misses.get(top, misses[max(misses)]) * missed)
 
-    def _kept(self, mode: str, quant: QuantConfig, trees: bool) -> float | None:
-        return None if self._folder is None else kept_acceptance(self._folder, mode, quant, trees=trees)
+    def _kept(self, mode: str, quant: QuantConfig, top: int) -> float | None:
+        return None if self._folder is None else kept_acceptance(self._folder, mode, quant, top)
 
     def rates(self, disk: float, link: float) -> Rates:
         """Rates of this machine."""
@@ -443,7 +445,7 @@ class _Measured:
     def _kv(self) -> int:
         config = self.config
         longest = 1 + max(DEPTHS[-1], config.most_draft)
-        top, deepest, _ = config.given_tree or (TREE_TOP, DEPTHS[-1] // 2, 0)
+        top, deepest, _ = config.given_tree or (max(TREE_TOPS), DEPTHS[-1] // 2, 0)
         overhang = longest + max(longest, 2 + top * deepest)
         if self._on_gpu:  # where prompts are read in padded pieces, and drafts are replayed
             overhang = max(overhang + longest, CHUNK)

@@ -152,12 +152,19 @@ def test_plans_are_made_where_the_model_does_not_fit(tiny: Path, monkeypatch: py
     assert plan_for(config_of(tiny, offload=OffloadConfig(when="off")), ("naive",)) is None
 
 
-def test_the_plan_chooses_bits_and_length_unless_they_are_given(tiny: Path) -> None:
+def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow disk 8 bits pay; drafts are longer than usual."""
     limit = limit_for(tiny, 2, "share", quant=QuantConfig(bits=8, head_bits=8))
-    found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
+    found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit, choose_trees=False)), "share")
     assert (found.plan.bits, found.config.quant.spec) == (8, "hqq:8:64,head=8")
     assert found.config.max_draft == found.plan.depth > 8
+    hardly_ever = {0: 1.0} | dict.fromkeys(planning.TREE_TOPS, 0.01)
+    monkeypatch.setattr(planning, "TREE_MISSES", dict.fromkeys((4, 8), hardly_ever))
+    found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
+    assert found.config.given_tree is not None and found.plan.nodes == 64
+    top, depth, nodes = found.config.given_tree
+    assert top in planning.TREE_TOPS and f"trees of {top}" in found.plan.drafter
+    assert (depth, nodes) == (found.plan.depth, min(64, top + (depth - 1) * top**2))
     kept = replace(config_of(tiny, limit).offload, choose_bits=False, choose_depth=False)
     found = planned(config_of(tiny, limit, offload=kept), "share")
     assert (found.plan.bits, found.plan.depth, found.config.max_draft) == (4, 8, 8)
@@ -180,6 +187,7 @@ def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path)
     folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=20)
     code = f"""
 import threading, time
+from sharesd import planning
 from sharesd import planning
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
