@@ -196,6 +196,18 @@ def test_a_draft_costs_one_pass() -> None:
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_a_head_that_guesses_few_tokens_has_trees_with_more_nodes(tmp_path: Path) -> None:
+    """Whose number is no chain's length: with the usual options as many nodes are warmed up as a step may verify."""
+    checkpoint = make_checkpoint(tmp_path / "target")
+    folder = make_head(tmp_path / "head", decoder_config(checkpoint), "parallel", dtype=torch.bfloat16, draft_length=3)
+    given = {"target": str(checkpoint), "device": "cpu", "max_context": 128}
+    runtime = Runtime(EngineConfig(mode="parallel", heads=(str(folder),), **given), ("naive", "parallel"))
+    engine = runtime.engine("parallel", warm=GREEDY)
+    assert engine.num_draft > 3
+    assert texts(engine, PROMPTS, GREEDY) == texts(runtime.engine("naive"), PROMPTS, GREEDY)
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = make_checkpoint(tmp_path / "target")
     for kind in ("parallel", "eagle3"):

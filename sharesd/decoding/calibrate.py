@@ -302,7 +302,8 @@ def _shapes(engine: Engine, params: SamplingParams) -> list[Shape]:
     policy = engine.way(params).policy
     if not policy.chooses:
         return [shape for shape in policy.shapes if shape[:2] == policy.shapes[-1][:2]]
-    longest = (chain(engine.num_draft), policy.shapes[-1])
+    chains = [shape for shape in policy.shapes if not shape.is_tree]  # a tree may have more nodes than any has tokens
+    longest = (max(chains, key=lambda shape: shape.depth), policy.shapes[-1])
     windows = {shape.recent for shape in policy.shapes}
     return [PLAIN, *dict.fromkeys(shape._replace(recent=recent) for recent in windows for shape in longest)]
 
