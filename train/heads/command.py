@@ -191,6 +191,7 @@ def run(args: argparse.Namespace) -> int:
             )
             err_console.print(said, highlight=False, soft_wrap=True)
         processes = join(rank, world, args.device) if world > 1 else ALONE
+        processes.wait()  # all have found --out-dir empty before one writes there
         threads = args.threads or CREW.available
         CREW.fix(threads)
         keep_freed_memory(FREED)
