@@ -188,7 +188,6 @@ def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path)
     code = f"""
 import threading, time
 from sharesd import planning
-from sharesd import planning
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.planning import own_memory, plan_for
