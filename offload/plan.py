@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
 DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -124,8 +124,12 @@ class Plan:
     """Memory taken of the host, where it is another."""
     transfer_s: float
     """Seconds that the bytes of a pass travel."""
+    held: tuple[float, ...]
+    """`Drafter.held` of drafts of this depth."""
+    round_s: float
+    """Seconds of a round, predicted."""
     tokens_per_second: float
-    """Predicted."""
+    """Predicted, of long answers."""
     naive_tokens_per_second: float
     """Predicted for plain decoding under the same limits, with all memory for blocks."""
     reasons: tuple[Reason, ...]
@@ -145,6 +149,13 @@ class Plan:
     def offloads(self) -> bool:
         """Whether anything travels."""
         return bool(self.from_host or self.from_disk)
+
+    def speed_of(self, lengths: Sequence[int]) -> float:
+        """Tokens a second predicted of answers that have so many behind the first: the last round of each seldom has
+        room for all that it confirms.
+        """
+        rounds = sum(_num_rounds(self.held, length) for length in lengths)
+        return sum(lengths) / (rounds * self.round_s) if rounds else self.tokens_per_second
 
 
 class Reason(NamedTuple):
@@ -189,6 +200,8 @@ def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Dra
         device_bytes=best.device_bytes,
         host_bytes=best.host_bytes,
         transfer_s=best.transfer() if travelling else 0.0,
+        held=best.drafter.held[:depth],
+        round_s=best.round_time(depth),
         tokens_per_second=speed,
         naive_tokens_per_second=naive,
         reasons=tuple(_reasons(best, fitting, problems, depth, most_depth, naive)),
@@ -255,8 +268,11 @@ class _Case:
 
     def speed(self, depth: int) -> float:
         """Tokens a second with drafts of this length."""
-        took = depth * self.drafter.step + self.pass_time(self.rows(depth))
-        return (1 + sum(self.drafter.held[:depth])) / took
+        return (1 + sum(self.drafter.held[:depth])) / self.round_time(depth)
+
+    def round_time(self, depth: int) -> float:
+        """Seconds of a round with drafts of this length."""
+        return depth * self.drafter.step + self.pass_time(self.rows(depth))
 
     def rows(self, depth: int) -> int:
         """Of the step that verifies a draft of this depth."""
@@ -270,6 +286,15 @@ class _Case:
 
 
 _NO_DRAFTER = Drafter(name=NAIVE, resident=0, step=0.0, held=())
+
+
+def _num_rounds(held: Sequence[float], tokens: int) -> float:
+    """Rounds on average until there are so many tokens, if the first 1, 2, ... of a draft hold with these odds."""
+    ends = [before - after for before, after in pairwise((1.0, *held, 0.0))]  # of drafts of which just so many hold
+    rounds = [0.0]
+    for left in range(1, tokens + 1):
+        rounds.append(1 + sum(end * rounds[max(0, left - kept)] for kept, end in enumerate(ends, 1)))
+    return rounds[tokens]
 
 
 def _spread(blocks: Sequence[int], num: int) -> list[int]:

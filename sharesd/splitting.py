@@ -19,7 +19,8 @@ from sharesd.models.decoder_config import Unsupported
 from sharesd.models.folder import weight_files
 from sharesd.models.resolve import resolve
 from sharesd.models.weights import decoder_config
-from sharesd.planning import LEFT_FREE, kv_bytes, low_bytes, quantizer_of
+from sharesd.parts import kv_bytes, low_bytes, quantizer_of
+from sharesd.planning import LEFT_FREE
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ def test_what_does_not_fit_travels_and_texts_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(offload, "in_a_process", offload.measure)
-    monkeypatch.setattr("sharesd.planning.own_memory", lambda: 0)  # of the tests
-    monkeypatch.setattr("sharesd.planning.RUNTIME_BYTES", 0)
+    monkeypatch.setattr("sharesd.parts.own_memory", lambda: 0)  # of the tests
+    monkeypatch.setattr("sharesd.parts.RUNTIME_BYTES", 0)
     monkeypatch.setattr("offload.plan.IN_FLIGHT", 1)  # two slots, for blocks of 1.2 MB
     target = str(make_checkpoint(tmp_path / "model", hidden=256, layers=12, context=1024))
     out = tmp_path / "out"

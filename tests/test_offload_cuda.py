@@ -25,7 +25,7 @@ from compile import regions
 from offload.cuda import CudaLink, PinnedMemory, _EventCopy, link_rate
 from offload.plan import DoesNotFit
 from quant.config import QuantConfig
-from sharesd import load, planning, sampling
+from sharesd import load, parts, planning, sampling
 from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.load import Runtime
 from sharesd.models.decoder import call_block
@@ -48,10 +48,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> LateDevice:
     for module in (load, planning):
         monkeypatch.setattr(module, "home_of", device.home)
     for name in ("RUNTIME_BYTES", "DEVICE_BYTES", "SOLVING_BYTES"):
-        monkeypatch.setattr(planning, name, 0)
-    monkeypatch.setattr(planning, "own_memory", lambda: 0)
-    monkeypatch.setattr(planning.OnGpu, "link_rate", lambda home: 1e6)
-    monkeypatch.setattr(planning.OnGpu, "seconds", lambda home, calls: 1e-6)
+        monkeypatch.setattr(parts, name, 0)
+    monkeypatch.setattr(parts, "own_memory", lambda: 0)
+    monkeypatch.setattr(parts.OnGpu, "link_rate", lambda home: 1e6)
+    monkeypatch.setattr(parts.OnGpu, "seconds", lambda home, calls: 1e-6)
     return device
 
 
@@ -206,13 +206,13 @@ def test_memory_that_cannot_be_pinned_ends_the_start_and_nothing_stays_pinned(
     tiny: Path, gpu: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = limit_for(tiny, 2, "naive")
-    new = planning.OnGpu.pinned
+    new = parts.OnGpu.pinned
 
     def refuses_the_third(home: Any, num_bytes: int) -> PinnedMemory:
         gpu._refuses = 2 if len(gpu.pinned) == 2 else 0
         return new(home, num_bytes)
 
-    monkeypatch.setattr(planning.OnGpu, "pinned", refuses_the_third)
+    monkeypatch.setattr(parts.OnGpu, "pinned", refuses_the_third)
     with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\); raise the limit"):
         Runtime(config_of(tiny, limit, mode="naive"))
     assert not gpu.pinned
@@ -277,7 +277,7 @@ def test_texts_on_a_gpu(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None, close_after: list[Runtime]
 ) -> None:
     for name in ("DEVICE_BYTES", "SOLVING_BYTES"):
-        monkeypatch.setattr(planning, name, 0)
+        monkeypatch.setattr(parts, name, 0)
     folder = make_checkpoint(tmp_path / "model", hidden=256, layers=LAYERS)
     quant = QuantConfig(bits=8, head_bits=8)
     options: dict[str, Any] = {"device": "cuda", "compile": how, "quant": quant, "max_context": 128, "num_draft": 4}

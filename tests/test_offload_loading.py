@@ -16,7 +16,7 @@ from compile.native import cache_root
 from offload.plan import DoesNotFit
 from offload.store import StoreError
 from quant.config import QuantConfig
-from sharesd import planning, records
+from sharesd import parts, planning, records
 from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.planning import plan_for
@@ -32,8 +32,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
     """What Python takes is much more than such a model, and what a disk gives is no matter here."""
-    monkeypatch.setattr(planning, "own_memory", lambda: 0)
-    monkeypatch.setattr(planning, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(parts, "own_memory", lambda: 0)
+    monkeypatch.setattr(parts, "RUNTIME_BYTES", 0)
     monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
 
 
@@ -158,12 +158,12 @@ def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monke
     found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit, choose_trees=False)), "share")
     assert (found.plan.bits, found.config.quant.spec) == (8, "hqq:8:64,head=8")
     assert found.config.max_draft == found.plan.depth > 8
-    hardly_ever = {0: 1.0} | dict.fromkeys(planning.TREE_TOPS, 0.01)
-    monkeypatch.setattr(planning, "TREE_MISSES", dict.fromkeys((4, 8), hardly_ever))
+    hardly_ever = {0: 1.0} | dict.fromkeys(parts.TREE_TOPS, 0.01)
+    monkeypatch.setattr(parts, "TREE_MISSES", dict.fromkeys((4, 8), hardly_ever))
     found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
     assert found.config.given_tree is not None and found.plan.nodes == 64
     top, depth, nodes = found.config.given_tree
-    assert top in planning.TREE_TOPS and f"trees of {top}" in found.plan.drafter
+    assert top in parts.TREE_TOPS and f"trees of {top}" in found.plan.drafter
     assert (depth, nodes) == (found.plan.depth, min(64, top + (depth - 1) * top**2))
     kept = replace(config_of(tiny, limit).offload, choose_bits=False, choose_depth=False)
     found = planned(config_of(tiny, limit, offload=kept), "share")
@@ -187,10 +187,10 @@ def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path)
     folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=20)
     code = f"""
 import threading, time
-from sharesd import planning
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.load import Runtime
-from sharesd.planning import own_memory, plan_for
+from sharesd.memory import own_memory
+from sharesd.planning import plan_for
 config = dict(target={str(folder)!r}, device="cpu", max_context=256)
 need = plan_for(EngineConfig(**config, offload=OffloadConfig(host_memory=10**11, choose_bits=False)), ("share",)).plan
 limit = need.device_bytes - 12 * need.block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,27 @@ def test_what_fits_stays() -> None:
         plan = make_plan(WIDE, limits, rates, [])
         assert not plan.offloads and (plan.slots, plan.resident) == (0, tuple(range(32)))
     assert make_plan(WIDE, Limits(device=need - 1), rates, []).offloads
+
+
+def test_the_last_round_of_an_answer_seldom_has_room_for_all_that_it_confirms() -> None:
+    rates = Rates(disk=0.5 * GB, block={1: 0.001, 65: 0.01}, rest={1: 0.02})
+    for alpha, length in ((1.0, 63), (0.95, 63), (0.95, 5), (0.5, 20)):
+        plan = make_plan(WIDE, Limits(device=1.6 * GB), rates, [share(8, 0.5, 0.02, alpha)])
+        assert plan.tokens_per_second == pytest.approx((1 + sum(plan.held)) / plan.round_s)
+        drawn = random.Random(0)
+        rounds, tries = 0, 4000
+        for _ in range(tries):
+            left = length
+            while left > 0:
+                kept = next((num for num in range(plan.depth) if drawn.random() >= alpha), plan.depth)
+                left, rounds = left - 1 - kept, rounds + 1
+        assert plan.speed_of([length]) == pytest.approx(length * tries / rounds / plan.round_s, rel=0.02)
+        assert plan.speed_of([5000]) == pytest.approx(plan.tokens_per_second, rel=0.01)
+        both = (5 + length) / (5 / plan.speed_of([5]) + length / plan.speed_of([length]))
+        assert plan.speed_of([5, length]) == pytest.approx(both)
+        assert plan.speed_of([]) == plan.speed_of([0]) == plan.tokens_per_second
+    plain = make_plan(WIDE, Limits(device=1.6 * GB), rates, [])
+    assert plain.speed_of([7, 30]) == pytest.approx(plain.tokens_per_second)
 
 
 def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> None:

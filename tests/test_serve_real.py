@@ -16,7 +16,7 @@ from served import Served, served
 from tiny import make_checkpoint
 
 from serve.command import load_model
-from sharesd import planning
+from sharesd import parts, planning
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.grammar import from_choices, from_json_schema, from_lark, from_regex
 from sharesd.load import build
@@ -158,8 +158,9 @@ def test_details_and_metrics_of_real_drafts(server: Served) -> None:
 
 def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
     """Answers that are decoded together, under a limit that leaves most blocks on the disk."""
-    for name, value in (("own_memory", lambda: 0), ("RUNTIME_BYTES", 0), ("_disk_rate", lambda *args: 1e6)):
-        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(parts, "own_memory", lambda: 0)
+    monkeypatch.setattr(parts, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
     config = EngineConfig(target=str(make_checkpoint(tmp_path / "model", layers=8)), max_batch=4, max_context=256)
     roomy = OffloadConfig(host_memory=10**10, choose_bits=False)
     need = planning.plan_for(replace(config, offload=roomy), ("share",))

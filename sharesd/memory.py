@@ -1,0 +1,26 @@
+"""How much memory this process has of its own, and may still take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take, of the machine's or of its control group's."""
+    free = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdecimal():
+        free = min(free, int(text) - int(used.read_text()))
+    return free + own_memory()
+
+
+def own_memory() -> int:
+    """Bytes of this process that no file backs (RssAnon)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return psutil.Process().memory_info().rss
