@@ -30,14 +30,15 @@ inline vfloat gumbel_of(vuint word) {
 typedef VectorOf<uint64_t, 64>::type words;
 constexpr uint64_t kWord = 0xffffffffu;
 
-template <typename U> inline U times(const U& x, uint64_t multiplier) {  // both below 2^32
+// The products of the low halves of each.
+template <typename U> inline U times(const U& x, uint64_t multiplier) {  // below 2^32
   if constexpr (IsPair<U>::value) return {times(x.low, multiplier), times(x.high, multiplier)};
 #if defined(__AVX512F__)
   return (U)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(static_cast<int64_t>(multiplier)));
 #elif defined(__AVX2__)
   if constexpr (!IsPair<U>::value) return (U)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(static_cast<int64_t>(multiplier)));
 #else
-  if constexpr (!IsPair<U>::value) return x * multiplier;
+  if constexpr (!IsPair<U>::value) return (x & kWord) * multiplier;
 #endif
 }
 
@@ -66,15 +67,15 @@ struct RowNoise {
 
   // Of tokens v..v+15, or of those that are named there, as far as there are any.
   vuint words_of(int64_t v, const int64_t* ids, int64_t V) const {
-    uint64_t tokens[16];
-    for (int i = 0; i < 16; ++i) tokens[i] = ids ? (v + i < V ? ids[v + i] : 0) : v + i;
-    words x[2] = {get<words>(tokens), get<words>(tokens + 8)};
-    for (int64_t j = 0; j < J; ++j)
-      for (words& half_x : x) half_x = (times(half_x ^ keys[j % 2], hash.multipliers[j]) >> 16) & kWord;
-    for (int h = 0; h < 2; ++h) put(x[h], tokens + h * 8);
-    uint32_t word[16];
-    for (int i = 0; i < 16; ++i) word[i] = static_cast<uint32_t>(tokens[i]);
-    return get<vuint>(word);
+    uint32_t tokens[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if (ids) std::copy(ids + v, ids + std::min(v + 16, V), tokens);
+    vuint x = get<vuint>(tokens) + (ids ? 0 : static_cast<uint32_t>(v));
+    for (int64_t j = 0; j < J; ++j) {
+      const words pairs = as<words>(x ^ static_cast<uint32_t>(keys[j % 2]));
+      const words first = times(pairs, hash.multipliers[j]) >> 16, second = times(pairs >> 32, hash.multipliers[j]) << 16;
+      x = as<vuint>((first & kWord) | (second & ~kWord));
+    }
+    return x;
   }
 };
 

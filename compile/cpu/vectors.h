@@ -94,6 +94,11 @@ template <typename M> inline bool any_of(const M& mask) {
   if constexpr (IsPair<M>::value) {
     return any_of(mask.low | mask.high);
   } else {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(M) == 64) return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    if constexpr (sizeof(M) == 32) return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#endif
     bool any = false;
     for (size_t i = 0; i < sizeof(M) / sizeof(mask[0]); ++i) any |= mask[i] != 0;
     return any;
