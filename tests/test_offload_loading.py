@@ -170,6 +170,13 @@ def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monke
     assert (found.plan.bits, found.plan.depth, found.config.max_draft) == (4, 8, 8)
 
 
+def test_tables_may_fill_the_step_however_little_they_promise(tiny: Path) -> None:
+    """Their guesses cost nothing, and how many pay is seen round by round."""
+    found = planned(config_of(tiny, limit_for(tiny, 2, "suffix"), mode="suffix"), "suffix")
+    assert found.plan.offloads and found.plan.depth < 64 == found.config.max_draft
+    assert found.plan.tokens_per_second < 1.5 * found.plan.naive_tokens_per_second
+
+
 def test_what_cannot_be_honoured_is_told(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit, match="--host-memory of at least"):
         plan_for(config_of(tiny, 1000), ("share",))
