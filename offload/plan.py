@@ -152,7 +152,7 @@ class Plan:
 
     def speed_of(self, lengths: Sequence[int]) -> float:
         """Tokens a second predicted of answers that have so many behind the first: the last round of each seldom has
-        room for all that it confirms.
+        room for all that it confirms. `tokens_per_second` where there are none.
         """
         rounds = sum(_num_rounds(self.held, length) for length in lengths)
         return sum(lengths) / (rounds * self.round_s) if rounds else self.tokens_per_second

@@ -196,13 +196,20 @@ class Parts:
         others = {*HEADS} if self._copies else {"classic", *HEADS}
         return bool(self._needs & {"share", "classic"} and not self._needs & others) and not self._on_gpu
 
+    @property
+    def tables_alone(self) -> bool:
+        """Whether tables are all that drafts."""
+        mode = self.config.mode
+        drafting = {*(self.config.mixed if mode == "hybrid" else (mode,))}
+        return drafting <= {*TABLES}
+
     def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
         """What drafts, as the plan sees it: trees in which so many nodes of a level have children; chains, if 0."""
         trees, mode, bits = top > 0, self.config.mode, None if quant is None else quant.bits
-        held, step, measured = steady(ASSUMED_TABLES if mode in TABLES else ASSUMED_OTHERS), 0.0, None
+        held, step, measured = steady(ASSUMED_TABLES if self.tables_alone else ASSUMED_OTHERS), 0.0, None
         if mode == "naive":
             held = ()
-        elif quant is not None and mode not in (*TABLES, *HEADS):
+        elif quant is not None and mode not in HEADS and not self.tables_alone:
             measured = self._kept(mode, quant, top)
             alpha = self._expected(mode, quant, top) if measured is None else measured
             held, step = steady(alpha), self._draft_seconds(quant, rows=max(1, top))

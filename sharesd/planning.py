@@ -20,7 +20,7 @@ from offload.disk import read_rate
 from offload.link import LinkError
 from offload.plan import DEPTHS, Limits, Plan, make_plan, show_bytes
 from offload.store import Content
-from sharesd.config import TABLES, EngineConfig, Mode
+from sharesd.config import EngineConfig, Mode
 from sharesd.device import device_of
 from sharesd.homes import Home, OnGpu, home_of
 from sharesd.memory import free_memory
@@ -125,8 +125,8 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
         config = replace(config, quant=quant or config.quant)
         if free_length and plan.nodes:
             config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
-        elif free_length and config.mode in TABLES:  # whose guesses cost nothing, and are trees
-            config = replace(config, max_draft=DEPTHS[-1])
+        elif free_length and model.tables_alone:  # whose guesses cost nothing, and are trees
+            config = replace(config, max_draft=most)
         elif free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)

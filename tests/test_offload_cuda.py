@@ -22,6 +22,7 @@ from benchmark.gpu.offloaded import Case
 from benchmark.gpu.worker import FAILED, Job, NotHere
 from benchmark.studies.widening import describe
 from compile import regions
+from compile.attention import MAX_STEP
 from offload.cuda import CudaLink, PinnedMemory, _EventCopy, link_rate
 from offload.plan import DoesNotFit
 from quant.config import QuantConfig
@@ -269,6 +270,13 @@ def test_the_agenda_of_a_gpu_compares_limits(
     assert plain["its bytes, ms"] > 0 and plain["a pass, ms"] > 0 and not gpu.pinned
     with pytest.raises(NotHere):
         agenda.measure(job, "7b")
+
+
+def test_tables_fill_a_step_of_a_gpu_and_no_more(tiny: Path, gpu: LateDevice) -> None:
+    options: dict[str, Any] = {"mode": "suffix", "num_draft": None}
+    found = plan_for(config_of(tiny, limit_for(tiny, 2, "suffix", **options), **options), ("suffix",))
+    assert found is not None and found.plan.offloads
+    assert 1 + found.config.max_draft == MAX_STEP
 
 
 @pytest.mark.cuda

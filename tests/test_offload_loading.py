@@ -170,9 +170,10 @@ def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monke
     assert (found.plan.bits, found.plan.depth, found.config.max_draft) == (4, 8, 8)
 
 
-def test_tables_may_fill_the_step_however_little_they_promise(tiny: Path) -> None:
+@pytest.mark.parametrize("options", [{"mode": "suffix"}, {"mode": "hybrid", "hybrid_with": ("suffix", "recycle")}])
+def test_tables_may_fill_the_step_however_little_they_promise(tiny: Path, options: dict[str, Any]) -> None:
     """Their guesses cost nothing, and how many pay is seen round by round."""
-    found = planned(config_of(tiny, limit_for(tiny, 2, "suffix"), mode="suffix"), "suffix")
+    found = planned(config_of(tiny, limit_for(tiny, 2, options["mode"], **options), **options), options["mode"])
     assert found.plan.offloads and found.plan.depth < 64 == found.config.max_draft
     assert found.plan.tokens_per_second < 1.5 * found.plan.naive_tokens_per_second
 

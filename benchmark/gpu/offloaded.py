@@ -104,7 +104,7 @@ def _of_link(runtime: Runtime, found: Answers) -> Mapping[str, Any]:
     return {
         "resident": f"{len(plan.resident)} of {plan.num_blocks}",
         "pinned, GB": plan.block * len(plan.travelling) / 1e9,
-        "of predicted": stats.tokens_per_second / plan.speed_of([len(each) - 1 for each in found.token_ids]),
+        "of predicted": stats.tokens_per_second / plan.speed_of([sum(rounds) for rounds in stats.accept_lengths]),
         "tau": stats.tau,
         "a pass, ms": 1e3 * stats.verify_s / stats.steps,
         "its bytes, ms": 1e3 * plan.transfer_s,

@@ -178,7 +178,7 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
         resident=len(plan.resident) / plan.num_blocks,
         tokens_per_second=stats.tokens_per_second,
         planned=plan.tokens_per_second,
-        predicted=plan.speed_of([len(text) - 1 for text in texts]),
+        predicted=plan.speed_of([sum(rounds) for rounds in stats.accept_lengths]),
         tau=stats.tau,
         bytes_per_token=traffic.num_bytes / stats.new_tokens if traffic else 0.0,
         link_utilisation=traffic.utilisation if traffic else 0.0,

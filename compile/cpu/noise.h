@@ -65,7 +65,7 @@ struct RowNoise {
   RowNoise(const Hash& hash, int64_t J, int64_t seed, int64_t place)
       : hash(hash), J(J), keys{hash.word(seed, place, hash.salts), hash.word(seed, place, hash.salts + hash.num_salts)} {}
 
-  // Of tokens v..v+15, or of those that are named there, as far as there are any.
+  // Of tokens v..v+15, or of those that are named there, as far as there are any. Two lie in each word of products.
   vuint words_of(int64_t v, const int64_t* ids, int64_t V) const {
     uint32_t tokens[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     if (ids) std::copy(ids + v, ids + std::min(v + 16, V), tokens);
