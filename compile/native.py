@@ -34,7 +34,6 @@ CHOICE = (
     "arg_max",
     "top_k",
     "top_logp",
-    "logp_at",
     "top_p",
     "gumbel",
     "sample",

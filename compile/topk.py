@@ -36,18 +36,6 @@ def top_logp(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return out_Rk, logp_Rk
 
 
-def logp_at(logits_RV: Tensor, at_R: Tensor, heat_R: Tensor) -> Tensor:
-    """Log probabilities [R] float64 at these indices, under the softmax of logits / heat (float64), on a CPU."""
-    logits_RV, heat_R = logits_RV.contiguous(), heat_R.contiguous()
-    R, V = logits_RV.shape
-    assert at_R.is_contiguous() and heat_R.dtype == torch.float64 and len(at_R) == len(heat_R) == R
-    logp_R = torch.empty(R, dtype=torch.float64)
-    function = kernel("logp_at", logits_RV.dtype, *[c_void_p] * 4, *[c_int64] * 3)
-    pointers = (part.data_ptr() for part in (logits_RV, at_R, heat_R, logp_R))
-    function(*pointers, R, V, torch.get_num_threads())
-    return logp_R
-
-
 def top_logp_reference(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`top_logp` in tensor operations."""
     best_Rk, wide_RV = logits_RV.topk(k).indices, logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()

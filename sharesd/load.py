@@ -13,15 +13,12 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
-from compile.linear import pack_linears
 from compile.native import cache_root, kernels_version, prepare
 from compile.ops import runs_triton
-from compile.pages import weights_on_huge_pages
 from compile.stack import NativeStack
 from compile.threads import CREW
 from multigpu.group import Group
@@ -36,7 +33,6 @@ from quant.linear import Switch
 from sharesd import __version__
 from sharesd.acceptance import keeper
 from sharesd.config import (
-    HEADS,
     MODEL_DRAFTERS,
     SMALL,
     TABLES,
@@ -67,9 +63,6 @@ from sharesd.homes import home_of
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.models.heads.config import mode_of
-from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import Head
 from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
@@ -84,6 +77,7 @@ from sharesd.staged import StagedBlocks
 from sharesd.steps import Steps
 from sharesd.streamed import StreamedBlocks
 from sharesd.tables import table_of
+from sharesd.trained import TrainedHeads, num_bytes
 from sharesd.widths import choose_rows, fixed_width, shallow
 
 log = logging.getLogger(__name__)
@@ -179,7 +173,7 @@ class Runtime:
             )
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._check_draft_vocabulary(progress)
-        self._check_head(progress)
+        self._heads = TrainedHeads(config, self._needs, progress)
         self._switch = Switch()
         self._reports: dict[str, QuantReport] = {}
         self._offload = offload
@@ -214,14 +208,11 @@ class Runtime:
         placed = None if offloading is None else PlacedBlocks(offloading, self._home, quantized, progress)
         with nullcontext() if placed is None else placed as self._placed:
             self.target = self._load(folder, tensors, self._placed, self._placed is not None, self._part, self._split)
-            self.weight_bytes = _num_bytes(self.target)
+            self.weight_bytes = num_bytes(self.target)
             if self._placed is not None and quantized is not None:
                 self.weight_bytes -= quantized.report().low_bytes
-            self._heads = {mode: self._load_head(mode) for mode in HEADS if mode in self._needs}
-            read = sorted({head.config.taps for head in self._heads.values()} - {()})
-            if len(read) > 1:
-                behind = " and behind ".join(", ".join(map(str, taps)) for taps in read)
-                raise ValueError(f"heads read hidden states behind {behind} blocks; decode with one of them at a time")
+            for mode, report in self._heads.load(self.target, self._quantizing, self.device).items():
+                self._report(mode, report)
             if quantized is not None:
                 self._report(
                     "share", quantized.finish() if placed else self._quantizing.whole(self.target, self._switch)
@@ -234,7 +225,7 @@ class Runtime:
         self._pack(self.target)
         if self._part.rank:
             return  # who follows rank 0 needs no more
-        for head in self._heads.values():
+        for head in self._heads.of.values():
             head.native = self._steps.head(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         captures = self.device.type == "cuda" and self.compile != "off"
@@ -247,10 +238,9 @@ class Runtime:
         self._slots = self.max_context + overhang + max(self._fixed_width, 2 + top * depth)
         if self.compile != "native":  # prompts may have to be read in padded pieces
             self._slots = max(self._slots, slots_for(self.max_context))
-        taps = read[0] if read else ()
         if self._group is not None:
             self._leading = LeadingModel(self.target, self._switch, self._group)
-        self.cache = (self._leading or self.target).new_cache(config.max_batch, self._slots, taps)
+        self.cache = (self._leading or self.target).new_cache(config.max_batch, self._slots, self._heads.taps)
         self._rows = choose_rows(
             self.target,
             fixed=self._fixed_width,
@@ -431,41 +421,6 @@ class Runtime:
             if self.config.draft != SMALL:  # which has no tokenizer of its own
                 require_same_vocabulary(self.tokenizer, load_tokenizer(self._draft_folder))
 
-    def _check_head(self, progress: Progress) -> None:
-        """Before any weights are read."""
-        heads = {mode: self.config.require_head(mode) for mode in HEADS if mode in self._needs}
-        self._head_folders = {mode: resolve(head, progress=progress) for mode, head in heads.items()}
-        self._head_bytes: dict[str, int] = {}
-
-    def _load_head(self, mode: str) -> Head:
-        """The trained head of a mode, with its linears as they run. Call it while the target has its plain ones."""
-        folder = self._head_folders[mode]
-        if not isinstance(self.target, Decoder):
-            raise ValueError(f"{self.target.name} hands out no hidden states; trained heads need a native decoder")
-        head = load_head(folder, self.target)
-        split = self.target.split
-        if head.embed is None and split.stages[0].device != split.home:
-            head.embed = nn.Embedding.from_pretrained(self.target.embed.weight.to(split.home))
-        if any(split.device_of(layer) != split.home for layer in head.config.target_layers):
-            raise ValueError(
-                f"a glide head looks into layers {', '.join(map(str, head.config.target_layers))}, and runs on "
-                f"{split.home}, which does not have all of them; take another mode, or leave devices out"
-            )
-        fits = mode_of(head.config.kind)
-        if fits != mode:
-            raise ValueError(f"{folder} is a head of mode {fits}: take mode {fits}, not {mode}")
-        quant = self.config.head_quant
-        if quant is not None:
-            if quant.head_bits is not None and head.lm_head is None:
-                head.lm_head = self.target.head  # which stays as it is
-            self._report(mode, self._quantizing.head(head, quant, folder))
-        log.info("%s head: %.1f MB", head.config.kind, _num_bytes(head) / 1e6)
-        self._head_bytes[mode] = _num_bytes(head)
-        if self.device.type == "cpu":
-            pack_linears(head)
-            weights_on_huge_pages(head)
-        return head
-
     def _report(self, mode: str, report: QuantReport) -> None:
         self._reports[mode] = report
         log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)
@@ -540,15 +495,16 @@ class Runtime:
             )
         if mode in ("eagle", "glide"):
             kind = GlideDrafter if mode == "glide" else EagleDrafter
-            return kind(self._heads[mode], self.cache, shapes=shapes, weight_bytes=self._head_bytes[mode], top=top)
+            head = self._heads.of[mode]
+            return kind(head, self.cache, shapes=shapes, weight_bytes=num_bytes(head), top=top)
         if mode == "parallel":
-            head = self._heads[mode]
+            head = self._heads.of[mode]
             assert isinstance(head, Parallel)
             most = head.config.draft_length
             depth = self.config.given_tree[1] if self.config.given_tree else self.config.num_draft or 1
             if depth > most:
                 raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
-            return ParallelDrafter(head, self.cache, shapes=shapes, weight_bytes=self._head_bytes[mode], top=top)
+            return ParallelDrafter(head, self.cache, shapes=shapes, weight_bytes=num_bytes(head), top=top)
         return self._classic(shapes, top)
 
     def _draft_windows(self) -> tuple[int, ...]:
@@ -602,7 +558,7 @@ class Runtime:
             batch=self.config.max_batch,
             slots=self._slots,
             shapes=shapes,
-            weight_bytes=_num_bytes(model),
+            weight_bytes=num_bytes(model),
             top=top,
             spread=None if self.config.draft_model is not None else spread_of(self.config.quant.bits),
         )
@@ -653,16 +609,6 @@ def follow_rank_0(group: Group, tensors: Tensors | None = None) -> None:
     config, modes = group.broadcast_object()
     runtime = Runtime(config, modes, tensors=tensors, group=group)
     follow(runtime._compile(runtime.target, set()), runtime._switch, group)
-
-
-def _num_bytes(model: CausalModel | Head) -> int:
-    """Bytes of a model's or a head's weights and tables, shared ones once."""
-    assert isinstance(model, nn.Module)
-    sizes: dict[int, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        place = tensor.data_ptr() or id(tensor)
-        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)  # a tied head may be the embedding's first rows
-    return sum(sizes.values())
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

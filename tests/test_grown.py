@@ -41,6 +41,7 @@ from sharesd.drafters.grown import ModelDraft
 from sharesd.drafters.guesser import ModelGuesser
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
+from sharesd.sampling import gumbel
 from sharesd.sampling.sampler import Sampler
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -272,21 +273,27 @@ def test_the_kernel_grows_trees_as_tensor_operations_do(
         assert torch.equal(a.where(read, 0), b.where(read, 0)) if a.ndim == 3 else torch.equal(a, b)
 
 
+@pytest.mark.parametrize("heat", [0.0, 0.7])
 @pytest.mark.parametrize("spread", [None, 0.8, 0.1])
 @pytest.mark.parametrize("banned", [False, True])
-def test_how_sure_a_guess_is(banned: bool, spread: float | None) -> None:
-    """A copy of the target with rounded weights errs where two tokens are nearly as likely, whatever the others are."""
-    params = SamplingParams(logit_bias={3: -100.0} if banned else {})
+def test_how_sure_a_guess_is(banned: bool, spread: float | None, heat: float) -> None:
+    """A copy of the target with rounded weights errs where two tokens are nearly as likely, whatever the others are.
+    And what the target chooses depends on the noise, too, which the drafter knows.
+    """
+    params = SamplingParams(logit_bias={3: -100.0} if banned else {}, temperature=heat)
     sampler = Sampler(*placed([params] * 2, VOCAB))
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[:, 3], logits[:, 5], logits[0, 7] = 9.0, 8.75, 8.5
     none, at = torch.full((2, 4), -1), torch.tensor([6, 9])
     token, _, chance = sampler.draft(logits, none, at, at, chances=True, spread=spread)
-    assert token.tolist() == ([5, 5] if banned else [3, 3]) and chance is not None
-    if spread is None:
-        wanted = logits.double().softmax(1).gather(1, token[:, None])[:, 0]
-    else:
-        wanted = torch.tensor([-0.25 if banned else 0.25] * 2, dtype=torch.float64).div(spread).sigmoid()
+    sums = logits.clone()
+    sums[:, 3] -= 100.0 * banned
+    if heat:
+        sums = sums / heat + gumbel(sampler.rows.seeds_B, at[:, None], VOCAB)[:, 0]
+    best, second = sums.double().topk(2).values.unbind(1)
+    wanted = sums.double().softmax(1).amax(1) if spread is None else ((best - second) / spread).sigmoid()
+    assert torch.equal(token, sums.argmax(1)) and chance is not None
+    assert torch.equal(token, sampler.draft(logits, none, at, at).tokens)
     torch.testing.assert_close(chance, wanted, rtol=1e-4, atol=0)
 
 

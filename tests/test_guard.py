@@ -25,7 +25,7 @@ from compile.linear import LowPackedLinear, PackedLinear, pack_linears
 from compile.noise import Hash, hashed_choice, hashed_gumbel
 from compile.solve import solve_groups
 from compile.stack import NativeStack
-from compile.topk import arg_max, logp_at, top_k, top_logp, top_p
+from compile.topk import arg_max, top_k, top_logp, top_p
 from compile.walk import walk
 from compile.weigh import Weighed, weigh, weighed
 from sharesd.models.heads.native import native_head
@@ -300,8 +300,6 @@ def test_the_largest(dtype: torch.dtype) -> None:
     every_region_is_guarded(call)
     every_region_is_guarded(lambda hand: arg_max(hand("x", x.clone())))
     every_region_is_guarded(lambda hand: top_logp(hand("x", x.clone()), 5))
-    at, heat = torch.tensor([0, 1002, 7]), torch.ones(3, dtype=torch.float64)
-    every_region_is_guarded(lambda hand: logp_at(hand("x", x.clone()), hand("at", at), hand("heat", heat)))
 
 
 def test_noise() -> None:

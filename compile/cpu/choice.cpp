@@ -21,10 +21,6 @@
                                   int64_t threads) {                                                                   \
     sharesd::top_logp(x, out, logp, R, V, k, static_cast<int>(threads));                                               \
   }                                                                                                                    \
-  extern "C" void logp_at_##NAME(const sharesd::names::NAME* x, const int64_t* at, const double* heat, double* logp,    \
-                                 int64_t R, int64_t V, int64_t threads) {                                              \
-    sharesd::logp_at(x, at, heat, logp, R, V, static_cast<int>(threads));                                              \
-  }                                                                                                                    \
   extern "C" void sample_##NAME(const sharesd::names::NAME* x, const double* heat, const double* noisy,                 \
                                 const int64_t* seeds, const int64_t* places, const int64_t* multipliers,               \
                                 const int64_t* salts, int64_t num_salts, int64_t J, const int64_t* ids, int64_t* out,   \

@@ -71,37 +71,6 @@ void top_logp(const T* x, int64_t* out, typename Wide<T>::type* logp, int64_t R,
   }
 }
 
-// Log probabilities of one token of each row, under the softmax of x / heat.
-template <typename T>
-void logp_at(const T* x, const int64_t* at, const double* heat, double* logp, int64_t R, int64_t V, int threads) {
-  using W = typename Wide<T>::type;
-  using Vw = typename Vec<W>::type;
-  constexpr int64_t L = 64 / sizeof(W);
-#pragma omp parallel for schedule(static) num_threads(R > 1 ? threads : 1)
-  for (int64_t r = 0; r < R; ++r) {
-    const T* row = x + r * V;
-    W top = -std::numeric_limits<W>::infinity();
-    Vw tops = Vw{} + top, sums = {};
-    int64_t v = 0;
-    for (; v + L <= V; v += L) {
-      Vw values;
-      load(row + v, &values);
-      tops = greater(values, tops);
-    }
-    top = largest(tops);
-    for (int64_t u = v; u < V; ++u) top = std::max(top, static_cast<W>(widen(row[u])));
-    const W hot = static_cast<W>(heat[r]);
-    for (v = 0; v + L <= V; v += L) {
-      Vw values;
-      load(row + v, &values);
-      sums += exp_or_0<W>((values - top) / hot);
-    }
-    W sum = sum_of(sums);
-    for (; v < V; ++v) sum += std::exp((widen(row[v]) - top) / hot);
-    logp[r] = (widen(row[at[r]]) - top) / hot - std::log(sum);
-  }
-}
-
 // The index of the largest of each row, the first among equals.
 template <typename T>
 void arg_max(const T* x, int64_t* out, int64_t R, int64_t V, int threads) {

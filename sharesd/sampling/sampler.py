@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches
-from compile.topk import logp_at, top_k, top_logp
+from compile.topk import top_logp
 from sharesd import sampling
 from sharesd.decoding.tree import DraftTree, Verdict
 from sharesd.sampling import Kind, RowSampling, Stream
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
     tokens: Tensor  # [B]
     probs: Tensor | None  # [B, vocabulary]: what they were drawn from, where acceptance asks for it
-    chances: Tensor | None  # [B] float64: the probability that the drafter gives its guess, before any processing
+    chances: Tensor | None  # [B] float64: how sure the drafter is of its guess
 
 
 class Sampler:
@@ -68,30 +68,26 @@ class Sampler:
         spread: float | None = None,
     ) -> Drawn:
         """A model drafter's token for these positions, after root and `drafted` (-1 = none yet). Its logits are about
-        the tokens `ids` (None = all). `chances` (on a CPU, for `match`) tells how sure it is: the token's
-        probability. Where the logits are the target's but for errors of this `spread`, and there is no noise: how
-        likely it is that errors do not put the next best in its place.
+        the tokens `ids` (None = all). `chances` (for `match`) tells how sure it is: the token's probability, given
+        the noise; where the logits are the target's but for errors of this `spread`, how likely it is that these do not
+        put the next best in its place.
 
         With `match` it uses the target's own noise of that position, so that both choose alike where they can.
         """
-        kind = self.kind
-        logits_B1V, ids_V = self._narrow(logits_BV[:, None], ids_V)
+        kind, logits_B1V = self.kind, logits_BV[:, None]
+        if kind.acceptance == "match" and chances:
+            best_B12, logp_B12 = self.spread(logits_B1V, 2, positions_B, drafted_BN, None, ids_V)
+            first_B, second_B = logp_B12[:, 0].double().unbind(1)
+            chance_B = first_B.exp() if spread is None else ((first_B - second_B) / spread).sigmoid()
+            return Drawn(best_B12[:, 0, 0], None, chance_B)
+        logits_B1V, ids_V = self._narrow(logits_B1V, ids_V)
         if kind.acceptance == "match":
             index_B = self._choose(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[:, 0]
-            chance_B = self._chance_of(index_B, logits_B1V[:, 0], spread) if chances else None
-            return Drawn(_named(index_B, ids_V), None, chance_B)
+            return Drawn(_named(index_B, ids_V), None, None)
         logits_B1V = self._process(logits_B1V, drafted_BN)
         probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
         noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
         return Drawn(sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV, None)
-
-    def _chance_of(self, index_B: Tensor, logits_BV: Tensor, spread: float | None) -> Tensor:
-        if spread is None or self.kind.sampled:
-            return logp_at(logits_BV, index_B, self.rows.column("temperature")).exp()
-        best_B, second_B = top_k(logits_BV, 2).unbind(1)
-        pair_B2 = torch.stack([index_B, second_B.where(index_B == best_B, best_B)], 1)
-        chosen_B, rival_B = logits_BV.gather(1, pair_B2).double().unbind(1)
-        return ((chosen_B - rival_B) / spread).sigmoid()
 
     def spread(
         self,
