@@ -15,9 +15,10 @@ from benchmark.__main__ import main
 from benchmark.studies import offline
 from sharesd.config import EngineConfig
 from sharesd.decoding.tree import Verdict
-from sharesd.load import Runtime, _num_bytes
+from sharesd.load import Runtime
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling import sampler
+from sharesd.trained import num_bytes
 from sharesd.widths import fixed_width
 
 
@@ -150,7 +151,7 @@ class TestMemory:
         runtime = Runtime(config, ("naive", config.mode, "ngram"))
         found = offline._footprint(config, "cpu")
         caches = [runtime.cache]
-        weights = _num_bytes(runtime.target)
+        weights = num_bytes(runtime.target)
         if second:
             drafter: Any = runtime.engine("classic").drafter
             weights += drafter.extra_bytes()[0]
