@@ -354,10 +354,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, data: Path, out: Path, *more: str) -> int:
     sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
-    sizes += ["--draft-vocab", "100"] if kind in ("eagle3", "parallel", "glide") else []
-    sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
-    sizes += ["--target-layers", "3,1"] if kind == "glide" else []
-    sizes += ["--unroll", "2,3", "--chain", "3", "--layers", "2"] if kind == "parallel" else []
+    sizes += ["--unroll", "2,3", "--chain", "3"] if kind == "parallel" else []
+    if "--init" not in more:
+        sizes += ["--draft-vocab", "100"] if kind in ("eagle3", "parallel", "glide") else []
+        sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
+        sizes += ["--target-layers", "3,1"] if kind == "glide" else []
+        sizes += ["--layers", "2"] if kind == "parallel" else []
     given = [
         "--data",
         str(data / "answers"),
@@ -437,6 +439,9 @@ def test_training_goes_on_from_a_trained_head(data: Path, tmp_path: Path, capsys
     assert torch.equal(a, b)
     assert train("eagle", data, tmp_path / "other", "--init", str(tmp_path / "first" / "last")) == 2
     assert "is a head of kind eagle3, not eagle" in capsys.readouterr().err
+    again = ("--init", str(tmp_path / "first" / "last"), "--draft-vocab", "90")
+    assert train("eagle3", data, tmp_path / "other", *again) == 2
+    assert "--draft-vocab 90 has no effect with --init, whose head has its own" in capsys.readouterr().err
 
 
 def test_stored_states_are_those_that_are_read(

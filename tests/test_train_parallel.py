@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import new_engine, tiny_decoder
+from safetensors.torch import load_file
 from test_train_heads import IDS, RAW, TEXTS, data, row, teacher_of, train
 from tiny_heads import random_head
 
@@ -16,7 +17,7 @@ from sharesd.models.heads.parallel import Parallel
 from train.heads.anchors import with_anchors
 from train.heads.frozen import FrozenTarget, Lesson
 from train.heads.held_out import Acceptance, acceptance
-from train.heads.initial import initial_head
+from train.heads.initial import initial_head, with_masks
 from train.heads.losses import losses
 
 __all__ = ["data"]  # a fixture
@@ -129,6 +130,28 @@ def test_a_new_head_of_two_blocks_is_the_targets_last_two() -> None:
     head = initial_head("parallel", raw, target, ids_K=IDS, taps=(1,), **sizes)
     [states] = head.unroll(text[None].roll(-1), cache.features[:, : len(text)])
     torch.testing.assert_close(head.draft_logits(states), want[..., IDS])
+
+
+@torch.no_grad()
+def test_it_may_begin_as_an_eagle3_head_with_masks() -> None:
+    """Its guesses of the next token are what they were, bit for bit; a mask differs by its position alone."""
+    target, text = tiny_decoder(3), torch.tensor([[3, 17, 9, 4, 30, 8, 12, 1]])
+    head = random_head(target, "eagle3", ids=IDS.tolist())
+    cache = target.new_cache(1, 64, head.config.taps)
+    target(text, cache)
+    features = cache.features[:, : text.shape[1]]
+    head_with = with_masks(head, target, 4)
+    assert head_with.config.kind == "parallel" and head_with.config.draft_length == 4
+    first, second = head_with.unroll(text.roll(-1), features, 2)
+    assert torch.equal(first, head.unroll(text.roll(-1), features)[0])
+    assert not torch.equal(second[:, 1:], first[:, :-1]) and not head_with.mask_states.any()
+
+
+def test_training_goes_on_from_an_eagle3_head(data: Path, tmp_path: Path) -> None:
+    assert train("eagle3", data, tmp_path / "steps", "--steps", "3") == 0
+    assert train("parallel", data, tmp_path / "masks", "--init", str(tmp_path / "steps" / "last")) == 0
+    weights = load_file(tmp_path / "masks" / "last" / "model.safetensors")
+    assert weights["mask_states"].shape[0] == 2 and weights["mask_states"].any()
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def _add_head_options(group: Any, kind: str) -> None:
         "--init",
         metavar="DIR",
         help="begin as this trained head, with its draft tokens and depths, for example on more answers (default: as "
-        "the target's last block)",
+        "the target's last block)" + ("; an eagle3 head will do" if kind == "parallel" else ""),
     )
     group.add_argument(
         "--draft-vocab",
@@ -123,7 +123,7 @@ def _add_head_options(group: Any, kind: str) -> None:
         "eagle and glide, rows of the target's",
     )
     if kind == "parallel":
-        group.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of the head, 1 or 2")
+        group.add_argument("--layers", type=int, metavar="N", help="blocks of the head, 1 (default) or 2")
     if kind == "glide":
         group.add_argument(
             "--target-layers",
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
             held_out=args.held_out,
             chain=args.chain,
             draft_length=max(unroll) if args.kind == "parallel" else 1,
-            layers=getattr(args, "layers", 1),
+            layers=1 if getattr(args, "layers", None) is None else args.layers,
             hidden_size=getattr(args, "hidden_size", None),
         )
 
@@ -339,6 +339,11 @@ def _check(args: argparse.Namespace, world: int) -> None:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")
     if not 0 < getattr(args, "anchors", 1.0) <= 1:
         raise ValueError(f"--anchors is {args.anchors}; give a share above 0, at most 1")
+    for name in ("draft_vocab", "taps", "target_layers", "layers"):
+        value = getattr(args, name, None)
+        if getattr(args, "init", None) is not None and value != args.parser.get_default(name):
+            said = f"--{name.replace('_', '-')} {value}"
+            raise ValueError(f"{said} has no effect with --init, whose head has its own; drop one of the two")
     for name in ("held_out", "warmup"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give a share from 0 up to 1")

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from sharesd.models.decoder import Block, Decoder
-from sharesd.models.heads.config import GLIDE, GLIDE_LAYERS, LAYER_IDS, HeadConfig, Kind
+from sharesd.models.heads.config import ARCHITECTURES, GLIDE, GLIDE_LAYERS, LAYER_IDS, HeadConfig, Kind
 from sharesd.models.heads.eagle3 import Eagle3
 from sharesd.models.heads.files import new_head
 from sharesd.models.heads.glide import Glide
 from sharesd.models.heads.head import FeatureHead, Head
+from sharesd.models.heads.parallel import Parallel
 
 
 @torch.no_grad()
@@ -76,6 +77,22 @@ def initial_head(
     if head.lm_head is not None:
         head.lm_head.weight.copy_(target.head.weight if ids_K is None else target.head.weight[ids_K])
     return head
+
+
+@torch.no_grad()
+def with_masks(head: Eagle3, target: Decoder, draft_length: int) -> Parallel:
+    """An EAGLE-3 head that guesses so many tokens in one pass: its guesses of the next one are what they were, and
+    masks differ from the root's place by their position alone.
+    """
+    raw = {**head.config.raw, "architectures": [ARCHITECTURES["parallel"]], "draft_length": draft_length}
+    config = HeadConfig.of(raw, "parallel", target.config)
+    ids_K = None if head.ids is None else head.get_buffer("ids")
+    one = new_head(config, target, ids_K=ids_K, own_embed=head.embed is not None, fc_bias=head.fc.bias is not None)
+    assert isinstance(one, Parallel)
+    given = dict(head.named_parameters())
+    for name, parameter in one.named_parameters():
+        parameter.copy_(given[name]) if name in given else parameter.zero_()
+    return one
 
 
 def _begin_as_layers(head: Glide, target: Decoder) -> None:

@@ -19,6 +19,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.folder import read_config
 from sharesd.models.heads.config import Kind, mode_of
 from sharesd.models.heads.eagle import Eagle
+from sharesd.models.heads.eagle3 import Eagle3
 from sharesd.models.heads.files import load_head, new_head
 from sharesd.models.progress import Progress
 from sharesd.models.resolve import resolve
@@ -29,7 +30,7 @@ from train.heads.closed_form import begin_linear
 from train.heads.draft import Draft, Learner, initial_draft
 from train.heads.frozen import FrozenTarget, Lesson
 from train.heads.held_out import Acceptance, acceptance, best_chain
-from train.heads.initial import initial_head, most_frequent
+from train.heads.initial import initial_head, most_frequent, with_masks
 from train.heads.journal import Journal
 from train.heads.losses import Teacher
 from train.heads.processes import ALONE, Processes
@@ -127,6 +128,9 @@ class Session:
             return initial_draft(folder, target, layers=task.layers, hidden_size=task.hidden_size)
         if task.init is not None:
             head = load_head(task.init, target)
+            if (task.kind, head.config.kind) == ("parallel", "eagle3"):
+                assert isinstance(head, Eagle3)
+                return with_masks(head, target, task.draft_length)
             if head.config.kind != task.kind:
                 raise ValueError(f"--init {task.init} is a head of kind {head.config.kind}, not {task.kind}")
             if head.config.draft_length < task.draft_length:
