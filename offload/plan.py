@@ -80,8 +80,8 @@ class Drafter:
     """Probability that the first 1, 2, ... drafted tokens all hold. See `steady`."""
     nodes: int = 0
     """Of draft trees, all of which are verified, whatever their depth; 0: drafts are chains."""
-    measured: bool = False
-    """Whether `held` was measured, rather than assumed."""
+    seen: int = 0
+    """Drafted tokens that tell of `held` beside what is assumed."""
     bits: int | None = None
     """Of quantized weights."""
     block: int | None = None
@@ -341,7 +341,7 @@ def _reasons(
     others = [f"{c.drafter.name} {c.fastest(most_depth)[0]:.3g} tok/s" for c in fitting if c is not best]
     others += [f"{name} needs {problem}" for name, problem in problems.items()]
     if best.drafter.held:
-        known = "measured" if best.drafter.measured else "assumed"
+        known = "assumed" + (f", and {best.drafter.seen:,} seen" if best.drafter.seen else "")
         what = "level" if best.drafter.nodes else "token"
         expected = f"a {what} holds in {best.drafter.held[0]:.1%} ({known}), takes {best.drafter.step * 1e3:.3g} ms"
         yield Reason("drafts", best.drafter.name, "; ".join([expected, *others]))

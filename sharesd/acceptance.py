@@ -20,12 +20,11 @@ MOST = 2000.0
 """Drafted tokens that count: older ones fade."""
 
 
-def kept_acceptance(folder: Path, mode: str, quant: QuantConfig, top: int) -> float | None:
-    """How often the next drafted token held, given those before it, or one of the next level of a tree in which `top`
-    nodes of a level have children (0: of a chain); None where nothing has been measured.
+def kept_acceptance(folder: Path, mode: str, quant: QuantConfig, top: int) -> tuple[float, float]:
+    """Drafted tokens that were looked at, those before them having held, and those of them that held: of chains (`top`
+    0), or levels of trees in which `top` nodes have children. Zeros where nothing has been measured.
     """
-    tries, held = _read(_file(folder, mode, quant, top))
-    return held / tries if tries else None
+    return _read(_file(folder, mode, quant, top))
 
 
 def keeper(folder: Path, mode: str, quant: QuantConfig, top: int) -> Callable[[Stats], None]:

@@ -44,9 +44,11 @@ TREE_TOPS = (2, 4)
 TREE_MISSES = {8: {0: 1.0, 2: 0.5, 4: 0.5}, 4: {0: 1.0, 2: 0.8, 4: 0.6}}
 """Bits of a drafter -> nodes of a level that have children -> how often a level of such a tree misses, of the times
 that a chain's token does. (What 8 bits miss is nearly always their second guess. Fewer bits count as 4.)"""
+ASSUMED_WEIGHT = 100
+"""Drafted tokens of answers that count as much as what is assumed: one short answer tells little of the next."""
 ASSUMED_OTHERS, ASSUMED_TABLES = 0.6, 0.2
-"""The same for heads and other models, and for tables. (These gave 1.1 tokens a round in the first hundred tokens that
-they saw, and 1.9 in eighty answers.)"""
+"""How often the next token of heads and other models holds, and of tables. (These gave 1.1 tokens a round in the first
+hundred tokens that they saw, and 1.9 in eighty answers.)"""
 TIMED_ROWS = (1, 9, 1 + DEPTHS[-1])
 """Rows of steps whose products are timed."""
 PROBE_BYTES, PROBED_BYTES = 2**25, 2**27
@@ -206,12 +208,11 @@ class Parts:
     def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
         """What drafts, as the plan sees it: trees in which so many nodes of a level have children; chains, if 0."""
         trees, mode, bits = top > 0, self.config.mode, None if quant is None else quant.bits
-        held, step, measured = steady(ASSUMED_TABLES if self.tables_alone else ASSUMED_OTHERS), 0.0, None
+        held, step, seen = steady(ASSUMED_TABLES if self.tables_alone else ASSUMED_OTHERS), 0.0, 0
         if mode == "naive":
             held = ()
         elif quant is not None and mode not in HEADS and not self.tables_alone:
-            measured = self._kept(mode, quant, top)
-            alpha = self._expected(mode, quant, top) if measured is None else measured
+            alpha, seen = self._acceptance(mode, quant, top)
             held, step = steady(alpha), self._draft_seconds(quant, rows=max(1, top))
         return Drafter(
             name=(mode if bits is None else f"{mode}, {bits} bits") + (f", trees of {top}" if trees else ""),
@@ -220,22 +221,25 @@ class Parts:
             resident=self.resident(quant),
             step=step,
             held=held,
-            measured=measured is not None,
+            seen=seen,
             block=self.layout(quant).record_bytes,
             stays=quant.skip_layers if quant is not None and "share" in self._needs else (),
         )
 
-    def _expected(self, mode: str, quant: QuantConfig, top: int) -> float:
-        """How often drafts may hold, from what is known of those of another shape, or else assumed."""
-        misses, missed = TREE_MISSES[max(quant.bits, 4)], 1 - ASSUMED[quant.bits]
-        for other, share in misses.items():
-            if (held := self._kept(mode, quant, other)) is not None:
-                missed = (1 - held) / share
+    def _acceptance(self, mode: str, quant: QuantConfig, top: int) -> tuple[float, int]:
+        """How often the next token or level holds, as assumed and as answers have told of this shape, or else of
+        another; and how many tokens of this shape told.
+        """
+        misses, missed, count = TREE_MISSES[max(quant.bits, 4)], 1 - ASSUMED[quant.bits], 0
+        least = misses[max(misses)]
+        for shape in (top, *misses):
+            tries, held = (0, 0) if self._folder is None else kept_acceptance(self._folder, mode, quant, shape)
+            if tries:
+                told = (tries - held) / misses.get(shape, least)
+                missed = (ASSUMED_WEIGHT * missed + told) / (ASSUMED_WEIGHT + tries)
+                count = round(tries) if shape == top else 0
                 break
-        return max(0.0, 1 - misses.get(top, misses[max(misses)]) * missed)
-
-    def _kept(self, mode: str, quant: QuantConfig, top: int) -> float | None:
-        return None if self._folder is None else kept_acceptance(self._folder, mode, quant, top)
+        return max(0.0, 1 - misses.get(top, least) * missed), count
 
     def rates(self, disk: float, link: float) -> Rates:
         """Rates of this machine."""
