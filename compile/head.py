@@ -19,7 +19,7 @@ from compile.attention import Branches
 from compile.native import kernel
 from compile.stack import NativeStack, full_of, linear_words, norm_words
 
-_HeadStep = ctypes.c_int64 * 73
+_HeadStep = ctypes.c_int64 * 76
 _Look = ctypes.c_int64 * 23
 _NONE = (0,) * 6
 
@@ -41,12 +41,14 @@ class NativeHead:
         state_norm: Any = None,
         normed: bool = False,
         norm: Any = None,
+        masks: tuple[Tensor, Tensor] | None = None,
         looks: Sequence[Any] = (),
         look_norm: Any = None,
     ) -> None:
         """`fuse` makes a state of a place's features, which are one without it; then embedding and state are
         normalised, if so wanted, and joined. That is what the queries see, and the state where the residual stream
         begins (`normed`: the normalised one); or both are what `mix` makes of it. `norm` stands before the LM head.
+        What `masks` add to the root's embedding and state lets a pass guess several tokens.
 
         A head that `looks` into the target reads tokens alone: its residual stream begins with the embedding. Each
         look has `layer`, linears `q` and `o`, `q_norm`, `rotary` (cosines, sines) or None, `num_kv_heads`, `head_dim`,
@@ -54,7 +56,8 @@ class NativeHead:
         """
         self._stack = NativeStack([block], tables=[tables], ropes=[0], activation=activation, norm=norm)
         # Keeps alive what the words point at.
-        self._modules = (fuse, mix, lm_head, embed_norm, state_norm, embed_VD, tuple(looks), look_norm)
+        self._modules = (fuse, mix, lm_head, embed_norm, state_norm, embed_VD, masks, tuple(looks), look_norm)
+        self._masks = (0, 0) if masks is None else (masks[0].data_ptr(), masks[1].data_ptr())
         self._embed = embed_VD.data_ptr(), len(embed_VD)
         linears = (_NONE if linear is None else linear_words(full_of(linear)) for linear in (fuse, mix, lm_head))
         norms = (norm_words(part) for part in (embed_norm, state_norm))
@@ -73,11 +76,32 @@ class NativeHead:
         states_BPD: Tensor | None = None,
     ) -> Tensor | None:
         """See `sharesd.models.heads.head.FeatureHead.read`."""
-        B, S, X = features_BSX.shape
+        num_kept, ends = (0, None) if states_BPD is None else (1, ends_B)
+        return self._read(tokens_BS, features_BSX, num, cache, ends, num_kept, states_BPD=states_BPD)
+
+    def guess(
+        self, tokens_BS: Tensor, features_BSX: Tensor, num: int, cache: Any, ends_B: Tensor, depth: int
+    ) -> Tensor:
+        """See `sharesd.models.heads.parallel.Parallel.guess`."""
+        rows = num + depth - 1
+        logits_BDK = self._read(tokens_BS, features_BSX, rows, cache, ends_B, depth, masks=self._masks)
+        assert logits_BDK is not None
+        return logits_BDK
+
+    def _read(
+        self,
+        tokens_BS: Tensor,
+        features_BSX: Tensor,
+        num: int,
+        cache: Any,
+        ends_B: Tensor | None,
+        num_kept: int,
+        **more: Any,
+    ) -> Tensor | None:
+        B, S, _ = features_BSX.shape
         assert cache.slots == S and features_BSX.is_contiguous() and tokens_BS.stride(1) == 1
         source = 1, 0 if ends_B is None else ends_B.data_ptr(), features_BSX.data_ptr()
-        num_kept = 0 if states_BPD is None else 1
-        return self._run((B, num), tokens_BS, cache, None, source, num_kept, states_BPD)
+        return self._run((B, num), tokens_BS, cache, None, source, num_kept, **more)
 
     def go_on(self, tokens_BF: Tensor, states_BPD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
         """See `sharesd.models.heads.head.FeatureHead.go_on`."""
@@ -111,6 +135,7 @@ class NativeHead:
         num_kept: int,
         states_BPD: Tensor | None = None,
         target: Any = None,
+        masks: tuple[int, int] = (0, 0),
     ) -> Tensor | None:
         """Logits [B, `num_kept`, K], or None if there are to be none."""
         dtype, D = cache.k[0].dtype, self._stack.hidden_size
@@ -125,6 +150,7 @@ class NativeHead:
             *(tokens.data_ptr(), tokens.stride(0)),
             *self._embed,
             *source,
+            *(num_kept, *masks),
             *states,
             *self._parts,
             *self._looking(target),

@@ -97,7 +97,10 @@ def test_cached_passes_agree_with_training(layers: int, how: str) -> None:
     cache.lengths.fill_(4)
     found = head.guess(*by_slot, 4, cache, torch.tensor(anchors) + 1, 4)
     torch.testing.assert_close(found, torch.stack(wanted))
-    torch.testing.assert_close(head.guess(*by_slot, 4, cache, torch.tensor(anchors) + 1, 2), found[:, :2])
+    fewer = head.guess(*by_slot, 4, cache, torch.tensor(anchors) + 1, 2)
+    torch.testing.assert_close(
+        fewer, found[:, :2], rtol=0 if how == "native" else None, atol=0 if how == "native" else None
+    )
 
 
 def test_gradients_reach_every_parameter() -> None:

@@ -2,7 +2,7 @@
 // over a KV cache of its own, norm and LM head. Rows keep their bits, as in stack.h: each is computed by itself.
 //
 // It reads places of a text, from the target's features by their slots or from tokens alone: of all of these it needs keys and
-// values, and of the last one logits, if anything. Or it goes on with guesses, the rows of a level of a tree or the next of a
+// values, and of the last one logits, if anything; masks may follow it, which guess further tokens. Or it goes on with guesses, the rows of a level of a tree or the next of a
 // chain: from states of its own, or from their tokens.
 #pragma once
 #include "stack.h"
@@ -29,6 +29,8 @@ struct HeadStep {
   int64_t reads;         // places of a text; else rows go on
   const int64_t* ends;   // [B]: slots behind the last places that are read
   const void* features;  // [B, S, F], by slot
+  int64_t guesses;       // rows of a text of which there are logits: the last place, and masks behind it
+  const void *mask_embeds, *mask_states;  // [guesses - 1, D], added to that place's embedding and state; null: no masks
   void* states;  // [B, P, D]: of the root or a chain's last guess, and of a tree's nodes, by slots behind the length
   int64_t P;
   Linear fuse, mix, lm_head;  // F -> D, 2 D -> D, D -> draft tokens; without a weight: none
@@ -42,7 +44,7 @@ struct HeadStep {
   int64_t H, K, S, d;   // of the target
   void* logits;  // [rows, draft tokens]; null: only keys and values are wanted
 };
-static_assert(sizeof(Look) == 23 * 8 && sizeof(HeadStep) == 73 * 8, "head.py writes these words");
+static_assert(sizeof(Look) == 23 * 8 && sizeof(HeadStep) == 76 * 8, "head.py writes these words");
 
 // What some rows look for and find in layers of the target, made by all threads for each other.
 template <typename T> struct Looking {
@@ -95,13 +97,17 @@ void run_head(const HeadStep& head, const Numbers& n) {
   const int64_t M = s.B * s.T, D = s.D, row = (s.H + 2 * s.K) * s.d, size = s.H * s.d;
   const int64_t F = head.fuse.weight ? head.fuse.K : D;
   const bool reads = head.reads, looks = head.num_looks;
-  // Rows of which there will be logits: all, or of those that are read the last of each text.
+  // The row that is read last of a text; those behind are masks, the place again that is so far `ahead`, or nothing.
+  auto last = [&](int64_t b) { return std::clamp<int64_t>(head.ends[b] - 1 - s.lengths[b], 0, s.T - head.guesses); };
+  auto place = [&](int64_t m) { return head.mask_states ? std::min(m % s.T, last(m / s.T)) : m % s.T; };
+  auto ahead = [&](int64_t m) { return std::min(m % s.T - place(m), head.guesses - 1); };
+  // Rows of which there will be logits: all, or of those that are read the last of each text, and its masks.
   std::vector<int64_t> kept, lengths(s.lengths, s.lengths + s.B);
   if (!reads)
     for (int64_t m = 0; m < M; ++m) kept.push_back(m);
   for (int64_t b = 0; reads && head.logits && b < s.B; ++b) {
-    const int64_t last = std::clamp<int64_t>(head.ends[b] - 1 - s.lengths[b], 0, s.T - 1);
-    kept.push_back(b * s.T + last), lengths[b] += last;
+    for (int64_t k = 0; k < head.guesses; ++k) kept.push_back(b * s.T + last(b) + k);
+    lengths[b] += last(b);
   }
   const int64_t num = kept.size();
   const AttentionShape z{s.B, num / s.B, s.H, s.K, s.S, s.d, s.tree};
@@ -111,7 +117,7 @@ void run_head(const HeadStep& head, const Numbers& n) {
   std::vector<T> fused(head.fuse.weight && reads ? M * D : 0), mixed(head.mix.weight ? M * D : 0), queries(num * size);
   std::unique_ptr<Looking<T>> looking(looks && num ? new Looking<T>(head, num) : nullptr);
   auto token = [&](int64_t m) {
-    const int64_t b = m / s.T, at = reads ? s.lengths[b] + m % s.T + 1 : m % s.T;
+    const int64_t b = m / s.T, at = reads ? s.lengths[b] + place(m) + 1 : m % s.T;
     const int64_t id = head.tokens[b * head.token_pitch + std::clamp<int64_t>(at, 0, head.token_pitch - 1)];
     return static_cast<const T*>(head.embed) + std::clamp<int64_t>(id, 0, head.vocab - 1) * D;
   };
@@ -128,6 +134,7 @@ void run_head(const HeadStep& head, const Numbers& n) {
     Worker<T> worker{s, n, shared, barrier, me, all};
     Scratch<T> scratch(z, plan);
     std::vector<T> before(M * (reads && !looks ? F : D)), joined(M * 2 * D), x(num * D), h(num * D);
+    std::vector<T> states(head.mask_states ? M * D : 0);
     const T *inputs = joined.data(), *begin = before.data();
     int64_t pitch = D;
     if (looks) {
@@ -137,7 +144,7 @@ void run_head(const HeadStep& head, const Numbers& n) {
       }
     } else {
       for (int64_t m = 0; m < M; ++m) {
-        const int64_t b = m / s.T, slot = std::clamp<int64_t>(s.lengths[b] + m % s.T, 0, s.S - 1);
+        const int64_t b = m / s.T, slot = std::clamp<int64_t>(s.lengths[b] + place(m), 0, s.S - 1);
         const T* from = reads ? static_cast<const T*>(head.features) + (b * s.S + slot) * F : state(m, false);
         const int64_t size = reads ? F : D;
         std::memcpy(before.data() + m * size, from, size * sizeof(T));
@@ -146,9 +153,20 @@ void run_head(const HeadStep& head, const Numbers& n) {
         worker.multiply(head.fuse, head.mix.weight ? &head.mix : linears, begin, fused.data(), M);
         begin = fused.data();
       }
+      std::vector<T> embed(D);
+      auto masked = [&](const T* from, const void* masks, int64_t m, T* to) {
+        const T* mask = static_cast<const T*>(masks) + (ahead(m) - 1) * D;
+        by_vectors<T>(D, [&](auto get, auto put) { put(ahead(m) ? get(from) + get(mask) : get(from), to); });
+        return to;
+      };
+      if (head.mask_states) {
+        for (int64_t m = 0; m < M; ++m) masked(begin + m * D, head.mask_states, m, states.data() + m * D);
+        begin = states.data();
+      }
       for (int64_t m = 0; m < M; ++m) {
         T* to = joined.data() + m * 2 * D;
-        for (const auto& [how, from] : {std::pair{&head.embed_norm, token(m)}, std::pair{&head.state_norm, begin + m * D}}) {
+        const T* next = head.mask_embeds ? masked(token(m), head.mask_embeds, m, embed.data()) : token(m);
+        for (const auto& [how, from] : {std::pair{&head.embed_norm, next}, std::pair{&head.state_norm, begin + m * D}}) {
           if (how->weight)
             norm(*how, from, to, D, n.eps);
           else

@@ -42,6 +42,9 @@ class Parallel(Eagle3):
         self.mask_states = nn.Parameter(torch.empty(M, c.hidden_size, **self.place))
         self.upper = nn.ModuleList(Block(c, layer, **self.place) for layer in c.layers[1:])
 
+    def native_parts(self) -> dict[str, Any]:
+        return {**super().native_parts(), "masks": (self.mask_embeds, self.mask_states)}
+
     @property
     def blocks(self) -> list[Any]:
         return [self.block, *self.upper]
@@ -52,6 +55,8 @@ class Parallel(Eagle3):
         """Read `num` places of texts, the last of which lies before `ends`, and masks behind it: the logits
         [B, depth, N] of so many guesses, over the draft tokens. See `Head.read`.
         """
+        if self.native is not None:
+            return self.native.guess(tokens_BS, features_BSF, num, cache, ends_B, depth)
         tokens_BR, fused_BRD = self.new_places(tokens_BS, features_BSF, num, cache)
         root_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
         row_T = torch.arange(num + depth - 1, device=ends_B.device)
