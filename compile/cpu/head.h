@@ -2,8 +2,8 @@
 // over a KV cache of its own, norm and LM head. Rows keep their bits, as in stack.h: each is computed by itself.
 //
 // It reads places of a text, from the target's features by their slots or from tokens alone: of all of these it needs keys and
-// values, and of the last one logits, if anything; masks may follow it, which guess further tokens. Or it goes on with guesses, the rows of a level of a tree or the next of a
-// chain: from states of its own, or from their tokens.
+// values, and of the last one logits, if anything; masks may follow it, which guess further tokens. Or it goes on with guesses,
+// the rows of a level of a tree or the next of a chain: from states of its own, or from their tokens.
 #pragma once
 #include "stack.h"
 
@@ -155,8 +155,11 @@ void run_head(const HeadStep& head, const Numbers& n) {
       }
       std::vector<T> embed(D);
       auto masked = [&](const T* from, const void* masks, int64_t m, T* to) {
-        const T* mask = static_cast<const T*>(masks) + (ahead(m) - 1) * D;
-        by_vectors<T>(D, [&](auto get, auto put) { put(ahead(m) ? get(from) + get(mask) : get(from), to); });
+        std::memcpy(to, from, D * sizeof(T));
+        if (const int64_t k = ahead(m)) {
+          const T* mask = static_cast<const T*>(masks) + (k - 1) * D;
+          by_vectors<T>(D, [&](auto get, auto put) { put(get(from) + get(mask), to); });
+        }
         return to;
       };
       if (head.mask_states) {
