@@ -123,7 +123,7 @@ def _add_head_options(group: Any, kind: str) -> None:
         "eagle and glide, rows of the target's",
     )
     if kind == "parallel":
-        group.add_argument("--layers", type=int, metavar="N", help="blocks of the head, 1 (default) or 2")
+        group.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of the head, 1 or 2")
     if kind == "glide":
         group.add_argument(
             "--target-layers",
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
             held_out=args.held_out,
             chain=args.chain,
             draft_length=max(unroll) if args.kind == "parallel" else 1,
-            layers=1 if getattr(args, "layers", None) is None else args.layers,
+            layers=getattr(args, "layers", 1),
             hidden_size=getattr(args, "hidden_size", None),
         )
 
