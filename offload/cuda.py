@@ -94,6 +94,7 @@ class CudaLink:
 class _EventCopy:
     def __init__(self, end: Any, cuda: Any) -> None:
         self._end, self._cuda = end, cuda
+        self.arrived: float | None = 0.0  # the host never waits
 
     def wait(self) -> None:
         self._cuda.current_stream().wait_event(self._end)

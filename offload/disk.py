@@ -120,6 +120,7 @@ class DiskLink:
                 self._num_open -= 1
                 if not self._num_open:
                     self._busy_s += time.perf_counter() - self._open_since
+                copy.arrived = time.perf_counter()
                 self._state.notify_all()
 
 
@@ -129,6 +130,7 @@ class _FileCopy:
     def __init__(self, block: int, pieces: int, state: Condition) -> None:
         self.block, self.left, self._state = block, pieces, state
         self.problem: str | None = None
+        self.arrived: float | None = None
 
     def wait(self) -> None:
         with self._state:

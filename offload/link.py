@@ -26,6 +26,11 @@ class Copy(Protocol):
         """
         ...
 
+    @property
+    def arrived(self) -> float | None:
+        """When there was nothing left to wait for on the host (`time.perf_counter`); None: not yet."""
+        ...
+
 
 class Link(Protocol):
     """Moves records from one memory to another, in the order in which it was told to."""
@@ -83,6 +88,11 @@ class _Due:
 
     def __init__(self, copy: Copy, due: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._copy, self._due, self._clock, self._sleep = copy, due, clock, sleep
+
+    @property
+    def arrived(self) -> float | None:
+        arrived = self._copy.arrived
+        return None if arrived is None or self._clock() < self._due else max(arrived, self._due)
 
     def wait(self) -> None:
         self._copy.wait()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +80,9 @@ class Stream:
         self._unchecked = set(blocks if check is not None else ())
         self._held: deque[_Coming] = deque()  # in use
         self._coming: deque[_Coming] = deque()  # in the order of their use
+        self._meanwhile: Callable[[], bool] | None = None
+        self._piece_s = 0.0  # what a piece of that takes
+        self._wait_of: dict[int, float] = {}  # seconds that each block was late, the last time
         self._num_bytes, self._waited_s, self._started = 0, 0.0, time.perf_counter()
         self._fill(self.blocks[0], dict.fromkeys(range(len(self.slots))))
 
@@ -95,6 +98,8 @@ class Stream:
         if not self._coming or self._coming[0].block != block:
             self._turn_to(block)
         coming = self._coming[0]
+        asked = time.perf_counter()
+        self._use_the_wait(coming, asked)
         started = time.perf_counter()
         try:
             coming.copy.wait()
@@ -107,8 +112,27 @@ class Stream:
             raise
         finally:
             self._waited_s += time.perf_counter() - started
+        self._wait_of[block] = max(0.0, (coming.copy.arrived or 0.0) - asked)
         self._held.append(self._coming.popleft())
         return coming.slot
+
+    @contextmanager
+    def meanwhile(self, work: Callable[[], bool] | None) -> Iterator[None]:
+        """Within the block, where a needed one is awaited on the host, `work` does something else, a piece at a call;
+        False: there is no more. A piece that would last longer than that block was awaited the last time is not begun.
+        """
+        self._meanwhile, self._piece_s = work, 0.0
+        try:
+            yield
+        finally:
+            self._meanwhile = None
+
+    def _use_the_wait(self, coming: _Coming, asked: float) -> None:
+        now, end = asked, asked + self._wait_of.get(coming.block, 0.0)
+        while self._meanwhile is not None and coming.copy.arrived is None and now + self._piece_s < end:
+            if not self._meanwhile():
+                self._meanwhile = None
+            self._piece_s, now = time.perf_counter() - now, time.perf_counter()
 
     def done(self, block: int) -> None:
         """The block which was needed first among those in use is not needed any more: its slot gets another one."""

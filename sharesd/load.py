@@ -50,7 +50,7 @@ from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import RowBits, check_rows
 from sharesd.decoding.stats import Stats
-from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of
+from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of, slots_to_go_on
 from sharesd.device import device_of, prepare_cuda, use
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
@@ -236,6 +236,8 @@ class Runtime:
         # A row that ended in a round of several tokens rests behind the context; launched ahead, it runs on by a round.
         overhang = self._fixed_width * (1 if self._graphs is None else 2)
         self._slots = self.max_context + overhang + max(self._fixed_width, 2 + top * depth)
+        if self._goes_on:
+            self._slots += slots_to_go_on(top, depth)
         if self.compile != "native":  # prompts may have to be read in padded pieces
             self._slots = max(self._slots, slots_for(self.max_context))
         if self._group is not None:
@@ -348,6 +350,11 @@ class Runtime:
             resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
             predicted=self.plan.tokens_per_second if self.plan is not None and self.plan.offloads else None,
         )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether trees of the target's own quantized weights grow on while it waits for the others."""
+        return self.streamed is not None and self.device.type == "cpu" and self._tree is not None
 
     @property
     def _fixed_width(self) -> int:
@@ -492,6 +499,7 @@ class Runtime:
                 low_bytes=low_bytes,
                 top=top,
                 spread=spread_of(self.config.quant.bits),
+                goes_on=self._goes_on,
             )
         if mode in ("eagle", "glide"):
             kind = GlideDrafter if mode == "glide" else EagleDrafter
@@ -590,6 +598,7 @@ class Runtime:
             prefill_chunk=self.config.prefill_chunk,
             ahead=self._graphs is not None and self.streamed is None,  # a pass too many takes long
             traffic=None if self.streamed is None else partial(getattr, self.streamed.stream, "traffic"),
+            meanwhile=None if self.streamed is None else self.streamed.stream.meanwhile,
             ended=self._keeper(mode),
             trees_asked=self.config.given_tree is not None,
         )

@@ -25,6 +25,7 @@ from quant.solver import QuantizedWeight
 from sharesd.acceptance import kept_acceptance
 from sharesd.config import HEADS, TABLES, EngineConfig, Mode
 from sharesd.decoding.prefill import CHUNK, LONG_CHUNK
+from sharesd.decoding.tree import slots_to_go_on
 from sharesd.homes import Home, OnGpu
 from sharesd.low_builders import packed_for_cpu
 from sharesd.memory import own_memory
@@ -292,10 +293,12 @@ class Parts:
     def _kv(self) -> int:
         config = self.config
         longest = 1 + max(DEPTHS[-1], config.most_draft)
-        top, deepest, _ = config.given_tree or (max(TREE_TOPS), DEPTHS[-1] // 2, 0)
+        top, deepest, _ = config.given_tree or (max(TREE_TOPS), DEPTHS[-1] // max(TREE_TOPS), 0)
         overhang = longest + max(longest, 2 + top * deepest)
         if self._on_gpu:  # where prompts are read in padded pieces, and drafts are replayed
             overhang = max(overhang + longest, CHUNK)
+        else:
+            overhang += slots_to_go_on(top, deepest)
         return sum(kv_bytes(self.decoder, config, overhang))
 
     def _linear(self, block: int, path: str) -> nn.Linear:

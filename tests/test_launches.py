@@ -112,7 +112,7 @@ def captures(model: Decoder, drafter: Any, cache: Any) -> dict[str, Callable[[],
     found["verify"] = round_._full._function
     drafter.draft(round_.drafting, PLAIN._replace(depth=1, nodes=1))
     [model_draft] = round_.drafting.kept.values()
-    chain, tree = model_draft._chain, model_draft._tree
+    chain, tree = model_draft._chain, model_draft.tree
     found |= {"first draft step": chain._first._function, "next draft step": chain._next._function}
     if drafter.trees:
         found |= {"first level": tree._first._function, "next level": tree._next._function}

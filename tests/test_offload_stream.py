@@ -90,6 +90,10 @@ class ClockCopy:
     def wait(self) -> None:
         self._link.now = max(self._link.now, self._end)
 
+    @property
+    def arrived(self) -> float | None:
+        return self._end if self._link.now >= self._end else None
+
 
 class ClockSlot:
     nbytes = 1
@@ -375,3 +379,52 @@ def test_a_stream_needs_blocks_and_slots() -> None:
             Stream(blocks, slots, ClockLink(lambda: 1.0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="block 3 is not in this stream"):
         Stream([1], [ClockSlot(0)], ClockLink(lambda: 1.0)).need(3)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("piece_s", "most"), [(0.3, 20), (5.0, 1)])
+def test_waits_are_used_for_other_work_that_makes_nobody_wait(
+    monkeypatch: pytest.MonkeyPatch, piece_s: float, most: int
+) -> None:
+    link = ClockLink(lambda: 1.0)
+    monkeypatch.setattr("offload.stream.time", SimpleNamespace(perf_counter=lambda: link.now))
+    stream = Stream(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
+    pieces = []
+
+    def work() -> bool:
+        link.now += piece_s
+        pieces.append(link.now)
+        return True
+
+    def run() -> float:
+        started = link.now
+        for block in range(10):
+            stream.need(block)
+            link.now += 0.2
+            stream.done(block)
+        return link.now - started
+
+    run()
+    alone = run()
+    assert not pieces
+    with stream.meanwhile(work):
+        together = run()
+    assert 1 <= len(pieces) <= most
+    assert together <= alone + max(0.0, piece_s - 1.0) + 1e-9
+    if most > 1:
+        assert len(pieces) == most
+    pieces.clear()
+    run()
+    assert not pieces
+
+
+def test_other_work_ends_when_there_is_no_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = ClockLink(lambda: 1.0)
+    monkeypatch.setattr("offload.stream.time", SimpleNamespace(perf_counter=lambda: link.now))
+    stream = Stream(range(4), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
+    calls = []
+    for _ in range(3):
+        with stream.meanwhile(lambda: bool(calls.append(0))):
+            for block in range(4):
+                stream.need(block)
+                stream.done(block)
+    assert len(calls) == 2  # in the first pass nobody knows yet how long blocks are awaited

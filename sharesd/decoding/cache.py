@@ -206,11 +206,13 @@ class StaticKVCache:
         slots_BT = self.lengths[:, None] + torch.arange(num, device=device)
         return torch.arange(self.batch, device=device)[:, None], slots_BT
 
-    def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
-        """Of the rows last written above the lengths, those of an ascending path become the first `num` ones."""
+    def keep(self, path_BT: Tensor, num_B: Tensor, above: int = 0) -> None:
+        """Of the rows last written above the lengths, those of an ascending path become the first `num` ones. `above`:
+        their KV was written so many slots higher.
+        """
         if self._keep is None:
             self._keep = self._row_keeper()
-        self._keep(self.lengths, path_BT, num_B)
+        self._keep(self.lengths, path_BT + above if above else path_BT, num_B)
         if self.features is not None:
             keep_places(self.features, self.lengths, path_BT, num_B)
 

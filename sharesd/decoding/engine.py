@@ -30,7 +30,7 @@ from sharesd.decoding.output import Completion, Source, TokenChunk
 from sharesd.decoding.policy import Policy
 from sharesd.decoding.reader import Reader
 from sharesd.decoding.request import QueueFull, Request, advance, awaited, bearable
-from sharesd.decoding.round import RoundResult, RowState
+from sharesd.decoding.round import Meanwhile, RoundResult, RowState
 from sharesd.decoding.slots import Slots
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.stops import StopChecker
@@ -85,6 +85,7 @@ class Engine:
         prefill_chunk: int | None = None,
         ahead: bool = False,
         traffic: Callable[[], Traffic] | None = None,
+        meanwhile: Meanwhile | None = None,
         ended: Callable[[Stats], None] | None = None,
         trees_asked: bool = True,
     ) -> None:
@@ -102,7 +103,8 @@ class Engine:
         of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
         number is for CPUs only).
         `ahead` launches each round before the last one is read, where nothing on the host decides about its draft.
-        `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then. `ended`
+        `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then;
+        `meanwhile` has drafts guess on in its waits. `ended`
         is told the counts of each request that has ended. `trees_asked`: requests that trees cannot serve are refused;
         they get chains otherwise.
         """
@@ -112,6 +114,7 @@ class Engine:
         self.offloaded = traffic is not None
         """Whether weights come through a slow link for each pass of the target."""
         self._ended, self._trees_asked = ended, trees_asked
+        self._meanwhile = meanwhile
         self._traffic, self._traffic_before = traffic, traffic() if traffic else None
         self.stats = self._new_stats()
         """Of the last call of `generate`, or of all steps since."""
@@ -558,6 +561,7 @@ class Engine:
                 state=self.state,
                 auto_length=self.auto_length,
                 offloaded=self.offloaded,
+                meanwhile=self._meanwhile,
                 widths=self.widths,
                 graphs=self.graphs,
                 gumbel=self.gumbel,

@@ -453,6 +453,8 @@ class Policy:
         if self._looked and not shape.nodes:
             self._num_looks = min(LOOKS, self._num_looks + 1)
             self._look_s += (draft_s - self._look_s) / self._num_looks
+        if tree.kept:  # which says nothing of what guessing takes
+            draft_s = self.live.draft(shape) * self.live.drift
         drafting_s = draft_s - self._catching_up * self.live.drift if shape.nodes else draft_s
         self.live.learn(shape, 1 + num_nodes, max(drafting_s, draft_s / 2), step_s)
         self._since_plain = self._since_plain + 1 if num_nodes else 0

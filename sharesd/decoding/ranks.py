@@ -104,7 +104,8 @@ class _LedCache(StaticKVCache):
             view._first = self._first + first
         return view
 
-    def keep(self, path_BT: Tensor, num_B: Tensor) -> None:
+    def keep(self, path_BT: Tensor, num_B: Tensor, above: int = 0) -> None:
+        assert not above, "ranks have all of their weights"
         with self._together(_Command.KEEP, *self.place, path_BT.shape[1], tensors=(self.lengths, path_BT, num_B)):
             super().keep(path_BT, num_B)
 

@@ -5,7 +5,8 @@ Legend: B rows, N draft tokens, T = N + 1 verify rows, W verify width, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.tree import DraftTree
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.models.base import CausalModel
+
+Meanwhile = Callable[[Callable[[], bool] | None], AbstractContextManager[None]]
+"""Within it, what is given is done while weights are awaited (`offload.stream.Stream.meanwhile`)."""
 
 
 class RowState(NamedTuple):
@@ -80,12 +84,14 @@ class Round:
         *,
         widths: Sequence[int] | None,
         eager: bool = False,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
         """Over the rows of `drafting`, which are all that `cache` and `state` have.
 
         `widths`: numbers of tokens that steps may have, to the next of which they are padded; None = any. `eager`:
-        graphs are for drafts alone.
+        graphs are for drafts alone. `meanwhile` has drafts guess on while the target waits for weights.
         """
+        self._meanwhile = meanwhile
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.drafting = drafting
         self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
@@ -132,12 +138,15 @@ class Round:
         branches, padding = tree.branches, width - num_rows
         if branches is not None and padding:
             branches = _padded(branches, padding)
-        logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]
+        if branches is not None and tree.above:
+            branches = branches._replace(path_BTP=branches.path_BTP + tree.above)
+        with nullcontext() if self._meanwhile is None else self._meanwhile(tree.onward):
+            logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]
         verdict = self._sampler.accept(tree, logits_BTV, cache.lengths)
         verdict = verdict._replace(num_new=verdict.num_new * active_B)
         self._sampler.commit(verdict.tokens, verdict.num_new)
         if branches is not None:
-            cache.keep(verdict.path, verdict.num_new)
+            cache.keep(verdict.path, verdict.num_new, tree.above)
         drafter, told_BX = self._drafter, None
         if drafter is not None and (num_rows > 1 or drafter.on_host):
             told_BX = drafter.commit(self.drafting, tree, verdict, logits_BTV)

@@ -5,7 +5,7 @@ Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain as joined
 from itertools import product
 from typing import NamedTuple
@@ -64,6 +64,11 @@ def shapes_of(top: int, depth: int, budget: int) -> tuple[Shape, ...]:
     return (*chains(budget), *sorted(shape for shape in shapes if shape.is_tree))
 
 
+def slots_to_go_on(top: int, depth: int) -> int:
+    """Slots, from the root's on, of a tree that grows on while it is verified: as many levels again, and one more."""
+    return 1 + top * (2 * depth + 1)
+
+
 def looking_back(shapes: Sequence[Shape], windows: Sequence[int]) -> tuple[Shape, ...]:
     """Each of these shapes for each way of looking back, the first of which comes last."""
     return tuple(shape._replace(recent=recent) for recent in reversed(windows) for shape in shapes)
@@ -83,6 +88,9 @@ class DraftTree(NamedTuple):
     adder: str = ""  # names of those tables
     places: Tensor | None = None  # [B, T] int64: where a model drafter wrote root and nodes, from the root's slot on
     in_buffers: bool = False  # lies where rounds expect drafts
+    onward: Callable[[], bool] | None = None  # guesses on, a step at a call, while this is verified; False: no more
+    above: int = 0  # slots, from the root's on, which the target leaves alone, since that reads and writes there
+    kept: bool = False  # guessed while the last draft was verified
     legal: Tensor | None = None  # [B, T, W] int32: bits of the tokens that grammars allow after root and nodes
 
 

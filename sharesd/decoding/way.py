@@ -10,7 +10,7 @@ from compile.graphs import Graphs
 from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.policy import FIRST_ALPHAS, Policy
-from sharesd.decoding.round import Round, RowState
+from sharesd.decoding.round import Meanwhile, Round, RowState
 from sharesd.decoding.tree import PLAIN, Shape, chain
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.models.base import CausalModel
@@ -32,6 +32,7 @@ class Way:
         state: RowState,
         auto_length: bool,
         offloaded: bool,
+        meanwhile: Meanwhile | None,
         widths: Sequence[int] | None,
         graphs: Graphs | None,
         gumbel: Callable[..., Tensor],
@@ -39,7 +40,7 @@ class Way:
         """As `Engine` has them."""
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
         self._sampling, self._state, self._gumbel = sampling, state, gumbel
-        self._widths, self._graphs, self._offloaded = widths, graphs, offloaded
+        self._widths, self._graphs, self._offloaded, self._meanwhile = widths, graphs, offloaded, meanwhile
         shapes: Sequence[Shape] = drafter.shapes if drafter else (PLAIN,)
         if kind.acceptance != "match":
             shapes = [shape for shape in shapes if not shape.is_tree]
@@ -69,7 +70,16 @@ class Way:
         drafting = Drafting(first, end, sampler, state.root_B, buffers, self.policy, self._graphs)
         # What waits for weights that travel can't be captured: their copies are others each time.
         eager = self._offloaded
-        return Round(self._target, cache, self._drafter, drafting, state, widths=self._widths, eager=eager)
+        return Round(
+            self._target,
+            cache,
+            self._drafter,
+            drafting,
+            state,
+            widths=self._widths,
+            eager=eager,
+            meanwhile=self._meanwhile,
+        )
 
     def shape(self, num_idle: int) -> Shape:
         """What to draft in the coming round; where the drafter decides, a chain of as many nodes as it may have.

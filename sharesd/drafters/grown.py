@@ -9,7 +9,7 @@ a verify step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import exp
 
@@ -30,24 +30,33 @@ from sharesd.drafters.guesser import Guesser
 class ModelDraft:
     """How a model drafts for one way of sampling: chains, and trees where there are such."""
 
-    def __init__(self, guesser: Guesser, drafting: Drafting, *, shapes: Sequence[Shape], top: int) -> None:
+    def __init__(
+        self,
+        guesser: Guesser,
+        drafting: Drafting,
+        *,
+        shapes: Sequence[Shape],
+        top: int,
+        grower: Callable[..., TreeDraft] | None = None,
+    ) -> None:
         """`shapes` that will be asked for, the largest last; a tree expands its `top` best nodes of each level by as
-        many children.
+        many children. `grower`: what makes trees, if not a TreeDraft.
         """
-        self._guesser, self._drafting = guesser, drafting
+        self._guesser, self._drafting, self._grower = guesser, drafting, grower or TreeDraft
         self._top, self._deepest = top, shapes[-1].depth
 
     def draft(self, shape: Shape) -> DraftTree:
         """A draft of this shape, which lies in the buffers."""
-        return self._tree.draft(shape) if shape.is_tree else self._chain.draft(shape.depth)
+        return self.tree.draft(shape) if shape.is_tree else self._chain.draft(shape.depth)
 
     @cached_property
     def _chain(self) -> ChainDraft:
         return ChainDraft(self._guesser, self._drafting)
 
     @cached_property
-    def _tree(self) -> TreeDraft:
-        return TreeDraft(self._guesser, self._drafting, top=self._top, deepest=self._deepest)
+    def tree(self) -> TreeDraft:
+        """What grows trees."""
+        return self._grower(self._guesser, self._drafting, top=self._top, deepest=self._deepest)
 
 
 class TreeDraft:
@@ -81,18 +90,13 @@ class TreeDraft:
 
     def draft(self, shape: Shape) -> DraftTree:
         """The best nodes of so many levels, which lie in the buffers; fewer of both where the policy has it so."""
-        policy, depth, num = self._drafting.policy, shape.depth, shape.nodes
-        self._weighing = policy.weighing
+        self._weighing = self._drafting.policy.weighing
+        depth, found = self._grow(shape.depth)
+        num = min(shape.nodes, found)
         self._num_1.fill_(num)
-        self._first()
-        for level in range(1, depth):
-            if self._weighing and not policy.grows(level, self._odds()):
-                depth = level
-                break
-            self._next()
         self._last()
         if self._weighing:
-            num = self._num_worth(self._weighing, depth, min(num, self._top + (depth - 1) * self._top**2))
+            num = self._num_worth(self._weighing, depth, num)
         buffers, T = self._drafting.buffers, 1 + num
         branches = Branches(buffers.depth_BT[:, :T], buffers.path_BTT[:, :T, :T])
         return DraftTree(
@@ -103,6 +107,15 @@ class TreeDraft:
             places=buffers.places_BT[:, :T],
             in_buffers=True,
         )
+
+    def _grow(self, most: int) -> tuple[int, int]:
+        """At most so many levels; how many, and the nodes of all of them."""
+        policy, levels = self._drafting.policy, 1
+        self._first()
+        while levels < most and not (self._weighing and not policy.grows(levels, self._odds())):
+            self._next()
+            levels += 1
+        return levels, self._top + (levels - 1) * self._top**2
 
     def _odds(self) -> float:
         """That one of the front's nodes is accepted, as the mean of the awaited rows."""

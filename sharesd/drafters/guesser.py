@@ -71,3 +71,13 @@ class ModelGuesser:
         if branches is None:
             self.next_at_B += 1
         return logits_BFV
+
+    def move(self, root: int, first: int, num: int) -> None:
+        """After guesses were accepted, `root_at` being further on: what was read at place `root` is the root now, and
+        the `num` places from `first` on are those behind it. Places are slots behind the last root's. Of one row.
+        """
+        places_T = torch.tensor([root, *range(first, first + num)], device=self.root_at_B.device)
+        path_BT = places_T + (self.next_at_B - self.root_at_B)[:, None]
+        self.next_at_B.copy_(self.root_at_B)
+        self._ahead.keep(path_BT, torch.full_like(self.root_at_B, 1 + num))
+        self.next_at_B += 1

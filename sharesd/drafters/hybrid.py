@@ -125,7 +125,9 @@ class HybridDrafter:
             return draft
         self._woven = True
         tree = pack(list(woven.values()), shape.nodes + num_added, draft.drafter)
-        return tree._replace(num_steps=draft.num_steps, recent=draft.recent, added=num_added, adder=self._names)
+        return tree._replace(
+            num_steps=draft.num_steps, recent=draft.recent, kept=draft.kept, added=num_added, adder=self._names
+        )
 
     def _read(self) -> None:
         """Let the tables know what they missed."""

@@ -10,7 +10,8 @@ up for wrong guesses (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec, Che
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.drafters.base import Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.drafters.guesser import ModelGuesser
+from sharesd.drafters.onward import OnwardDraft
 from sharesd.models.base import CausalModel
 
 
@@ -44,13 +46,14 @@ class ShareDrafter:
         low_bytes: int,
         top: int = 1,
         spread: float | None = None,
+        goes_on: bool = False,
     ) -> None:
         """`top` is the number of nodes that a tree expands on each level, and of their children. `spread`: see
-        Guesser.
+        Guesser. `goes_on`: trees grow on while the target waits for its weights.
         """
         self.model, self.cache, self.switch = model, cache, switch
         self.shapes, self._top, self._low_bytes = shapes, top, low_bytes
-        self._spread = spread
+        self._spread, self._goes_on = spread, goes_on
         self.trees = shapes[-1].is_tree
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
@@ -82,13 +85,22 @@ class ShareDrafter:
                 drafting,
                 shapes=self.shapes,
                 top=self._top,
+                grower=OnwardDraft if self._goes_on else None,
             )
         with self.switch.use_low():
             tree = drafting.kept[key].draft(shape)
-        return tree._replace(drafter=self.name, recent=shape.recent)
+        onward = tree.onward and partial(self._go_on, tree.onward)
+        return tree._replace(drafter=self.name, recent=shape.recent, onward=onward)
+
+    def _go_on(self, onward: Callable[[], bool]) -> bool:
+        with self.switch.use_low():
+            return onward()
 
     def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
-        pass
+        if tree.onward is not None:
+            trees = drafting.kept[self, tree.recent].tree
+            assert isinstance(trees, OnwardDraft)
+            trees.committed(verdict)
 
     def told(self, rows: list[list[int]]) -> None:
         pass

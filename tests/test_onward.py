@@ -1,0 +1,167 @@
+"""Trees that grow on while they are verified: what is kept of them, and the text, which is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offloaded import WAYS, spill
+from tiny import make_checkpoint
+
+from compile.grow import Front, Nodes, grow
+from offload.stream import Stream
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.decoding.tree import DraftTree, Shape
+from sharesd.drafters.onward import OnwardDraft, replant
+from sharesd.load import Runtime
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+TOP, LEVELS = 2, 9
+PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 9], [5, 6, 7] * 20]
+PENALIZED = SamplingParams(max_new_tokens=16, temperature=0.8, seed=5, repetition_penalty=1.3, ignore_eos=True)
+
+
+class Grown:
+    """A tree of one row that grows by tokens and probabilities of chance."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = torch.Generator().manual_seed(seed)
+        num = TOP + (LEVELS - 1) * TOP**2
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(1, *size, dtype=torch.int64)
+
+        nowhere = torch.full((1, num), (LEVELS - 1) * TOP)
+        self.level_B = torch.zeros(1, dtype=torch.int64)
+        self.nodes = Nodes(zeros(num) - 1, torch.full((1, num), -torch.inf), zeros(num, LEVELS), nowhere)
+        self.front = Front(zeros(TOP), torch.zeros(1, TOP), zeros(TOP, LEVELS), zeros(TOP, LEVELS), zeros(TOP))
+        self.said_BC = torch.rand(1, num, generator=self._dice)
+
+    def grow(self) -> None:
+        num = TOP if int(self.level_B) else 1
+        tokens = torch.randint(1000, (1, num, TOP), generator=self._dice)
+        logp = torch.rand(1, num, TOP, generator=self._dice).log()
+        grow(self.level_B, self.nodes, self.front, tokens, logp)
+
+    def levels(self) -> list[int]:
+        """Of each node."""
+        return [0 if node < TOP else (node - TOP) // TOP**2 + 1 for node in range(self.nodes.tokens_BC.shape[1])]
+
+    def paths(self) -> dict[tuple[int, ...], tuple[float, int | None, float]]:
+        """By the tokens down to a node: its score, where it was read, and what is said of it."""
+        tokens, scores, ancestors, places = (part[0] for part in self.nodes)
+        return {
+            tuple(tokens[ancestors[node, : level + 1]].tolist()): (
+                float(scores[node]),
+                int(places[node]) if places[node] < (LEVELS - 1) * TOP else None,
+                float(self.said_BC[0, node]),
+            )
+            for node, level in enumerate(self.levels())
+            if scores[node] > -torch.inf
+        }
+
+    def fronts(self) -> dict[tuple[int, ...], tuple[float, list[int]]]:
+        """By the tokens down to a node that is expanded next: its score, and the slots of its path."""
+        tokens, depth = self.nodes.tokens_BC[0], int(self.front.depth_Bk[0, 0])
+        return {
+            tuple(tokens[path[: depth + 1]].tolist()): (float(score), slots[: depth + 1].tolist())
+            for path, slots, score in zip(
+                self.front.paths_BkD[0], self.front.slots_BkD[0], self.front.scores_Bk[0], strict=True
+            )
+            if score > -torch.inf
+        }
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("level", [1, 2, 4])
+def test_what_lies_behind_a_node_becomes_a_tree_of_its_own_that_grows_on(seed: int, level: int) -> None:
+    grown = Grown(seed)
+    for _ in range(6):
+        grown.grow()
+    root = int(grown.front.paths_BkD[0, seed % TOP, level])
+    above = tuple(grown.nodes.tokens_BC[0, grown.nodes.ancestors_BCD[0, root, : level + 1]].tolist())
+    score, up = float(grown.nodes.scores_BC[0, root]), level + 1
+    behind = {
+        path[up:]: (each - score, None if place is None else place - up * TOP, said)
+        for path, (each, place, said) in grown.paths().items()
+        if path[:up] == above and len(path) > up
+    }
+    fronts = {
+        path[up:]: (each - score, [slot - up * TOP for slot in slots[up:]])
+        for path, (each, slots) in grown.fronts().items()
+        if path[:up] == above
+    }
+    replant(grown.nodes, grown.front, grown.said_BC, TOP, level, root)
+    grown.level_B -= up
+    assert behind and fronts
+    found, found_fronts = grown.paths(), grown.fronts()
+    assert {path: values[1:] for path, values in found.items()} == {p: values[1:] for p, values in behind.items()}
+    assert {path: slots for path, (_, slots) in found_fronts.items()} == {p: slots for p, (_, slots) in fronts.items()}
+    for ours, theirs in ((found, behind), (found_fronts, fronts)):
+        assert [values[0] for values in ours.values()] == pytest.approx([theirs[path][0] for path in ours])
+    grown.grow()
+    new = {path: values for path, values in grown.paths().items() if path not in found}
+    assert {path[:-1] for path in new} == set(fronts) and len(new) == TOP * len(fronts)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=5, context=1024)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "blocks"),
+    [
+        ("share", {}, (0, 1, 2, 3, 4)),
+        ("share", {"dtype": "bfloat16"}, (1, 3)),
+        ("share", {"compile": "off"}, (0, 2, 3)),
+        ("share", {"num_draft": None, "max_draft": 8}, (1, 2)),
+        ("share", {"max_batch": 3}, (1, 2)),
+        ("hybrid", {}, (1, 2)),
+    ],
+)
+def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
+    tiny: Path,
+    tmp_path: Path,
+    close_after: list[Runtime],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Mode,
+    options: dict[str, Any],
+    blocks: tuple[int, ...],
+) -> None:
+    drafts: list[DraftTree] = []
+    draft = OnwardDraft.draft
+
+    def noted(self: OnwardDraft, shape: Shape) -> DraftTree:
+        drafts.append(draft(self, shape))
+        return drafts[-1]
+
+    def always(self: Stream, *_: object) -> None:
+        """Two pieces of other work before each block, however soon that is there."""
+        if self._meanwhile is not None and self._meanwhile():
+            self._meanwhile()
+
+    monkeypatch.setattr(OnwardDraft, "draft", noted)
+    monkeypatch.setattr(Stream, "_use_the_wait", always)
+    given = {"target": str(tiny), "device": "cpu", "dtype": "float32", "max_context": 256, "max_batch": 1}
+    tree = {"num_draft": 6, "tree": (2, 3, 6)}
+    config = EngineConfig(**{**given, **tree, "quant": _eight_bits(), **options})
+    modes: tuple[Mode, ...] = ("naive", mode)
+    streamed = Runtime(config, modes, offload=lambda decoder: spill(decoder, blocks, tmp_path / "records"))
+    close_after.append(streamed)
+    for way in (*WAYS, PENALIZED):
+        wanted = streamed.engine("naive", warm=way).complete(PROMPTS, way)
+        found = streamed.engine(mode, warm=way).complete(PROMPTS, way)
+        assert [done.token_ids for done in found] == [done.token_ids for done in wanted]
+    assert any(tree.branches is not None for tree in drafts)
+    alone = options.get("max_batch", 1) == 1
+    assert any(tree.kept for tree in drafts) or not alone
+
+
+def _eight_bits():
+    from quant.config import QuantConfig
+
+    return QuantConfig(bits=8, head_bits=8)
