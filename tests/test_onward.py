@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from offloaded import WAYS, spill
+from oracle import logits_of, new_engine, switched, tiny_decoder
 from tiny import make_checkpoint
 
 from compile.grow import Front, Nodes, grow
 from offload.stream import Stream
+from quant.config import QuantConfig
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.decoding.tree import DraftTree, Shape
+from sharesd.decoding.tree import DraftTree, Shape, shapes_of
+from sharesd.drafters.guesser import ModelGuesser
 from sharesd.drafters.onward import OnwardDraft, replant
+from sharesd.drafters.share import ShareDrafter
 from sharesd.load import Runtime
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -107,6 +113,57 @@ def test_what_lies_behind_a_node_becomes_a_tree_of_its_own_that_grows_on(seed: i
     assert {path[:-1] for path in new} == set(fronts) and len(new) == TOP * len(fronts)
 
 
+def test_what_was_read_moves_to_where_the_coming_draft_looks() -> None:
+    model = tiny_decoder()
+    cache = model.new_cache(1, 64)
+    for tensor in (*cache.k, *cache.v):
+        tensor.copy_(torch.randn_like(tensor))
+    before = [[part.clone() for part in cache.kv(layer, 64)] for layer in range(len(cache.k))]
+    guesser = ModelGuesser(model, cache, lambda: torch.zeros(1, 1, dtype=torch.int64))
+    guesser.next_at_B.fill_(11)  # the root was at 10
+    cache.lengths.fill_(13)
+    guesser.move(5, 8, 4)
+    assert guesser.next_at_B.tolist() == [14] and cache.lengths.tolist() == [13]
+    for layer, parts in enumerate(before):
+        for was, now in zip(parts, cache.kv(layer, 64), strict=True):
+            was[:, :, 13:18] = was[:, :, [16, 19, 20, 21, 22]]
+            assert torch.equal(now, was)
+
+
+def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, switch = switched(tiny_decoder(4))
+    cache = model.new_cache(1, 200)
+    shapes = shapes_of(TOP, 3, 6)
+    drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=TOP, goes_on=True)
+
+    @contextmanager
+    def meanwhile(work: Callable[[], bool] | None) -> Iterator[None]:
+        while work is not None and work():
+            pass
+        yield
+
+    engine = new_engine(model, drafter, cache=cache, meanwhile=meanwhile)
+    draft, num_kept = OnwardDraft.draft, 0
+
+    def checked(self: OnwardDraft, shape: Shape) -> DraftTree:
+        nonlocal num_kept
+        tree, nodes = draft(self, shape), self._nodes
+        num_kept += tree.kept
+        for node in (nodes.scores_BC[0] > -torch.inf).nonzero()[:, 0].tolist():
+            level = 0 if node < TOP else (node - TOP) // TOP**2 + 1
+            path = nodes.tokens_BC[0, nodes.ancestors_BCD[0, node, : level + 1]].tolist()
+            logp = logits_of(model, [*request.tokens, *path]).log_softmax(-1)
+            said = sum(float(logp[len(request.tokens) - 1 + i, token]) for i, token in enumerate(path))
+            assert float(nodes.scores_BC[0, node]) == pytest.approx(said, abs=1e-4)
+        return tree
+
+    monkeypatch.setattr(OnwardDraft, "draft", checked)
+    request = engine.add([3, 17, 9], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    while request.finish_reason is None:
+        engine.step()
+    assert num_kept > 5, "what is kept grows on, too"
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=5, context=1024)
@@ -148,7 +205,7 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
     monkeypatch.setattr(Stream, "_use_the_wait", always)
     given = {"target": str(tiny), "device": "cpu", "dtype": "float32", "max_context": 256, "max_batch": 1}
     tree = {"num_draft": 6, "tree": (2, 3, 6)}
-    config = EngineConfig(**{**given, **tree, "quant": _eight_bits(), **options})
+    config = EngineConfig(**{**given, **tree, "quant": QuantConfig(bits=8, head_bits=8), **options})
     modes: tuple[Mode, ...] = ("naive", mode)
     streamed = Runtime(config, modes, offload=lambda decoder: spill(decoder, blocks, tmp_path / "records"))
     close_after.append(streamed)
@@ -159,9 +216,3 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
     assert any(tree.branches is not None for tree in drafts)
     alone = options.get("max_batch", 1) == 1
     assert any(tree.kept for tree in drafts) or not alone
-
-
-def _eight_bits():
-    from quant.config import QuantConfig
-
-    return QuantConfig(bits=8, head_bits=8)
