@@ -1,7 +1,8 @@
 """Trees that grow on while they are verified, where the target waits for its weights.
 
 If what is accepted ends at a node that has grown on by then, all that has grown behind it is the next draft, for which
-nobody waits. What the model read for it stays where it is: the target writes its own keys and values above that.
+nobody waits. The target writes its own keys and values above what the model has read meanwhile, and what lies behind
+the new root moves down with it.
 
 Legend: C nodes that can be found, D levels, k nodes of a level that are expanded, and children of each; one row.
 """
