@@ -125,6 +125,13 @@ class TestSummary:
         )
         assert share["by_category"]["b"]["speedup_vs_naive"] == pytest.approx(4)
 
+    def test_positions_that_no_round_accepted_are_left_out_of_tables(self) -> None:
+        tree = {"acceptance_by_position": [0.5, 0.25, 0, 0.125, 0, 0]}
+        chain = {"acceptance_by_position": [0.5, 0.0, 0, 0, 0, 0]}
+        modes = {"naive": {"acceptance_by_position": []}, "eagle": tree, "share": chain}
+        assert summary.accepted_positions(modes) == {"eagle": [0.5, 0.25, 0, 0.125], "share": [0.5, 0, 0, 0]}
+        assert summary.accepted_positions({"share": {"acceptance_by_position": [0.0, 0.0]}}) == {"share": [0.0]}
+
     def test_without_naive(self) -> None:
         share = summary.summarize({"share": SHARE}, list(SHARE), num_draft=2)["share"]
         assert share["tokens_per_second"] == pytest.approx(20)

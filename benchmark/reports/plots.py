@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmark.reports.summary import accepted_positions
 from benchmark.reports.table import tables_from
 
 COLOURS = {
@@ -39,9 +40,9 @@ def draw_plots(folder: Path, summary: Mapping[str, Any]) -> list[str]:
     if modes:
         _save(folder / "speed.png", lambda axes: _speed(axes, modes, title), width=3 + 0.9 * len(_groups(modes)))
         drawn.append("speed.png")
-    drafters = {mode: figures for mode, figures in modes.items() if figures["acceptance_by_position"]}
+    drafters = accepted_positions(modes)
     if drafters:
-        num_draft = max(len(figures["acceptance_by_position"]) for figures in drafters.values())
+        num_draft = max(map(len, drafters.values()))
         _save(folder / "acceptance.png", lambda axes: _acceptance(axes, drafters, title), width=3 + 1.1 * num_draft)
         drawn.append("acceptance.png")
     return drawn
@@ -72,10 +73,10 @@ def _groups(modes: Mapping[str, Any]) -> list[str]:
     return ["all", *(categories if len(categories) > 1 else [])]
 
 
-def _acceptance(axes: Axes, modes: Mapping[str, Any], title: str) -> None:
-    num_draft = max(len(figures["acceptance_by_position"]) for figures in modes.values())
-    for mode, x, width in _bars(modes, num_draft):
-        shares = [100 * share for share in modes[mode]["acceptance_by_position"]]
+def _acceptance(axes: Axes, drafters: Mapping[str, list[float]], title: str) -> None:
+    num_draft = max(map(len, drafters.values()))
+    for mode, x, width in _bars(drafters, num_draft):
+        shares = [100 * share for share in drafters[mode]]
         bars = axes.bar(x, shares, width, label=mode, **_style(mode))
         if num_draft <= 8:
             axes.bar_label(bars, [f"{share:.0f}" for share in shares], fontsize=8, padding=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmark.reports.summary import accepted_positions
 from benchmark.reports.table import HEADLINE, headline, tables_from
 from benchmark.reports.text import ABSENT, number, percent, size, times
 
@@ -152,14 +153,13 @@ def _slow_turns(by_turn: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def _acceptance(modes: Mapping[str, Any]) -> str:
-    drafters = {mode: figures["acceptance_by_position"] for mode, figures in modes.items()}
-    drafters = {mode: shares for mode, shares in drafters.items() if shares}
+    drafters = accepted_positions(modes)
     if not drafters:
         return ""
     width = max(map(len, drafters.values()))
     rows = [[mode, *map(percent, shares)] for mode, shares in drafters.items()]
     table = _table(["mode", *map(str, range(1, width + 1))], rows)
-    return f"{table}\n\nShare of rounds in which the draft token at this position was accepted."
+    return f"{table}\n\nShare of rounds in which the draft token at this position was accepted; none was further on."
 
 
 def drafter_rows(modes: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

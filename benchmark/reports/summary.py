@@ -105,6 +105,13 @@ def acceptance_by_position(turns: Iterable[TurnRecord], num_draft: int) -> list[
     return [sum(r.accepted_at[i] for r in turns) / rounds for i in range(num_draft)] if rounds else []
 
 
+def accepted_positions(modes: Mapping[str, Any]) -> dict[str, list[float]]:
+    """`acceptance_by_position` of the modes that draft, up to the last that any had accepted: trees end early."""
+    shares = {mode: figures["acceptance_by_position"] for mode, figures in modes.items()}
+    reached = max((i + 1 for each in shares.values() for i, share in enumerate(each) if share), default=1)
+    return {mode: each[:reached] for mode, each in shares.items() if each}
+
+
 def per_round_ms(turns: Iterable[TurnRecord], part: str) -> float | None:
     """Mean milliseconds per round of `draft_s`, `verify_s` or `overhead_s`."""
     turns = list(turns)
