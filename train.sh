@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # From prompts to a head that decodes: the target answers, a head learns, and what it gains is measured. Run it again to go
 # on after an interruption. TRAIN_FLAGS go to the second command, whose other options have their defaults.
-#   PROMPTS="a.json b.jsonl" bash train.sh    bash train.sh --smoke: a tiny model, all of it checked, in well under a minute
+#   bash train.sh             prompts are said by the target itself
+#   PROMPTS="a.json b.jsonl" bash train.sh
+#   bash train.sh --smoke     a tiny model, all of it checked, in well under a minute
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
 HEAD=${HEAD:-eagle3}                       # or eagle, parallel, glide
 TARGET=${TARGET:-}                         # checkpoint folder, .gguf file or hub id; empty: the embedded model
 OUT=${OUT:-results/train-$HEAD}            # answers, their hidden states, head and report
-NUM_PROMPTS=${NUM_PROMPTS:-500}            # of each file
+NUM_PROMPTS=${NUM_PROMPTS:-500}            # of each file, or said
 MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-384}      # per answer
 TEMPERATURE=${TEMPERATURE:-0,0,0.7,1}      # answers take these in turn
 EPOCHS=${EPOCHS:-10}
@@ -18,6 +20,11 @@ target=(${TARGET:+--target "$TARGET"})
 step() { printf '\n== %s\n' "$*"; }
 
 pipeline() {
+  if [ -z "${PROMPTS:-}" ]; then
+    step "prompts: the target says what users ask"
+    PROMPTS=$OUT/said.jsonl
+    python -m train prompts "${target[@]}" --num-prompts "$NUM_PROMPTS" --out "$PROMPTS"
+  fi
   step "data: the target answers"
   python -m train generate "${target[@]}" --prompts $PROMPTS --num-prompts "$NUM_PROMPTS" \
     --max-new-tokens "$MAX_NEW_TOKENS" --temperature "$TEMPERATURE" --out-dir "$OUT/data"
@@ -87,9 +94,6 @@ if [ "${1:-}" = --smoke ]; then
   smoke
 elif [ $# -gt 0 ]; then
   echo "error: train.sh takes --smoke or nothing, not $1; give settings in the environment (see its beginning)" >&2
-  exit 2
-elif [ -z "${PROMPTS:-}" ]; then
-  echo "error: PROMPTS is empty; name files of prompts, for example PROMPTS='alpaca.json gsm8k.jsonl' bash train.sh" >&2
   exit 2
 else
   pipeline
