@@ -23,6 +23,7 @@ pipeline() {
   if [ -z "${PROMPTS:-}" ]; then
     step "prompts: the target says what users ask"
     PROMPTS=$OUT/said.jsonl
+    mkdir -p "$OUT"
     python -m train prompts "${target[@]}" --num-prompts "$NUM_PROMPTS" --out "$PROMPTS"
   fi
   step "data: the target answers"
