@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From prompts to a head that decodes: the target answers, a head learns, and what it gains is measured. Run it again to go
-# on after an interruption. TRAIN_FLAGS go to the second command, whose other options have their defaults.
+# on after an interruption. TRAIN_FLAGS go to the training, whose other options have their defaults.
 #   bash train.sh             prompts are said by the target itself
 #   PROMPTS="a.json b.jsonl" bash train.sh
 #   bash train.sh --smoke     a tiny model, all of it checked, in well under a minute
@@ -15,19 +15,20 @@ TEMPERATURE=${TEMPERATURE:-0,0,0.7,1}      # answers take these in turn
 EPOCHS=${EPOCHS:-10}
 NUM_QUESTIONS=${NUM_QUESTIONS:-8}          # of the benchmark
 read -ra train_flags <<<"${TRAIN_FLAGS:-}"
+read -ra prompts <<<"${PROMPTS:-}"
 target=(${TARGET:+--target "$TARGET"})
 
 step() { printf '\n== %s\n' "$*"; }
 
 pipeline() {
-  if [ -z "${PROMPTS:-}" ]; then
+  if [ ${#prompts[@]} = 0 ]; then
     step "prompts: the target says what users ask"
-    PROMPTS=$OUT/said.jsonl
+    prompts=("$OUT/said.jsonl")
     mkdir -p "$OUT"
-    python -m train prompts "${target[@]}" --num-prompts "$NUM_PROMPTS" --out "$PROMPTS"
+    python -m train prompts "${target[@]}" --num-prompts "$NUM_PROMPTS" --out "${prompts[0]}"
   fi
   step "data: the target answers"
-  python -m train generate "${target[@]}" --prompts $PROMPTS --num-prompts "$NUM_PROMPTS" \
+  python -m train generate "${target[@]}" --prompts "${prompts[@]}" --num-prompts "$NUM_PROMPTS" \
     --max-new-tokens "$MAX_NEW_TOKENS" --temperature "$TEMPERATURE" --out-dir "$OUT/data"
   step "training: $HEAD"
   python -m train "$HEAD" "${target[@]}" --data "$OUT/data" --states "$OUT/states" --out-dir "$OUT/head" \
