@@ -46,7 +46,7 @@ def compare(name: str, config: EngineConfig, modes: Sequence[Mode]) -> None:
         texts = {}
         for mode in modes:
             engine = runtime.engine(mode, warm=params)
-            texts[mode] = [done.token_ids for done in engine.complete(PROMPTS, params)]
+            texts[mode] = [done.token_ids for done in engine.generate(PROMPTS, params)]
             assert texts[mode] == texts["naive"], f"{mode}: {texts}"
             print(f"{name}, temperature {params.temperature}: {mode} ok", flush=True)
 

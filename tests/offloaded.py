@@ -31,7 +31,7 @@ WAYS = tuple(SamplingParams(max_new_tokens=16, temperature=t, seed=3, ignore_eos
 def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
     """By mode and temperature, the tokens of the answers to `PROMPTS`."""
     return {
-        (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).complete(PROMPTS, way)]
+        (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).generate(PROMPTS, way)]
         for mode in modes
         for way in WAYS
     }

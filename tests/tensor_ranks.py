@@ -165,14 +165,14 @@ def logits_of(runtime: Runtime) -> list[Tensor]:
 
 
 def texts_of(runtime: Runtime, mode: Mode, params: SamplingParams) -> list[list[int]]:
-    return [done.token_ids for done in runtime.engine(mode, warm=params).complete(PROMPTS, params)]
+    return [done.token_ids for done in runtime.engine(mode, warm=params).generate(PROMPTS, params)]
 
 
 def texts_of_moved_rows(runtime: Runtime) -> list[list[int]]:
     """Requests join and leave, later prompts go on from what earlier ones left in other rows, and one is cancelled."""
     first, other = [5, 6, 7] * 9, [9, 8, 7, 6]
     engine = runtime.engine(runtime.modes[0], warm=GREEDY)
-    done = engine.complete([first, other], GREEDY, reuse=True)
+    done = engine.generate([first, other], GREEDY, reuse=True)
     later = [[*other, *done[1].token_ids, 3], [*first, *done[0].token_ids, 4], [*first, 12, 13]]
     requests = [engine.add(prompt, SAMPLED) for prompt in later]
     for step in range(200):
@@ -211,8 +211,8 @@ def delayed(folder: str, rounds: str, most: str) -> None:
     for seed in count():
         params = replace(SAMPLED, max_new_tokens=100, seed=seed)
         prompts = [[seed % 300, 7, 8], [9]]
-        assert [done.token_ids for done in engine.complete(prompts, params)] == [
-            done.token_ids for done in alone.complete(prompts, params)
+        assert [done.token_ids for done in engine.generate(prompts, params)] == [
+            done.token_ids for done in alone.generate(prompts, params)
         ]
         num_rounds += engine.stats.steps
         if num_rounds >= int(rounds):
@@ -225,7 +225,7 @@ def endless(folder: str, size: str) -> None:
     runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)), ("share",))
     engine = runtime.engine("share")
     for seed in count():
-        engine.complete(PROMPTS, replace(SAMPLED, seed=seed))
+        engine.generate(PROMPTS, replace(SAMPLED, seed=seed))
         if seed == 0:
             print("ready", flush=True)
 

@@ -200,7 +200,7 @@ def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, fo
     asked = runtime.tokenizer.chat([{"role": role, "content": text} for role, text in said])
     assert talk.asked[1] == asked
     assert len(talk.asked[0]) <= kept < len(asked)
-    (fresh,) = runtime.engine().complete([asked], SamplingParams(max_new_tokens=40))
+    (fresh,) = runtime.engine().generate([asked], SamplingParams(max_new_tokens=40))
     assert fresh.token_ids == second.token_ids
 
 
@@ -216,7 +216,7 @@ def test_chat_goes_on_after_a_change_of_mode(talk: Talk, folder: Path) -> None:
     elsewhere = ("/mode naive", "/reset", PROMPTS[1], "/mode share", "/reset")  # another text in the same cache
     talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, PROMPTS[0], PROMPTS[1])
     engine = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")).engine()
-    fresh = [engine.complete([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
+    fresh = [engine.generate([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
     assert [done.token_ids for done in fresh] == [done.token_ids for done in talk.answers]
 
 
@@ -280,9 +280,9 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
     for mode in runtime.modes:
         engine = runtime.engine(mode)  # type: ignore[arg-type]
         ids, other = (engine.tokenizer.encode(prompt) for prompt in PROMPTS)
-        (whole,), (whole_other,) = engine.complete([ids], params), engine.complete([other], params)
+        (whole,), (whole_other,) = engine.generate([ids], params), engine.generate([other], params)
         for fail_at in range(1, 30, 7):
-            engine.complete([other], params)
+            engine.generate([other], params)
             real, calls = type(engine.target).forward, 0
 
             def forward(*args: Any, real: Callable = real, fail_at: int = fail_at, **named: Any) -> Any:
@@ -298,7 +298,7 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
                 (part,) = answering.answer(engine, [ids], params, lambda chunk: None)
             assert part.finish_reason is None and whole.text.startswith(part.text)
             for prompt, expected in ((other, whole_other), (ids, whole)):
-                (again,) = engine.complete([prompt], params, reuse=True)
+                (again,) = engine.generate([prompt], params, reuse=True)
                 assert again.token_ids == expected.token_ids
 
 

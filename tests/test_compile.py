@@ -74,13 +74,13 @@ def test_all_modes_emit_the_same_tokens_and_nothing_compiles_after_warm_up(runti
     assert engines["share"].drafter.model is engines["share"].target, "drafts are compiled, too"
     with no_recompiles():
         for params in (GREEDY, SAMPLED):
-            naive, *others = (engines[mode].complete(PROMPTS, params) for mode in runtime.modes)
+            naive, *others = (engines[mode].generate(PROMPTS, params) for mode in runtime.modes)
             for theirs in others:
                 assert [c.token_ids for c in theirs] == [c.token_ids for c in naive]
             assert len({tuple(c.token_ids) for c in naive}) == len(PROMPTS)
             assert all(0 < engines[mode].stats.alpha < 1 for mode in runtime.modes[1:])
         for length in range(1, 12):  # every width that steps have, and others
-            engines["share"].complete([list(range(length))], GREEDY)
+            engines["share"].generate([list(range(length))], GREEDY)
 
 
 def test_a_chat_in_changing_modes_is_the_same_and_compiles_nothing(runtime: Runtime) -> None:
@@ -89,8 +89,8 @@ def test_a_chat_in_changing_modes_is_the_same_and_compiles_nothing(runtime: Runt
     with no_recompiles():
         for turn in range(6):
             first, second = (engines[(turn + i) % len(engines)] for i in range(2))
-            (done,) = first.complete([text], params, reuse=True)
-            assert second.complete([text], params, reuse=True)[0].token_ids == done.token_ids
+            (done,) = first.generate([text], params, reuse=True)
+            assert second.generate([text], params, reuse=True)[0].token_ids == done.token_ids
             text = [*text, *done.token_ids, turn]
 
 
@@ -125,7 +125,7 @@ def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Path) -> None:
     engine = new_runtime(checkpoint, "regional", ("share",)).engine()
     with no_recompiles():
         for length in range(1, 3 + NUM_DRAFT):
-            engine.complete([list(range(length))], GREEDY)
+            engine.generate([list(range(length))], GREEDY)
 
 
 def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Path) -> None:
@@ -133,7 +133,7 @@ def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Path) -> None:
     quant = QuantConfig(bits=4, group_size=32, skip_layers=(0,), skip_projs=("down",), head_bits=8)
     for mode in ("native", "regional"):
         runtime = new_runtime(checkpoint, mode, ("naive", "share"), quant=quant)
-        naive, share = (runtime.engine(m).complete(PROMPTS[:3], SAMPLED) for m in ("naive", "share"))
+        naive, share = (runtime.engine(m).generate(PROMPTS[:3], SAMPLED) for m in ("naive", "share"))
         assert [c.token_ids for c in share] == [c.token_ids for c in naive]
         assert runtime.engine("share").stats.alpha > 0.3
 
@@ -175,9 +175,9 @@ def test_drafts_by_the_targets_own_weights_are_all_accepted(how: str) -> None:
     classic = classic_engine(compiled(wide_decoder(), how), compiled(wide_decoder(), how), num_draft=NUM_DRAFT)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_new_tokens=1 + 8 * (1 + NUM_DRAFT), temperature=temperature)
-        want = [c.token_ids for c in plain.complete(prompts, params)]
+        want = [c.token_ids for c in plain.generate(prompts, params)]
         for engine in (share, classic):
-            assert [c.token_ids for c in engine.complete(prompts, params)] == want
+            assert [c.token_ids for c in engine.generate(prompts, params)] == want
             if engine is share or how == "native":
                 assert engine.stats.acceptance_by_position == [1.0] * NUM_DRAFT and engine.stats.alpha == 1
             else:  # it reads the prompt's last token again, by the compiled form, where the target read it plainly
@@ -191,12 +191,12 @@ def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Path
     engines = {mode: runtime.engine(mode) for mode in runtime.modes}
     prompts = [list(range(20)), [5, 6, 1, 5, 7, 2, 5, 8, 3, 5, 6, 4, 5]]  # what follows 5 is a matter of choice
     with no_recompiles():
-        want = [[c.token_ids for c in engines["naive"].complete([prompt], GREEDY)] for prompt in prompts]
+        want = [[c.token_ids for c in engines["naive"].generate([prompt], GREEDY)] for prompt in prompts]
         for mode in drafters:
             engine = engines[mode]
             policy = engine.way(GREEDY).policy
             for policy.pinned in engine.drafter.shapes:  # type: ignore[union-attr]
-                assert [[c.token_ids for c in engine.complete([prompt], GREEDY)] for prompt in prompts] == want
+                assert [[c.token_ids for c in engine.generate([prompt], GREEDY)] for prompt in prompts] == want
 
 
 # ---- compiled steps and the cache
@@ -497,13 +497,13 @@ def test_texts_are_the_same_however_far_drafts_look_back(how: str) -> None:
     prompt = [i * i % 37 for i in range(2 * CHUNK)]
     params = SamplingParams(max_new_tokens=24)
     context: Any = {"max_context": 3 * CHUNK}
-    [wanted] = new_engine(model, **context).complete([prompt], params)
+    [wanted] = new_engine(model, **context).generate([prompt], params)
     taus = []
     for window in (0, 4):
         twin, switch = switched(model)
         twin = compiled(twin, how, switch) if how == "native" else twin
         engine = share_engine(twin, switch, window=window, **context)
-        [done] = engine.complete([prompt], params)
+        [done] = engine.generate([prompt], params)
         assert done.token_ids == wanted.token_ids
         taus.append(engine.stats.tau)
     assert taus[0] > taus[1], "drafts by the same weights that see less are worse"

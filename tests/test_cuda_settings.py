@@ -85,7 +85,7 @@ def test_loading_and_every_call_make_it_so(tmp_path: Path, monkeypatch: pytest.M
     checkpoint = str(make_checkpoint(tmp_path / "model"))
     Runtime(EngineConfig(target=checkpoint, device="cpu", compile="off", max_context=64), ("naive",))
     assert used == [torch.device("cpu")]
-    new_engine(tiny_decoder(0)).complete([[1]], SamplingParams(max_new_tokens=2))
+    new_engine(tiny_decoder(0)).generate([[1]], SamplingParams(max_new_tokens=2))
     assert len(used) == 2, "the calling thread may be another one"
     engine = new_engine(tiny_decoder(0))
     engine.add([1], SamplingParams(max_new_tokens=2))

@@ -75,7 +75,7 @@ def head_for(target: Decoder, folder: Path, kind: str, **options: Any) -> Head:
 
 
 def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) -> list[list[int]]:
-    return [done.token_ids for done in engine.complete(prompts, params, **options)]
+    return [done.token_ids for done in engine.generate(prompts, params, **options)]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

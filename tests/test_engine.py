@@ -58,50 +58,50 @@ def test_wrong_prompts_are_refused_before_any_work(
 ) -> None:
     monkeypatch.setattr(type(MODEL), "forward", lambda *args: pytest.fail("a forward pass was run"))
     with pytest.raises(ValueError, match=message):
-        engine.complete(prompts, FEW)
+        engine.generate(prompts, FEW)
 
 
 def test_a_wrong_prompt_late_in_the_list_stops_the_call_before_it_begins(engine: Engine) -> None:
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        next(engine.generate([[1], [2], [VOCAB]], FEW))
+        next(engine.stream([[1], [2], [VOCAB]], FEW))
 
 
 def test_the_longest_prompt_leaves_room_for_one_token(engine: Engine) -> None:
-    (done,) = engine.complete([[1] * (MAX_CONTEXT - 1)], FEW)
+    (done,) = engine.generate([[1] * (MAX_CONTEXT - 1)], FEW)
     assert len(done.token_ids) == 1 and done.finish_reason == "length"
 
 
 def test_a_text_is_read_by_the_tokenizer(engine: Engine) -> None:
     prompt = "abc"
     assert (
-        engine.complete([prompt], FEW)[0].token_ids
-        == engine.complete([engine.tokenizer.encode(prompt)], FEW)[0].token_ids
+        engine.generate([prompt], FEW)[0].token_ids
+        == engine.generate([engine.tokenizer.encode(prompt)], FEW)[0].token_ids
     )
-    assert engine.complete([], FEW) == []
+    assert engine.generate([], FEW) == []
 
 
 def test_an_interrupted_call_cannot_go_on_after_another(engine: Engine) -> None:
     """Both use one cache: the first would silently go on with the other's text."""
-    first = engine.generate([[1, 2, 3]], FEW)
+    first = engine.stream([[1, 2, 3]], FEW)
     next(first)
-    want = engine.complete([[4, 5, 6]], FEW, reuse=True)[0].token_ids
+    want = engine.generate([[4, 5, 6]], FEW, reuse=True)[0].token_ids
     with pytest.raises(RuntimeError, match="another call has used the cache"):
         next(first)
     engine.forget()
-    assert engine.complete([[4, 5, 6]], FEW)[0].token_ids == want
+    assert engine.generate([[4, 5, 6]], FEW)[0].token_ids == want
 
-    first = engine.generate([[1, 2, 3]], FEW)
+    first = engine.stream([[1, 2, 3]], FEW)
     next(first)
-    engine.complete([[4, 5, 6]], FEW)
+    engine.generate([[4, 5, 6]], FEW)
     first.close()  # must not claim that the cache holds its own text
-    again = [engine.complete([[1, 2, 3, 4]], FEW, reuse=reuse)[0].token_ids for reuse in (True, False)]
+    again = [engine.generate([[1, 2, 3, 4]], FEW, reuse=reuse)[0].token_ids for reuse in (True, False)]
     assert again[0] == again[1]
 
 
 def test_finished_generators_may_be_used_up_late(engine: Engine) -> None:
-    only_one = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=1))
+    only_one = engine.stream([[1, 2, 3]], SamplingParams(max_new_tokens=1))
     next(only_one)
-    engine.complete([[4, 5, 6]], FEW)
+    engine.generate([[4, 5, 6]], FEW)
     assert list(only_one) == []
 
 
@@ -112,7 +112,7 @@ def test_stats_merge_adds_calls() -> None:
     engine = new_engine(MODEL, OracleDrafter({}, num_draft=3, accuracy=0.0), batch=2)
     total, calls = Stats(), []
     for prompts in ([[1, 2, 3], [4]], [[5], [6], [7]]):
-        engine.complete(prompts, SamplingParams(max_new_tokens=7, temperature=1.0))
+        engine.generate(prompts, SamplingParams(max_new_tokens=7, temperature=1.0))
         calls.append(engine.stats)
         total.merge(engine.stats)
     rounds = sum(stats.rounds for stats in calls)
@@ -137,7 +137,7 @@ def test_merge_of_unequal_draft_lengths_and_of_nothing() -> None:
 
 def test_times_are_spent_somewhere() -> None:
     engine = new_engine(MODEL, OracleDrafter({}, num_draft=3, accuracy=0.0))
-    engine.complete([[1, 2]], FEW)
+    engine.generate([[1, 2]], FEW)
     s = engine.stats
     assert min(s.prefill_s, s.draft_s, s.verify_s, s.overhead_s) > 0
 
@@ -160,7 +160,7 @@ def test_share_adds_no_kv_and_little_weight() -> None:
     more = [t.nbytes for name, t in model.named_buffers() if ".low." in name]
     assert weights == sum(more), "what is reported is what is there"
     engine = new_engine(model, drafter, cache=cache)
-    engine.complete([[1, 2, 3]], FEW)
+    engine.generate([[1, 2, 3]], FEW)
     assert engine.cache is cache and engine.cache.nbytes == plain.new_cache(1, MAX_CONTEXT).nbytes
 
 

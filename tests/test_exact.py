@@ -81,15 +81,15 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
     runtime = Runtime(config, ("naive", "share"))
     params = SamplingParams(temperature=temperature, seed=3, max_new_tokens=12, ignore_eos=True)
     engines: dict[Any, Any] = {mode: runtime.engine(mode) for mode in ("naive", "share")}
-    wanted = engines["naive"].complete([PROMPTS["b"]], params)[0].token_ids
+    wanted = engines["naive"].generate([PROMPTS["b"]], params)[0].token_ids
 
     class Doctored:
         """Says something else at position 5 of the second prompt, and stops after position 8 of the first."""
 
         num_draft, widths = 2, (8,)
 
-        def complete(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-            ids = engines["share"].complete(prompts, params)[0].token_ids
+        def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+            ids = engines["share"].generate(prompts, params)[0].token_ids
             ids = ids[:8] if prompts[0] == PROMPTS["a"] else [*ids[:5], ids[5] ^ 1, *ids[6:]]
             return [SimpleNamespace(token_ids=ids)]
 

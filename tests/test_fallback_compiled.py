@@ -70,11 +70,11 @@ def test_all_modes_emit_the_same_tokens_from_compiled_steps_over_caches_in_place
     assert isinstance(engines[1].drafter.model, CompiledModel), "drafts are compiled, too"
     with no_recompiles():
         for params in (GREEDY, SAMPLED):
-            naive, *others = ([c.token_ids for c in engine.complete(PROMPTS, params)] for engine in engines)
+            naive, *others = ([c.token_ids for c in engine.generate(PROMPTS, params)] for engine in engines)
             assert others == [naive] * 2 and len(set(map(tuple, naive))) == len(PROMPTS)
             assert engines[1].stats.alpha > 0.2
         for length in range(1, 11):
-            engines[1].complete([list(range(length))], GREEDY)
+            engines[1].generate([list(range(length))], GREEDY)
 
 
 @pytest.mark.parametrize("family", ["bloom", "opt", "starcoder2_sliding"])
@@ -107,7 +107,7 @@ def test_steps_are_traced_whole_and_their_rounds_captured(
         naive = new_engine(steps, batch=2, **options)
         share = share_engine(steps, switch, num_draft=4, batch=2, **options)
         prompts = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1]]
-        naive_texts, texts = ([c.token_ids for c in e.complete(prompts, SAMPLED)] for e in (naive, share))
+        naive_texts, texts = ([c.token_ids for c in e.generate(prompts, SAMPLED)] for e in (naive, share))
         assert texts == naive_texts
         found.append((texts, share.stats.accept_lengths))
     assert found[0] == found[1] == found[2] and len({*found[0][0][0]}) > 3
@@ -133,7 +133,7 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_why(
     assert runtime.step is runtime.target and runtime.target.step_widths == frozenset()
     for mode in MODES:
         with no_recompiles():
-            texts = [[c.token_ids for c in each.engine(mode).complete(PROMPTS, SAMPLED)] for each in (eager, runtime)]
+            texts = [[c.token_ids for c in each.engine(mode).generate(PROMPTS, SAMPLED)] for each in (eager, runtime)]
         assert texts[0] == texts[1]
 
 

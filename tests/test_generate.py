@@ -153,7 +153,7 @@ def test_answers_are_the_targets_and_only_they_are_in_the_loss(whole: Path, mode
         assert record["unasked"] == (3 if index == 1 else 1) - len(said)
         for place, span, reason in zip(said, spans, record["finish_reasons"], strict=True):
             prompt = engine.tokenizer.chat(record["messages"][:place])
-            [plain] = engine.complete([prompt], params)
+            [plain] = engine.generate([prompt], params)
             assert (plain.token_ids, plain.text) == (span, record["messages"][place]["content"])
             assert (plain.finish_reason, span[-1] == engine.tokenizer.eos_ids[0]) == (reason, reason == "stop")
         if reason == "stop":  # texts, since the tiny model says words in other tokens than the tokenizer

@@ -321,7 +321,7 @@ def test_what_cannot_be_compiled_hurts_nobody_else(grammar: str, message: str) -
         engine.step()
     assert request.finish_reason == "length"
     with pytest.raises(ValueError, match=message):
-        engine.complete([[1]], SamplingParams(grammar=grammar))
+        engine.generate([[1]], SamplingParams(grammar=grammar))
 
 
 def test_parameters_that_go_with_no_grammar() -> None:

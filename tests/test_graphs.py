@@ -215,8 +215,8 @@ def test_without_cuda_capturing_is_reported_and_rounds_go_on(caplog: pytest.LogC
         pytest.skip("CUDA graphs can be captured here")
     engine = new_engine(tiny_decoder(3), graphs=Graphs())
     assert (
-        engine.complete([[1, 2]], GREEDY)[0].token_ids
-        == new_engine(tiny_decoder(3)).complete([[1, 2]], GREEDY)[0].token_ids
+        engine.generate([[1, 2]], GREEDY)[0].token_ids
+        == new_engine(tiny_decoder(3)).generate([[1, 2]], GREEDY)[0].token_ids
     )
     assert ["without CUDA graphs" in record.message for record in caplog.records] == [True]
 
@@ -308,7 +308,7 @@ def new(kind: str, batch: int, *, place: Place = CPU, num_blocks: tuple[int, ...
 
 def outcome(engine: Engine, params: SamplingParams) -> Any:
     """Texts, and what the drafts were worth: a stale draft changes no token, but is accepted less."""
-    done = engine.complete(PROMPTS[: engine.cache.batch], params)
+    done = engine.generate(PROMPTS[: engine.cache.batch], params)
     texts = [each.token_ids for each in done]
     logprobs = [each.logprobs for each in done]
     return texts, logprobs, engine.stats.accept_lengths, engine.stats.drafted_tokens
@@ -409,7 +409,7 @@ def test_rounds_launched_ahead_change_nothing(
         engine = new(kind, 2, graphs=RecordedGraphs() if graphs else None, ahead=ahead, **options)
         assert engine.ahead == ahead
         for _ in range(2):
-            done = engine.complete(prompts, params)
+            done = engine.generate(prompts, params)
         found.append(([(c.token_ids, c.logprobs, c.sources) for c in done], engine.stats.accept_lengths))
         assert engine.num_running == 0 and engine.stats.rounds == sum(map(len, engine.stats.accept_lengths))
     assert found[0] == found[1]
@@ -421,8 +421,8 @@ def test_rounds_launched_ahead_change_nothing(
 def test_a_round_is_launched_before_the_one_in_front_of_it_is_read(kind: str, ahead: bool, way_of_cuda: None) -> None:
     graphs = RecordedGraphs()
     engine = new(kind, 1, widths=[7], graphs=graphs, auto_length=False, ahead=ahead)
-    engine.complete(PROMPTS[:1], replace(GREEDY, max_new_tokens=30))  # captures
-    chunks = engine.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
+    engine.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=30))  # captures
+    chunks = engine.stream(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
     next(chunks)
     launches: list[int] = []  # replays so far, at each read
     before, each = graphs.num_replays, 1 + engine.num_draft
@@ -462,11 +462,11 @@ def test_few_graphs_are_captured_and_all_in_warm_up(
 ) -> None:
     engine, graphs = new_pool(kind, 1, GREEDY, widths, monkeypatch)
     assert len(graphs.recorded) == most
-    policy, [plain] = engine.way(GREEDY).policy, new("naive", 1, widths=widths).complete(PROMPTS[:1], GREEDY)
+    policy, [plain] = engine.way(GREEDY).policy, new("naive", 1, widths=widths).generate(PROMPTS[:1], GREEDY)
     with no_captures():
         for pin in pins(engine):
             policy.pinned = pin
-            [done] = engine.complete(PROMPTS[:1], GREEDY)
+            [done] = engine.generate(PROMPTS[:1], GREEDY)
             assert done.token_ids == plain.token_ids
 
 
@@ -476,7 +476,7 @@ def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: 
     if engine.drafter is not None:
         engine.way(GREEDY).policy.pinned = engine.drafter.shapes[-1]
     reads: list[str] = []
-    chunks = engine.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
+    chunks = engine.stream(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
     next(chunks)
     depth = 0 if engine.drafter is None or engine.drafter.on_host else engine.drafter.shapes[-1].depth
     for _ in range(3):
@@ -494,10 +494,10 @@ def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None, monk
     wishes: list[dict[str, Any]] = [{}, {"logprobs": True}, {"repetition_penalty": 1.2}, {"logit_bias": {1: 1.0}}]
     for step in range(24):
         params = replace(SAMPLED, temperature=step % 3 / 2, top_p=1 - step % 2 / 2, **wishes[step % 4])
-        engine.complete(PROMPTS[:1], replace(params, max_new_tokens=3))
+        engine.generate(PROMPTS[:1], replace(params, max_new_tokens=3))
     assert 1 < len(engine._ways) <= 8, "kinds that are captured are few"
     monkeypatch.setattr("sharesd.decoding.engine.MOST_WAYS", 2)
-    engine.complete(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.complete(PROMPTS[:1], SAMPLED)
+    engine.generate(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.generate(PROMPTS[:1], SAMPLED)
     gc.collect()
     assert first() is None and len(engine._ways) < 9
 

@@ -103,13 +103,13 @@ def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: i
         engine = share_engine(model, switch, num_draft=TREE[2], tree=TREE, batch=batch)
     else:
         engine = classic_engine(model, near(model), num_draft=TREE[2], tree=TREE, batch=batch)
-    want = [c.token_ids for c in new_engine(model, batch=batch).complete(PROMPTS, params)]
-    assert [c.token_ids for c in engine.complete(PROMPTS, params)] == want
+    want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
+    assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
     assert engine.stats.sources["accepted"] > 30, "the trees shall hit"
     for widest in (1.2, 0.9):  # where more rows seem to take less time, no more are verified than were found
         engine.auto_length, engine._ways = True, {}
         engine.way(params).policy.use(Costs({1: 1.0, 12: widest}, 0.2, 0.25))
-        assert [c.token_ids for c in engine.complete(PROMPTS, params)] == want
+        assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -125,7 +125,7 @@ def test_chains_that_end_early_do_not_change_the_text(
         engine = share_engine(model, switch, num_draft=6, batch=batch, auto_length=True)
     else:
         engine = classic_engine(model, near(model), num_draft=6, batch=batch, auto_length=True)
-    want = [c.token_ids for c in new_engine(model, batch=batch).complete(PROMPTS, params)]
+    want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
     engine.way(params).policy.use(Costs({1: 1.0, 8: 1.2}, 0.1))
     drafts, draft = list[tuple[int, int]](), ChainDraft.draft
 
@@ -136,7 +136,7 @@ def test_chains_that_end_early_do_not_change_the_text(
         return tree
 
     monkeypatch.setattr(ChainDraft, "draft", noted)
-    assert [c.token_ids for c in engine.complete(PROMPTS, params)] == want
+    assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
     assert engine.stats.draft_steps == sum(steps for _, steps in drafts)
     assert any(steps < length for length, steps in drafts)
     assert params.temperature or len({steps for _, steps in drafts}) > 1
@@ -155,7 +155,7 @@ def test_the_drafters_own_cache_keeps_the_accepted_path() -> None:
     engine = classic_engine(model, copy.deepcopy(model), num_draft=TREE[2], tree=TREE)
     drafter: Any = engine.drafter
     for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0)):
-        [done] = engine.complete([PROMPTS[1]], params)
+        [done] = engine.generate([PROMPTS[1]], params)
         text = [*PROMPTS[1], *done.token_ids]
         fresh = model.new_cache(1, 96)
         model.forward(torch.tensor([text]), fresh)
@@ -191,7 +191,7 @@ def test_only_match_decides_about_trees() -> None:
     model = tiny_decoder(3)
     engine = classic_engine(model, model, num_draft=8, tree=(2, 4, 8))
     with pytest.raises(ValueError, match="acceptance rejection decides about chains only"):
-        engine.complete([PROMPTS[0]], SamplingParams(acceptance="rejection", temperature=1.0))
+        engine.generate([PROMPTS[0]], SamplingParams(acceptance="rejection", temperature=1.0))
 
 
 @pytest.mark.parametrize("compile", ["native", "off"])
@@ -208,7 +208,7 @@ def test_loaded_engines_draft_trees(compile: Any, tmp_path: Path, monkeypatch: p
     runtime = Runtime(config, ("naive", "share", "classic", "hybrid"))
     for params in (SamplingParams(max_new_tokens=64), SamplingParams(max_new_tokens=64, temperature=0.7, seed=5)):
         texts = {
-            mode: [c.token_ids for c in runtime.engine(mode).complete(["the cat sat", "why"], params)]  # type: ignore[arg-type]
+            mode: [c.token_ids for c in runtime.engine(mode).generate(["the cat sat", "why"], params)]  # type: ignore[arg-type]
             for mode in runtime.modes
         }
         assert all(text == texts["naive"] for text in texts.values())
@@ -358,7 +358,7 @@ def test_models_draft_trees_by_themselves_where_nothing_is_compiled(
     drafter = runtime._drafters["share"]
     assert drafter is not None and drafter.trees is trees
     if "tree" not in settings:  # chains serve other rules of acceptance
-        [answer] = runtime.engine("share").complete(
+        [answer] = runtime.engine("share").generate(
             [[1, 2, 3]], SamplingParams(acceptance="rejection", temperature=1.0, max_new_tokens=8, ignore_eos=True)
         )
         assert len(answer.token_ids) == 8

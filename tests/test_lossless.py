@@ -110,7 +110,7 @@ def check_counts(stats: Stats, done: Sequence[Completion]) -> None:
 def test_naive_equals_decoding_without_an_engine(sampling: str) -> None:
     for batch in (1, 3):
         engine = new_engine(MODEL, batch=batch)
-        done = engine.complete(PROMPTS, params_of(sampling))
+        done = engine.generate(PROMPTS, params_of(sampling))
         assert ids(done) == plain(sampling)
         assert all(c.finish_reason == "length" and set(c.sources) == {"target"} for c in done)
         check_counts(engine.stats, done)
@@ -126,7 +126,7 @@ def test_oracle_drafts_do_not_change_the_text(sampling: str, accuracy: float, nu
     want = [tokens[:19] for tokens in plain(sampling)]
     for batch in (1, 3):
         engine = oracle(sampling, num_draft, accuracy, batch=batch)
-        done = engine.complete(PROMPTS, params)
+        done = engine.generate(PROMPTS, params)
         assert ids(done) == want
         check_counts(engine.stats, done)
         stats, rounds = engine.stats, engine.stats.accept_lengths
@@ -142,7 +142,7 @@ def test_oracle_drafts_do_not_change_the_text(sampling: str, accuracy: float, nu
 @pytest.mark.parametrize("num_draft", [1, 4, 7])
 def test_full_acceptance_is_counted_as_such(num_draft: int) -> None:
     engine = oracle("sampled", num_draft, 1.0, batch=3)
-    done = engine.complete(PROMPTS, params_of("sampled", 1 + 3 * (num_draft + 1)))
+    done = engine.generate(PROMPTS, params_of("sampled", 1 + 3 * (num_draft + 1)))
     assert engine.stats.acceptance_by_position == [1.0] * num_draft and engine.stats.tau == num_draft + 1
     assert engine.stats.steps == 3 and engine.stats.rounds == 9
     for completion in done:
@@ -155,7 +155,7 @@ def test_more_prompts_than_rows_are_decoded_in_groups() -> None:
     assert want[0] != want[3] and want[1] != want[4], "equal prompts have noise of their own"
     for batch in (1, 2, 3, 4, 5):
         engine = oracle("sampled", 3, 0.5, batch=batch)
-        chunks = list(engine.generate(prompts, params_of("sampled")))
+        chunks = list(engine.stream(prompts, params_of("sampled")))
         assert [[t for c in chunks if c.row == row for t in c.token_ids] for row in range(5)] == want
         assert engine.stats.prompt_tokens == sum(map(len, prompts)) and len(engine.stats.accept_lengths) == 5
 
@@ -166,10 +166,10 @@ def test_seed_and_place_decide_and_a_batch_does_not() -> None:
     params = params_of("sampled")
     seeds = seeds_of_prompts(params.seed, torch.arange(3)).tolist()
     assert seeds[0] == params.seed and len(set(seeds)) == 3
-    alone = [ids(single.complete([PROMPTS[1]], replace(params, seed=seed)))[0] for seed in seeds]
+    alone = [ids(single.generate([PROMPTS[1]], replace(params, seed=seed)))[0] for seed in seeds]
     assert len(set(map(tuple, alone))) == 3
     for prompts in ([PROMPTS[1]] * 3, [PROMPTS[0], PROMPTS[1]], [PROMPTS[1], PROMPTS[0], PROMPTS[2]]):
-        done = ids(engine.complete(prompts, params))
+        done = ids(engine.generate(prompts, params))
         assert all(done[row] == alone[row] for row, prompt in enumerate(prompts) if prompt is PROMPTS[1])
 
 
@@ -180,7 +180,7 @@ def test_seed_and_place_decide_and_a_batch_does_not() -> None:
 def test_every_length_is_exact(num_draft: int, accuracy: float) -> None:
     engine = oracle("sampled", num_draft, accuracy, batch=3)
     for length in range(1, 13):
-        done = engine.complete(PROMPTS, params_of("sampled", length))
+        done = engine.generate(PROMPTS, params_of("sampled", length))
         assert ids(done) == [tokens[:length] for tokens in plain("sampled")]
         assert {completion.finish_reason for completion in done} == {"length"}
         check_counts(engine.stats, done)
@@ -196,28 +196,28 @@ def test_every_end_token_inside_a_run(
     for stop in dict.fromkeys(token for tokens in futures for token in tokens[:14]):
         if as_eos:
             monkeypatch.setattr(MODEL, "eos_ids", (stop,))
-        done = engine.complete(PROMPTS, params_of("sampled", stop_token_ids=() if as_eos else (stop,)))
+        done = engine.generate(PROMPTS, params_of("sampled", stop_token_ids=() if as_eos else (stop,)))
         for completion, tokens in zip(done, futures, strict=True):
             end = tokens.index(stop) + 1 if stop in tokens else LONG
             assert completion.token_ids == tokens[:end]
             assert completion.finish_reason == ("stop" if stop in tokens else "length")
         check_counts(engine.stats, done)
         if as_eos:
-            assert ids(engine.complete(PROMPTS, params_of("sampled", ignore_eos=True))) == futures
+            assert ids(engine.generate(PROMPTS, params_of("sampled", ignore_eos=True))) == futures
 
 
 def test_end_tokens_of_the_tokenizer_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """End-of-turn tokens are often known to the chat template alone."""
     engine, tokens = new_engine(MODEL), plain("greedy")[0]
     monkeypatch.setattr(engine.tokenizer, "eos_ids", (tokens[5],))
-    (done,) = engine.complete(PROMPTS[:1], params_of("greedy"))
+    (done,) = engine.generate(PROMPTS[:1], params_of("greedy"))
     assert done.token_ids == tokens[: tokens.index(tokens[5]) + 1] and done.finish_reason == "stop"
 
 
 def test_a_first_token_may_be_the_last() -> None:
     engine = oracle("sampled", 4, 1.0, batch=3)
     first = plain("sampled")[0][0]
-    done = engine.complete(PROMPTS, params_of("sampled", stop_token_ids=(first,)))
+    done = engine.generate(PROMPTS, params_of("sampled", stop_token_ids=(first,)))
     assert done[0].token_ids == [first] and done[0].finish_reason == "stop"
     check_counts(engine.stats, done)
 
@@ -235,7 +235,7 @@ def test_stop_strings_at_every_offset(num_draft: int, accuracy: float) -> None:
             stop = texts[-1][start:end]
             if "\ufffd" in stop:
                 continue
-            (done,) = engine.complete([PROMPTS[0]], replace(params, stop=(stop, "never said")))
+            (done,) = engine.generate([PROMPTS[0]], replace(params, stop=(stop, "never said")))
             assert done.text == texts[-1][: texts[-1].index(stop)]
             assert done.token_ids == tokens[: next(n for n, text in enumerate(texts) if stop in text)]
             assert done.finish_reason == "stop"
@@ -248,7 +248,7 @@ def test_the_first_of_several_stop_strings_counts() -> None:
     early, late = text[6:8], text[9:13]
     assert text.index(early) < text.index(late)
     for stop in ((early, late), (late, early), (late + "?", early)):
-        assert engine.complete([PROMPTS[0]], params_of("sampled", stop=stop))[0].text == text[: text.index(early)]
+        assert engine.generate([PROMPTS[0]], params_of("sampled", stop=stop))[0].text == text[: text.index(early)]
 
 
 def test_streamed_text_never_shows_a_stop_string() -> None:
@@ -256,7 +256,7 @@ def test_streamed_text_never_shows_a_stop_string() -> None:
     text = tiny_tokenizer().decode(plain("sampled")[0])
     stop = text[10:15]
     shown = ""
-    for chunk in engine.generate([PROMPTS[0]], params_of("sampled", stop=(stop,))):
+    for chunk in engine.stream([PROMPTS[0]], params_of("sampled", stop=(stop,))):
         shown += chunk.text
         assert text[: text.index(stop)].startswith(shown)
     assert shown == text[: text.index(stop)]
@@ -281,7 +281,7 @@ def test_the_context_is_filled_exactly_and_slots_beyond_stay_untouched(num_draft
         for tensor in held:
             tensor[:, :, slots:] = math.nan
         put_kv(engine.cache, held)
-        done = engine.complete(prompts, params)
+        done = engine.generate(prompts, params)
         assert ids(done) == want and all(len(p) + len(t) == limit for p, t in zip(prompts, want, strict=True))
         assert {completion.finish_reason for completion in done} == {"length"}
         assert all(bool(tensor[:, :, slots:].isnan().all()) for tensor in kv_of(engine.cache))
@@ -294,7 +294,7 @@ def test_the_context_is_filled_exactly_and_slots_beyond_stay_untouched(num_draft
 @EACH_SAMPLING
 def test_logprobs_are_the_targets_own(sampling: str) -> None:
     params = params_of(sampling, 20, logprobs=True)
-    naive = new_engine(MODEL).complete(PROMPTS, params)
+    naive = new_engine(MODEL).generate(PROMPTS, params)
     for prompt, completion in zip(PROMPTS, naive, strict=True):
         tokens = completion.token_ids
         wanted = logits_of(MODEL, [*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
@@ -306,10 +306,10 @@ def test_logprobs_are_the_targets_own(sampling: str) -> None:
             atol=1e-6,
         )
     for num_draft, accuracy in ((1, 0.0), (4, 0.5), (6, 1.0)):
-        done = oracle(sampling, num_draft, accuracy, batch=3).complete(PROMPTS, params)
+        done = oracle(sampling, num_draft, accuracy, batch=3).generate(PROMPTS, params)
         assert [c.logprobs for c in done] == [c.logprobs for c in naive]
     stopped = replace(params, stop_token_ids=(naive[0].token_ids[7],))
-    (cut,) = oracle(sampling, 8, 1.0).complete(PROMPTS[:1], stopped)
+    (cut,) = oracle(sampling, 8, 1.0).generate(PROMPTS[:1], stopped)
     assert cut.logprobs == (naive[0].logprobs or [])[: len(cut.token_ids)]
 
 
@@ -347,7 +347,7 @@ def test_drafters_do_not_change_the_text(kind: str) -> None:
     for sampling in SAMPLINGS:
         for batch, num_draft in ((3, 4), (3, 1), (1, 5)):
             engine, num = drafting(kind, batch, num_draft), 2 if batch == 1 else 3
-            done = engine.complete(PROMPTS[:num], params_of(sampling))
+            done = engine.generate(PROMPTS[:num], params_of(sampling))
             assert ids(done) == plain(sampling)[:num]
             check_counts(engine.stats, done)
             if kind.endswith("exact"):
@@ -359,7 +359,7 @@ def test_drafters_are_right_as_often_as_they_should() -> None:
     alpha = {}
     for kind in KINDS:
         engine = drafting(kind, 3, 4)
-        engine.complete(PROMPTS, params_of("sampled"))
+        engine.generate(PROMPTS, params_of("sampled"))
         alpha[kind] = engine.stats.alpha
     assert alpha["share, hqq 2"] < alpha["share, hqq 4"] < alpha["share, hqq 8"]
     assert alpha["share, exact"] == alpha["classic, exact"] == 1
@@ -372,7 +372,7 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(kind: str) -> None:
     engine = drafting(kind, 3, 4)
     for sampling in SAMPLINGS:
         for rule in ("match", "rejection", "block"):
-            engine.complete(PROMPTS, params_of(sampling, 16, acceptance=rule))
+            engine.generate(PROMPTS, params_of(sampling, 16, acceptance=rule))
             assert engine.stats.acceptance_by_position == [1.0] * 4, (sampling, rule)
             assert engine.stats.tau == 5
 
@@ -384,7 +384,7 @@ def test_a_draft_that_is_right_now_and_then_catches_up() -> None:
     for tensor in near.parameters():
         tensor.add_(torch.randn(tensor.shape, generator=dice, dtype=torch.float64) * tensor.std() * 0.04)
     engine = classic_engine(MODEL, near, num_draft=2, batch=3)
-    done = engine.complete(PROMPTS, params_of("sampled"))
+    done = engine.generate(PROMPTS, params_of("sampled"))
     assert ids(done) == plain("sampled")
     lengths = [count for row in engine.stats.accept_lengths for count in row]
     assert {1, 2, 3} <= set(lengths)
@@ -435,8 +435,8 @@ def test_a_chat_reuses_the_cache_without_changing_the_text(modes: list[str], sam
     for turn, said in enumerate(TURNS):
         text += said
         engine = engines[modes[turn % len(modes)]]
-        (done,) = engine.complete([text], params, reuse=True)
-        assert [done.token_ids] == ids(fresh.complete([text], params)), turn
+        (done,) = engine.generate([text], params, reuse=True)
+        assert [done.token_ids] == ids(fresh.generate([text], params)), turn
         text += done.token_ids
 
 
@@ -449,10 +449,10 @@ def test_reuse_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(model, tokens_BT, *rest)
 
     text = list(range(1, 21))
-    (done,) = engines["share"].complete([text], params_of("greedy", 6), reuse=True)
+    (done,) = engines["share"].generate([text], params_of("greedy", 6), reuse=True)
     text += [*done.token_ids, 3, 4]
     monkeypatch.setattr(type(MODEL), "forward", count)
-    next(engines["naive"].generate([text], params_of("greedy"), reuse=True))
+    next(engines["naive"].stream([text], params_of("greedy"), reuse=True))
     assert num_read == [3]  # the last token of the answer, which has no KV yet, and the two new ones
 
 
@@ -462,20 +462,20 @@ def test_abandoned_and_other_calls_leave_no_traces(mode: str) -> None:
     engines, fresh = three_modes(), new_engine(MODEL)
     params = params_of("sampled", 12)
     text = [*PROMPTS[1], 5, 6, 7]
-    want = {n: ids(fresh.complete([text[:n]], params)) for n in range(1, len(text) + 1)}
+    want = {n: ids(fresh.generate([text[:n]], params)) for n in range(1, len(text) + 1)}
     for num_chunks in range(4):
-        running = engines[mode].generate([text], params, reuse=True)
+        running = engines[mode].stream([text], params, reuse=True)
         for _ in range(num_chunks):
             next(running)
         running.close()
-        assert ids(engines[mode].complete([text], params, reuse=True)) == want[len(text)]
+        assert ids(engines[mode].generate([text], params, reuse=True)) == want[len(text)]
     for n in range(len(text), 0, -3):
-        assert ids(engines[mode].complete([text[:n]], params, reuse=True)) == want[n]
+        assert ids(engines[mode].generate([text[:n]], params, reuse=True)) == want[n]
     for other in engines:
-        engines[other].complete([[9] * 20], params, reuse=True)
-        assert ids(engines[mode].complete([text], params, reuse=True)) == want[len(text)]
-        engines[other].complete([[*text[:4], 1, 1, 1]], params)
-        assert ids(engines[mode].complete([text], params, reuse=True)) == want[len(text)]
+        engines[other].generate([[9] * 20], params, reuse=True)
+        assert ids(engines[mode].generate([text], params, reuse=True)) == want[len(text)]
+        engines[other].generate([[*text[:4], 1, 1, 1]], params)
+        assert ids(engines[mode].generate([text], params, reuse=True)) == want[len(text)]
 
 
 def test_a_classic_drafter_knows_what_it_has_read() -> None:
@@ -489,8 +489,8 @@ def test_a_classic_drafter_knows_what_it_has_read() -> None:
     )  # ends with a full draft, whose last token it did not read
     for turn, engine in enumerate((classic, classic, naive, classic, classic, classic)):
         if turn == 4:
-            naive.complete([text[:9]], params, reuse=True)
-        (done,) = engine.complete([text], params, reuse=True)
+            naive.generate([text[:9]], params, reuse=True)
+        (done,) = engine.generate([text], params, reuse=True)
         assert engine is naive or engine.stats.acceptance_by_position == [1.0] * 4, turn
         text += [*done.token_ids[: 11 - turn // 3], turn]
 
@@ -507,9 +507,9 @@ def test_reuse_of_rows_with_different_beginnings(monkeypatch: pytest.MonkeyPatch
     engine, fresh = share_engine(*quantized(MODEL, QuantConfig(group_size=32)), batch=3), new_engine(MODEL, batch=3)
     long = [1 + i % 37 for i in range(MAX_CONTEXT - 4)]
     params = params_of("sampled", 4)
-    engine.complete([long, [5, 6], [7]], params, reuse=True)
+    engine.generate([long, [5, 6], [7]], params, reuse=True)
     prompts = [[*long, 9], long[::-1], [7, 7, 8]]
-    assert ids(engine.complete(prompts, params, reuse=True)) == ids(fresh.complete(prompts, params))
+    assert ids(engine.generate(prompts, params, reuse=True)) == ids(fresh.generate(prompts, params))
 
 
 # ---- rejection and block: another text of the same distribution
@@ -555,7 +555,7 @@ def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[s
     counts, alphas = torch.zeros(SMALL**NUM_TOKENS, dtype=torch.float64), []
     digits = SMALL ** torch.arange(NUM_TOKENS - 1, -1, -1)
     for call in range(calls):
-        done = engine.complete([prompt] * B, replace(params, seed=call))
+        done = engine.generate([prompt] * B, replace(params, seed=call))
         counts += (torch.tensor(ids(done)) * digits).sum(1).bincount(minlength=len(counts))
         alphas.append(engine.stats.alpha)
     assert 0.4 < sum(alphas) / calls < 0.97
@@ -569,23 +569,23 @@ def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[s
 def test_rejection_and_block_repeat_for_a_seed_and_are_greedy_at_zero(kind: str, rule: str) -> None:
     engine = drafting(kind, 3, 4)
     for sampling in ("greedy", "greedy, penalties"):
-        assert ids(engine.complete(PROMPTS, params_of(sampling, acceptance=rule))) == plain(sampling)
+        assert ids(engine.generate(PROMPTS, params_of(sampling, acceptance=rule))) == plain(sampling)
     for sampling in ("sampled", "min-p, penalties"):
         params = params_of(sampling, acceptance=rule)
-        first = engine.complete(PROMPTS, params)
+        first = engine.generate(PROMPTS, params)
         check_counts(engine.stats, first)
-        assert ids(engine.complete(PROMPTS, params)) == ids(first)
-        assert ids(engine.complete(PROMPTS, replace(params, seed=99))) != ids(first)
+        assert ids(engine.generate(PROMPTS, params)) == ids(first)
+        assert ids(engine.generate(PROMPTS, replace(params, seed=99))) != ids(first)
         alone = drafting(kind, 1, 4)
         seed = int(seeds_of_prompts(params.seed, torch.tensor([1])))
-        assert ids(alone.complete(PROMPTS[1:2], replace(params, seed=seed))) == ids(first[1:2])
+        assert ids(alone.generate(PROMPTS[1:2], replace(params, seed=seed))) == ids(first[1:2])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_oracle_drafts_without_probabilities_are_greedy_at_zero(rule: str) -> None:
     for num_draft, accuracy in ((1, 0.5), (4, 0.0), (4, 0.5), (7, 1.0)):
         engine = oracle("greedy", num_draft, accuracy, batch=3)
-        assert ids(engine.complete(PROMPTS, params_of("greedy", acceptance=rule))) == plain("greedy")
+        assert ids(engine.generate(PROMPTS, params_of("greedy", acceptance=rule))) == plain("greedy")
         assert engine.stats.alpha == pytest.approx(accuracy, abs=0.3)
 
 
@@ -625,11 +625,11 @@ def test_the_fallback_is_exact_at_one_width(sampling: str, tmp_path: Path) -> No
     cache = model.new_cache(3, 32 + 2 * 8)
     naive = new_engine(model, cache=cache, **options)
     share = share_engine(model, switch, cache=cache, **options)
-    done = naive.complete(prompts, params)
+    done = naive.generate(prompts, params)
     want = ids(done)
     assert [len(p) + len(t) for p, t in zip(prompts, want, strict=True)] == [32] * 3
     assert all(len(set(tokens)) > 3 for tokens in want)
-    assert ids(share.complete(prompts, params)) == want and 0.2 < share.stats.alpha < 1
+    assert ids(share.generate(prompts, params)) == want and 0.2 < share.stats.alpha < 1
     for prompt, completion in zip(prompts, done, strict=True):
         with torch.inference_mode():
             logits = model.model(torch.tensor([[*prompt, *completion.token_ids]]), use_cache=False).logits

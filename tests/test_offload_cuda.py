@@ -156,11 +156,11 @@ def test_drafts_are_captured_and_passes_are_not(
     passes = count_passes(offloaded)
     for way in WAYS:
         plain = whole.engine("share", warm=way)
-        wanted = [done.token_ids for done in plain.complete(PROMPTS, way)]
+        wanted = [done.token_ids for done in plain.generate(PROMPTS, way)]
         engine = offloaded.engine("share", warm=way)
         assert passes.take() <= 12, "warming up takes few passes"
         replays = graphs.num_replays
-        assert [done.token_ids for done in engine.complete(PROMPTS, way)] == wanted
+        assert [done.token_ids for done in engine.generate(PROMPTS, way)] == wanted
         assert passes.take() >= engine.stats.steps and graphs.num_replays > replays
         assert engine.stats.sources == plain.stats.sources and engine.stats.sources["accepted"]
 
@@ -197,9 +197,9 @@ def test_compiled_blocks_read_the_slots_that_hold_their_weights(
     whole = Runtime(config_of(tiny, **options))
     offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
-    wanted, found = ([e.engine().complete(PROMPTS, WAYS[0])[0].token_ids] for e in (whole, offloaded))
+    wanted, found = ([e.engine().generate(PROMPTS, WAYS[0])[0].token_ids] for e in (whole, offloaded))
     with regions.no_recompiles():
-        again = [offloaded.engine().complete(PROMPTS, WAYS[0])[0].token_ids]
+        again = [offloaded.engine().generate(PROMPTS, WAYS[0])[0].token_ids]
     assert found == wanted == again
 
 

@@ -102,7 +102,7 @@ def test_heads_see_hidden_states_of_blocks_that_travel(tiny: Path, tmp_path: Pat
         runtime = Runtime(config, offload=offload)
         close_after.append(runtime)
         engine = runtime.engine()
-        done = engine.complete(PROMPTS[:1], WAYS[0])
+        done = engine.generate(PROMPTS[:1], WAYS[0])
         assert runtime.cache.features is not None
         engines.append((done[0].token_ids, engine.stats.drafted_tokens, runtime.cache.features[:, :30].clone()))
     (ours, drafted, features), (theirs, _, wanted) = engines
@@ -140,7 +140,7 @@ def test_only_the_target_moves_weights_and_prompts_take_one_pass(
     for params in WAYS:
         engine = runtime.engine(warm=params)
         assert passes.take() <= 14
-        engine.complete([[5, 6, 7] * 250], params)  # longer than a chunk
+        engine.generate([[5, 6, 7] * 250], params)  # longer than a chunk
         assert passes.take() == 1 + engine.stats.steps
         assert (engine.stats.draft_steps > 0) == (mode in ("share", "hybrid"))
         traffic = engine.stats.traffic
@@ -165,7 +165,7 @@ def test_requests_that_join_are_read_in_one_pass(tiny: Path, tmp_path: Path, clo
     close_after.append(runtime)
     prompts = [[7, 9, 11], [5, 6, 7] * 200]
     plain = runtime.engine("naive")
-    wanted = [plain.complete([prompt], WAYS[0])[0].token_ids for prompt in prompts]
+    wanted = [plain.generate([prompt], WAYS[0])[0].token_ids for prompt in prompts]
     engine = runtime.engine("share")
     passes, steps_before = Passes(runtime), engine.stats.steps
     found: list[list[int]] = [[], []]
@@ -193,13 +193,13 @@ def test_a_disk_that_fails_ends_the_call_and_not_the_engine(
     runtime = Runtime(config, offload=from_file(file, (1, 3, 4)))
     close_after.append(runtime)
     engine = runtime.engine()
-    wanted = engine.complete(PROMPTS[:1], WAYS[0])[0].token_ids
+    wanted = engine.generate(PROMPTS[:1], WAYS[0])[0].token_ids
     content = file.read_bytes()
     os.truncate(file, len(content) // 2)
     with pytest.raises(LinkError, match="block [34] cannot be read from .*records: the file ends at byte"):
-        engine.complete(PROMPTS[:1], WAYS[0])
+        engine.generate(PROMPTS[:1], WAYS[0])
     file.write_bytes(content)
-    assert engine.complete(PROMPTS[:1], WAYS[0])[0].token_ids == wanted
+    assert engine.generate(PROMPTS[:1], WAYS[0])[0].token_ids == wanted
 
 
 def test_what_drafts_need_must_stay(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
@@ -211,7 +211,7 @@ def test_what_drafts_need_must_stay(tiny: Path, tmp_path: Path, close_after: lis
     assert all("down" not in name for name in packed_weights(runtime.target.blocks[1]))
     resident = Runtime(config)
     for params in WAYS:
-        ours, theirs = (each.engine().complete(PROMPTS[:1], params)[0] for each in (runtime, resident))
+        ours, theirs = (each.engine().generate(PROMPTS[:1], params)[0] for each in (runtime, resident))
         assert ours.token_ids == theirs.token_ids
 
 
@@ -242,10 +242,10 @@ def test_the_embedded_model_through_a_slow_link(tmp_path: Path, close_after: lis
         SamplingParams(max_new_tokens=16, ignore_eos=True),
         SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0),
     ):
-        wanted = resident.engine("naive", warm=params).complete(prompt, params)[0].token_ids
+        wanted = resident.engine("naive", warm=params).generate(prompt, params)[0].token_ids
         for mode in modes:
             engine = streamed.engine(mode, warm=params)
-            assert engine.complete(prompt, params)[0].token_ids == wanted
+            assert engine.generate(prompt, params)[0].token_ids == wanted
             traffic = engine.stats.traffic
             assert traffic is not None and 0 < traffic.utilisation <= 1
     for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
@@ -256,7 +256,7 @@ def test_reports_say_what_was_moved(tiny: Path, tmp_path: Path, close_after: lis
     runtime = Runtime(config_of(tiny, mode="share"), offload=from_file(tmp_path / "records", (1, 3, 4)))
     close_after.append(runtime)
     engine = runtime.engine()
-    engine.complete(PROMPTS[:1], WAYS[0])
+    engine.generate(PROMPTS[:1], WAYS[0])
     told = stats_dict(engine.stats, runtime.report())
     assert told["resident_share"] == pytest.approx(2 / LAYERS)
     assert told["bytes_per_token"] > 0 and 0 < told["link_utilisation"] <= 1
@@ -265,5 +265,5 @@ def test_reports_say_what_was_moved(tiny: Path, tmp_path: Path, close_after: lis
     assert "40% of blocks" in shown.getvalue() and "MB/token" in shown.getvalue() and "link in use" in shown.getvalue()
     resident = Runtime(config_of(tiny, mode="naive"))
     engine = resident.engine()
-    engine.complete(PROMPTS[:1], WAYS[0])
+    engine.generate(PROMPTS[:1], WAYS[0])
     assert "bytes_per_token" not in stats_dict(engine.stats, resident.report())

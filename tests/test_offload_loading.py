@@ -100,7 +100,7 @@ def test_acceptance_is_measured_for_later_plans(tmp_path: Path, close_after: lis
     close_after.append(runtime)
     engine = runtime.engine()
     assert "assumed" in drafts()  # warming up tells nothing
-    engine.complete(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
+    engine.generate(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
     held = engine.stats.sources["accepted"]
     tries = held + engine.stats.sources["recovered"]
     alpha = (ASSUMED_WEIGHT * ASSUMED[4] + held) / (ASSUMED_WEIGHT + tries)  # one answer does not decide alone
@@ -215,7 +215,7 @@ def look():
 watch = threading.Thread(target=look)
 watch.start()
 runtime = Runtime(EngineConfig(**config, offload=OffloadConfig(host_memory=limit, choose_bits=False)), ("share",))
-runtime.engine().complete(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
+runtime.engine().generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
 ends = True
 watch.join()
 print(len(runtime.streamed.stream.blocks), limit, peak, need.block)

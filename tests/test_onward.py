@@ -210,8 +210,8 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
     streamed = Runtime(config, modes, offload=lambda decoder: spill(decoder, blocks, tmp_path / "records"))
     close_after.append(streamed)
     for way in (*WAYS, PENALIZED):
-        wanted = streamed.engine("naive", warm=way).complete(PROMPTS, way)
-        found = streamed.engine(mode, warm=way).complete(PROMPTS, way)
+        wanted = streamed.engine("naive", warm=way).generate(PROMPTS, way)
+        found = streamed.engine(mode, warm=way).generate(PROMPTS, way)
         assert [done.token_ids for done in found] == [done.token_ids for done in wanted]
     if "num_draft" not in options and config.max_batch == 1:  # else the policy's clock, or the other rows, decide
         assert any(tree.kept for tree in drafts)

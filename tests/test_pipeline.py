@@ -95,7 +95,7 @@ def test_heads_read_features_of_all_stages(folder: Path, tmp_path: Path, kind: A
     found = []
     for num_stages in (1, 3):
         engine = staged(folder, num_stages, (kind,), **options).engine(kind, warm=SAMPLED)
-        done = engine.complete([[5, 6, 7] * 5, [9]], SAMPLED)
+        done = engine.generate([[5, 6, 7] * 5, [9]], SAMPLED)
         found.append(([each.token_ids for each in done], engine.stats.accept_lengths))
     assert found[0] == found[1]
 
@@ -112,7 +112,7 @@ def test_a_server_in_stages(folder: Path) -> None:
     with served(load, settings={"max_batch": 2}) as running:
         running.wait(lambda: running.http.get("/health").status_code == 200, 60)
         text = running.complete([5, 6, 7], max_tokens=20, temperature=0)["choices"][0]["text"]
-    [alone] = Runtime(config_of(folder)).engine().complete([[5, 6, 7]], replace(GREEDY, max_new_tokens=20))
+    [alone] = Runtime(config_of(folder)).engine().generate([[5, 6, 7]], replace(GREEDY, max_new_tokens=20))
     assert text == alone.text != ""
 
 
@@ -125,7 +125,7 @@ def test_as_much_is_accepted_as_on_one_device(folder: Path) -> None:
             runtime = staged(folder, num_stages, ("share", "classic"), **options, **place)
             for mode in runtime.modes:
                 engine = runtime.engine(mode, warm=GREEDY)
-                engine.complete([[5, 6, 7]], replace(GREEDY, max_new_tokens=60))
+                engine.generate([[5, 6, 7]], replace(GREEDY, max_new_tokens=60))
                 lengths.append(engine.stats.accept_lengths)
         found.append(lengths)
     assert found[0] == found[1]
@@ -141,7 +141,7 @@ def test_a_pass_takes_a_hop_for_each_stage(folder: Path, monkeypatch: pytest.Mon
     runtime = Runtime(config_of(folder, num_draft=4, split=split), ("naive", "share"))
     for mode, passes in (("naive", 1), ("share", 1 + 4)):
         engine = runtime.engine(mode, warm=GREEDY)  # type: ignore[arg-type]
-        chunks = engine.generate([[5, 6, 7]], GREEDY)
+        chunks = engine.stream([[5, 6, 7]], GREEDY)
         next(chunks)
         for _ in range(2):
             waits.clear()
@@ -179,10 +179,10 @@ def test_no_operation_reads_two_stages(kind: str, way_of_cuda: None) -> None:
     engine = kinds()[kind](2)
     caches = [engine.cache]
     with watched(engine.target, *caches) as places:  # type: ignore[arg-type]
-        texts = [done.token_ids for done in engine.complete(prompts, params)]
+        texts = [done.token_ids for done in engine.generate(prompts, params)]
     assert places.found == [] and len(places.hops) > 2 * engine.stats.steps
     alone = new_engine(tiny_decoder(num_hidden_layers=5), batch=2)
-    assert texts == [done.token_ids for done in alone.complete(prompts, params)]
+    assert texts == [done.token_ids for done in alone.generate(prompts, params)]
 
 
 @pytest.mark.parametrize(("kind", "widths"), [("naive", [1]), ("share", [1, 1, 1, 1, 5])])
@@ -190,7 +190,7 @@ def test_what_is_copied_in_a_round(kind: str, widths: list[int], way_of_cuda: No
     """Of each pass tokens, lengths and the residual stream, to where they are needed; to the host nothing."""
     engine = kinds()[kind](2)
     with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
-        chunks = engine.generate([[1, 2, 3], [4, 5]], replace(GREEDY, max_new_tokens=60))
+        chunks = engine.stream([[1, 2, 3], [4, 5]], replace(GREEDY, max_new_tokens=60))
         next(chunks)
         steps = engine.stats.steps
         while engine.stats.steps == steps:  # until the first round is over
@@ -244,7 +244,7 @@ def test_a_stage_whose_device_was_not_made_current_is_noticed(way_of_cuda: None,
     engine = kinds()["naive"](1)
     with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
         monkeypatch.setattr(hops, "use", lambda device: None)
-        engine.complete([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
+        engine.generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
     assert any("on 0 while 2 is the current device" in found for found in places.found)
 
 
@@ -252,14 +252,14 @@ def test_a_tensor_at_a_wrong_place_is_noticed(way_of_cuda: None) -> None:
     engine = kinds()["naive"](1)
     with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
         places.put(engine.target.blocks[1].mlp.down.parameters(), 2)  # type: ignore[attr-defined]
-        engine.complete([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
+        engine.generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
     assert any("of places [0, 2]" in found for found in places.found)
 
 
 @pytest.mark.parametrize("kind", kinds())
 def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None) -> None:
     engine = kinds()[kind](1)
-    chunks = engine.generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
+    chunks = engine.stream([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
     next(chunks)
     for _ in range(3):
         reads: list[str] = []

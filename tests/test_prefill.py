@@ -131,7 +131,7 @@ def conversation(engine: Engine, first: Sequence[int], *, reuse: bool) -> list[l
         if turn == 2:
             said = said[: len(said) // 2]
         said += tokens(25, turn + 1)
-        answers.append(engine.complete([said], params, reuse=reuse)[0].token_ids)
+        answers.append(engine.generate([said], params, reuse=reuse)[0].token_ids)
         said += answers[-1]
     return answers
 

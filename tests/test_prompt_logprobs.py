@@ -63,7 +63,7 @@ def check(prompt: list[int], found: Completion) -> None:
 def test_a_prompt_is_scored_as_one_pass_scores_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "MOST_ROWS", 16)
     monkeypatch.setattr(score, "BLOCK", 5)
-    expected = [(done.token_ids, done.text) for done in new("naive").complete(PROMPTS, PLAIN)]
+    expected = [(done.token_ids, done.text) for done in new("naive").generate(PROMPTS, PLAIN)]
     engine = new(mode)
     for _ in range(2):  # the second time all of it is there, and yet read
         asked = [engine.add(prompt, SCORED, index) for index, prompt in enumerate(PROMPTS)]
@@ -88,7 +88,7 @@ def test_what_a_scored_prompt_wrote_is_reused() -> None:
 @pytest.mark.parametrize("mode", ["naive", "share"])
 def test_a_prompt_may_be_scored_and_nothing_said(mode: str) -> None:
     engine = new(mode)
-    [done] = engine.complete([PROMPTS[2]], replace(SCORED, max_new_tokens=0))
+    [done] = engine.generate([PROMPTS[2]], replace(SCORED, max_new_tokens=0))
     check(PROMPTS[2], done)
     assert (done.token_ids, done.text, done.logprobs, done.finish_reason) == ([], "", [], "length")
     assert engine.num_running == 0 and engine.stats.steps == 0
@@ -115,7 +115,7 @@ def test_logits_are_those_of_a_few_tokens_at_once(reread: bool, monkeypatch: pyt
     monkeypatch.setattr(MODEL, "forward", counted)
     monkeypatch.setattr(reader, "MOST_ROWS", 16)
     engine = new_engine(MODEL, cache=MODEL.new_cache(1, 512), reread=reread)
-    [done] = engine.complete([PROMPTS[2]], SCORED)
+    [done] = engine.generate([PROMPTS[2]], SCORED)
     # Where a row's bits may depend on how many there are, the answer begins with logits that were made as ever.
     assert kept == ([37, 1] if reread else [16, 16, 5])
     monkeypatch.undo()

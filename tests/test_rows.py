@@ -296,9 +296,9 @@ def test_a_draft_that_was_interrupted_leaves_no_noise() -> None:
 
     round_.verify = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        engine.complete([[1, 2, 3]], replace(params, seed=77))
-    want = new("naive", batch=1).complete([[4, 5, 6]], params)[0].token_ids
-    assert engine.complete([[4, 5, 6]], replace(params, speculate=False))[0].token_ids == want
+        engine.generate([[1, 2, 3]], replace(params, seed=77))
+    want = new("naive", batch=1).generate([[4, 5, 6]], params)[0].token_ids
+    assert engine.generate([[4, 5, 6]], replace(params, speculate=False))[0].token_ids == want
 
 
 def test_a_step_that_fails_cancels_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_a_step_that_fails_cancels_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_added_ends_a_call_that_is_not_used_up() -> None:
     engine = new("naive")
-    chunks = engine.generate([[1, 2, 3]], GREEDY)
+    chunks = engine.stream([[1, 2, 3]], GREEDY)
     next(chunks)
     engine.add([7, 8], GREEDY)
     with pytest.raises(RuntimeError, match="used the cache"):
@@ -352,7 +352,7 @@ def test_neighbours_are_what_requests_become(monkeypatch: pytest.MonkeyPatch) ->
         assert [request.cached_tokens for request in requests] == [12, 12]
         assert max(b for b, _, _ in passes) == 2
         for request in requests:
-            assert done[request].token_ids == fresh.complete([request.prompt_ids], GREEDY)[0].token_ids
+            assert done[request].token_ids == fresh.generate([request.prompt_ids], GREEDY)[0].token_ids
 
 
 def test_cancelled_rows_are_free_before_the_next_round() -> None:
@@ -389,9 +389,9 @@ def test_beginnings_are_copied_from_rows_that_others_decode(monkeypatch: pytest.
         assert [request.cached_tokens for request in others] == [len(longer) - 2, len(text) - 1, 2]
         assert (1, 2, [len(longer) - 2]) in passes
         for request in others:
-            want = fresh.complete([request.prompt_ids], GREEDY)[0].token_ids
+            want = fresh.generate([request.prompt_ids], GREEDY)[0].token_ids
             assert done[request].token_ids == want
-        assert first.tokens[19:] == fresh.complete([text], replace(GREEDY, max_new_tokens=30))[0].token_ids
+        assert first.tokens[19:] == fresh.generate([text], replace(GREEDY, max_new_tokens=30))[0].token_ids
 
 
 def test_copied_and_swapped_rows_hold_what_they_say() -> None:
@@ -438,7 +438,7 @@ def test_calls_that_measure_reuse_nothing() -> None:
     request = engine.add(list(range(20)), GREEDY)
     drain(engine, {})
     for reuse, kept in ((False, 0), (True, 19)):
-        first = next(engine.generate([list(range(20))], GREEDY, reuse=reuse))
+        first = next(engine.stream([list(range(20))], GREEDY, reuse=reuse))
         assert first.request.cached_tokens == kept
     assert request.cached_tokens == 0
 
@@ -458,7 +458,7 @@ def test_the_queue_is_limited() -> None:
     engine.cancel(requests[0])
     engine.add([1], GREEDY)
     drain(engine, {})
-    assert len(engine.complete([[1]] * 7, GREEDY)) == 7, "a call is no queue"
+    assert len(engine.generate([[1]] * 7, GREEDY)) == 7, "a call is no queue"
 
 
 def test_wrong_requests_hurt_nobody() -> None:
@@ -474,8 +474,8 @@ def test_wrong_requests_hurt_nobody() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             engine.add(prompt, params)
-    with pytest.raises(RuntimeError, match="end or cancel them before generate"):
-        engine.complete([[1]], GREEDY)
+    with pytest.raises(RuntimeError, match="end or cancel them before this call"):
+        engine.generate([[1]], GREEDY)
     done: dict[Request, Completion] = {}
     drain(engine, done)
     assert request.finish_reason == "length" and request.num_emitted == 12
@@ -486,8 +486,8 @@ def test_a_cache_has_one_user_at_a_time() -> None:
     one, other = new_engine(MODEL, cache=cache), new_engine(MODEL, cache=cache)
     lost = one.add([1, 2, 3], GREEDY)
     one.step()
-    want = new_engine(MODEL).complete([[4, 5]], GREEDY)[0].token_ids
-    assert other.complete([[4, 5]], GREEDY)[0].token_ids == want
+    want = new_engine(MODEL).generate([[4, 5]], GREEDY)[0].token_ids
+    assert other.generate([[4, 5]], GREEDY)[0].token_ids == want
     with pytest.raises(RuntimeError, match="another call has used the cache"):
         one.step()
     one.cancel(lost)

@@ -53,7 +53,7 @@ def test_texts_are_those_of_plain_decoding_whatever_runs_beside(folder: Path, se
     expected = []
     for body in asked:
         params = SamplingParams(seed=body["seed"], temperature=body["temperature"], max_new_tokens=body["max_tokens"])
-        done = plain.complete([prompt for prompt in PROMPTS for _ in range(2)], params)
+        done = plain.generate([prompt for prompt in PROMPTS for _ in range(2)], params)
         expected.append([(answer.text, answer.finish_reason) for answer in done])
 
     def ask(body: dict[str, Any]) -> list[tuple[str, str]]:
@@ -100,7 +100,7 @@ def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(folder:
             found = list(pool.map(lambda pair: ask(pair[0], temperature), asked))  # noqa: B023
             for (_, grammar), answer in zip(asked, found, strict=True):
                 params = SamplingParams(seed=3, temperature=temperature, max_new_tokens=60, grammar=grammar)
-                wanted = plain.complete(["the cat sat"], params)[0]
+                wanted = plain.generate(["the cat sat"], params)[0]
                 assert answer == (wanted.text, wanted.finish_reason)
             assert set(json.loads(found[0][0])) == {"animal", "colours"} and found[0][1] == "stop"
             assert found[4][0] in ("the cat", 'a "mat"') and found[4][1] == "stop"

@@ -72,8 +72,8 @@ def test_features_are_the_hidden_states_of_a_plain_pass(how: str, dtype: torch.d
     prompts = [[dice.randrange(VOCAB) for _ in range(size)] for size in (9, 14)]
     cache = model.new_cache(2, 96, TAPS)
     engine = new_engine(model, cache=cache)
-    done = engine.complete(prompts, SamplingParams(max_new_tokens=12))
-    again = engine.complete([[*prompts[0], *done[0].token_ids, 5, 7]], SamplingParams(max_new_tokens=4), reuse=True)
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=12))
+    again = engine.generate([[*prompts[0], *done[0].token_ids, 5, 7]], SamplingParams(max_new_tokens=4), reuse=True)
     texts = {tuple(prompts[1] + done[1].token_ids), tuple(prompts[0] + done[0].token_ids + [5, 7] + again[0].token_ids)}
     for row, held in enumerate(cache.held):
         assert any(tuple(held) == text[: len(held)] for text in texts) and len(held) > 20

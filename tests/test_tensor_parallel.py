@@ -186,7 +186,7 @@ def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest
     take_the_way_of_cuda(monkeypatch)
     options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off"}
     with threads(config_of(folder, **options), ("share",)) as runtime:
-        chunks = runtime.engine("share", warm=GREEDY).generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
+        chunks = runtime.engine("share", warm=GREEDY).stream([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
         next(chunks)
         reads: list[tuple[bool, str]] = []
         for _ in range(3):
@@ -236,7 +236,7 @@ def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path,
     for size in (1, 2, 2):
         with threads(config_of(folder, tensor_parallel=size), ("share",)) as runtime:
             engine = runtime.engine("share", warm=GREEDY)
-            engine.complete([PROMPTS[0]], replace(GREEDY, max_new_tokens=100))
+            engine.generate([PROMPTS[0]], replace(GREEDY, max_new_tokens=100))
             taus.append(engine.stats.tau)
             assert runtime.report("share").quant.from_cache == (len(taus) == 3)  # type: ignore[union-attr]
     assert taus[1] == taus[2] == pytest.approx(taus[0], rel=0.15)
@@ -263,9 +263,9 @@ def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
         engine = runtime.engine(warm=GREEDY)
         runtime._group.close()  # type: ignore[union-attr]
         with pytest.raises(RuntimeError, match="another rank has ended"):
-            engine.complete([[5]], GREEDY)
+            engine.generate([[5]], GREEDY)
         with pytest.raises(RuntimeError, match="a step was broken off on rank 0"):
-            engine.complete([[5]], GREEDY)
+            engine.generate([[5]], GREEDY)
 
 
 @pytest.mark.parametrize(

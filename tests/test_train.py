@@ -59,7 +59,7 @@ def test_a_filled_table_knows_what_the_model_says(
     assert len(known) > 10 and (np.sort(known, 1)[:, 1:] != np.sort(known, 1)[:, :-1]).all()
     config = EngineConfig(target=model, mode="recycle", max_context=128, recycle_table=str(out))
     engine = Runtime(config, ("recycle",)).engine("recycle")
-    [done] = engine.complete(["the cat and the mat 3"])
+    [done] = engine.generate(["the cat and the mat 3"])
     hits = sum(b in table.successors[a] for a, b in zip(done.token_ids, done.token_ids[1:], strict=False))
     assert hits > 0.2 * len(done.token_ids), "by chance it would be 8 of 384"
 
@@ -142,13 +142,13 @@ def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
     text.write_text("the cat sat on the mat", encoding="utf-8")
     config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
     engine = Runtime(config, ("suffix",)).engine("suffix")
-    [said] = engine.complete(["why is the sky"])
+    [said] = engine.generate(["why is the sky"])
     answers.write_text(json.dumps({"text": said.text}) + "\n", encoding="utf-8")
     assert main(["corpus", "--texts", str(text), str(answers), "--target", model, "--out", str(out)]) == 0
     assert "of 2 texts" in capsys.readouterr().out
     before = engine.stats.steps
     engine = Runtime(replace(config, corpus=str(out)), ("suffix",)).engine("suffix")
-    [again] = engine.complete(["why is the sky"])
+    [again] = engine.generate(["why is the sky"])
     assert again.token_ids == said.token_ids and engine.stats.steps < before
     assert main(["corpus", "--texts", str(answers), "--target", model, "--out", "x.txt"]) == 2
     answers.write_text('{"text": "a"}\n{}\n', encoding="utf-8")
@@ -169,7 +169,7 @@ def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys:
     rounds = []
     for corpus in (None, str(out)):
         engine = Runtime(replace(config, corpus=corpus), ("suffix",)).engine("suffix")
-        engine.complete([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
+        engine.generate([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
         rounds.append(engine.stats.rounds)
     assert rounds[1] < 0.5 * rounds[0], "it has seen the very answer"
     assert main(["corpus", "--prompts", str(prompts[0]), *options, "--max-new-tokens", "127"]) == 2

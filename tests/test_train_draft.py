@@ -96,7 +96,7 @@ def test_training_resumes_with_the_same_bits_and_its_draft_decodes(
     runtime = Runtime(config, ("naive", "classic"))
     prompts, params = ["the cat sat on", "a dog"], SamplingParams(max_new_tokens=20)
     naive, classic = (
-        [done.token_ids for done in runtime.engine(mode).complete(prompts, params)] for mode in ("naive", "classic")
+        [done.token_ids for done in runtime.engine(mode).generate(prompts, params)] for mode in ("naive", "classic")
     )
     assert naive == classic and runtime.engine("classic").stats.drafted_tokens > 0
 

@@ -310,7 +310,7 @@ def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
         head.block.attn.o.weight.copy_(target.blocks[-1].attn.o.weight)
         head.block.mlp.down.weight.copy_(target.blocks[-1].mlp.down.weight)
     # It guesses what the target said last; so texts that repeat themselves are what it knows.
-    [done] = new_engine(target).complete([[3, 17, 9]], SamplingParams(max_new_tokens=30))
+    [done] = new_engine(target).generate([[3, 17, 9]], SamplingParams(max_new_tokens=30))
     texts = [[3, 17, 9, *done.token_ids], [9, 4] * 12, TEXTS["token_ids"][:12].tolist()]
     want = Acceptance([0] * 4, [0] * 4)
     for text in texts:

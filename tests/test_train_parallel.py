@@ -107,7 +107,7 @@ def test_acceptance_is_that_of_drafts_one_by_one(layers: int) -> None:
     for mask in (head.mask_states, head.mask_embeds):
         mask.copy_(0.3 * torch.randn(mask.shape, generator=dice))
     # It guesses what the target said last; so texts that repeat themselves are what it knows.
-    [done] = new_engine(target).complete([[3, 17, 9]], SamplingParams(max_new_tokens=30))
+    [done] = new_engine(target).generate([[3, 17, 9]], SamplingParams(max_new_tokens=30))
     texts = [[3, 17, 9, *done.token_ids], [9, 9] * 12, [7, 3] * 12, TEXTS["token_ids"][:12].tolist()]
     want = Acceptance([0] * 4, [0] * 4)
     for text in texts:

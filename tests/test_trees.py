@@ -228,7 +228,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 def test_trees_do_not_change_the_text(sampling: str, batch: int) -> None:
     model = tiny_decoder(3)
     params = SamplingParams(max_new_tokens=30, logprobs=True, **SAMPLINGS[sampling])
-    naive = new_engine(model, batch=batch).complete(PROMPTS, params)
+    naive = new_engine(model, batch=batch).generate(PROMPTS, params)
     assert [c.token_ids for c in naive] == [
         continue_plainly(model, prompt, params, i) for i, prompt in enumerate(PROMPTS)
     ]
@@ -236,7 +236,7 @@ def test_trees_do_not_change_the_text(sampling: str, batch: int) -> None:
     for seed in range(3):
         drafter = HybridDrafter("oracle", [OracleTable(futures, seed)], num_nodes=9, trees=True)
         engine = new_engine(model, drafter, batch=batch)
-        done = engine.complete(PROMPTS, params)
+        done = engine.generate(PROMPTS, params)
         assert [c.token_ids for c in done] == [c.token_ids for c in naive]
         for ours, theirs in zip(done, naive, strict=True):
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-6)
@@ -250,10 +250,10 @@ def test_real_tables_do_not_change_the_text(acceptance: Any) -> None:
         SamplingParams(max_new_tokens=60, acceptance=acceptance),
         SamplingParams(max_new_tokens=60, temperature=0.3, seed=2),
     ):
-        want = [c.token_ids for c in new_engine(model, batch=3).complete(PROMPTS, params)]
+        want = [c.token_ids for c in new_engine(model, batch=3).generate(PROMPTS, params)]
         for tables in ([SuffixTable()], [NgramTable(4, 1, 3)], [SuffixTable(), NgramTable(4, 1, 3)]):
             drafter = HybridDrafter("tables", tables, num_nodes=6, trees=True)
-            done = new_engine(model, drafter, batch=3).complete(PROMPTS, params)
+            done = new_engine(model, drafter, batch=3).generate(PROMPTS, params)
             assert [c.token_ids for c in done] == want
 
 
@@ -266,7 +266,7 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
     text = list(PROMPTS[2])
     for _ in range(3):  # turns of a chat; its text repeats itself, so that tables and model take turns
         engine.way(params).policy.use(Costs({1: 1.0, 5: 1.1}, 0.6))
-        [want], [got] = naive.complete([text], params), engine.complete([text], params, reuse=True)
+        [want], [got] = naive.generate([text], params), engine.generate([text], params, reuse=True)
         assert got.token_ids == want.token_ids
         text = [*text, *got.token_ids, 5, 5, 5]
     assert engine.stats.sources["accepted"] > 0
@@ -290,7 +290,7 @@ def test_tables_fill_up_a_models_draft(
     plain = tiny_decoder(3)
     model, switch = switched(plain, 0.1)
     params = SamplingParams(max_new_tokens=30, **SAMPLINGS[sampling])
-    naive = new_engine(plain, batch=batch).complete(PROMPTS, params)
+    naive = new_engine(plain, batch=batch).generate(PROMPTS, params)
     futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
     shapes = (*(shapes_of(*tree)[-1:] if tree else [chain(2)]), chain(9))
     recent = 4 if name == "share" else 0
@@ -307,7 +307,7 @@ def test_tables_fill_up_a_models_draft(
     together = 0
     for _ in range(3):
         done = [Completion() for _ in PROMPTS]
-        for chunk in engine.generate(PROMPTS, params, reuse=True):
+        for chunk in engine.stream(PROMPTS, params, reuse=True):
             done[chunk.row].add(chunk)
             together += {name, "oracle"} <= set(chunk.drafters)
         assert [c.token_ids for c in done] == [c.token_ids for c in naive]
@@ -332,7 +332,7 @@ def test_recycling_learns_from_plain_steps_too() -> None:
     engine = new_engine(model, drafter, auto_length=True)
     params = SamplingParams(max_new_tokens=6)  # few: where looking takes long beside steps, it is done seldom later on
     engine.way(params).policy.use(Costs({1: 1.0, 5: 99.0}))  # nothing is worth a draft
-    [done] = engine.complete([PROMPTS[0]], params)
+    [done] = engine.generate([PROMPTS[0]], params)
     assert engine.stats.drafted_tokens == 0
     logits = logits_of(model, [*PROMPTS[0], *done.token_ids])
     best = logits[-3].topk(3).indices.tolist()

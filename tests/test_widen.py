@@ -84,7 +84,7 @@ def test_fourfold_width_keeps_the_bits_of_bfloat16(real: Path, tmp_path: Path) -
         runtime = Runtime(EngineConfig(target=str(folder), num_draft=3, max_context=128), ("naive", "share"))
         for mode in ("naive", "share"):
             engine = runtime.engine(mode)
-            texts.setdefault(mode, []).append(engine.complete([TOKENS], params)[0].token_ids)
+            texts.setdefault(mode, []).append(engine.generate([TOKENS], params)[0].token_ids)
             rounds.setdefault(mode, []).append(engine.stats.rounds)
     assert texts["naive"][0] == texts["naive"][1] == texts["share"][0] == texts["share"][1]
     assert rounds["share"][0] == rounds["share"][1] < rounds["naive"][0]
@@ -136,7 +136,7 @@ def test_what_is_widened_in_memory_is_what_would_be_written(real: Path, tmp_path
     for folder, tensors in (("wide", None), ("bare", lambda: wide_tensors(real, WIDE, device="cpu"))):
         config = EngineConfig(target=str(tmp_path / folder), num_draft=3, max_context=128)
         runtime = Runtime(config, ("naive", "classic"), tensors=tensors)
-        texts += [runtime.engine(mode).complete([TOKENS], params)[0].token_ids for mode in ("naive", "classic")]
+        texts += [runtime.engine(mode).generate([TOKENS], params)[0].token_ids for mode in ("naive", "classic")]
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 

@@ -63,6 +63,6 @@ def answered(
     for first in range(0, len(asked), engine.cache.batch):
         progress("answering prompts", first, len(asked))
         group = asked[first : first + engine.cache.batch]
-        found += [(ids, done.token_ids) for ids, done in zip(group, engine.complete(group, params), strict=True)]
+        found += [(ids, done.token_ids) for ids, done in zip(group, engine.generate(group, params), strict=True)]
     progress("answering prompts", len(asked), len(asked))
     return found

@@ -131,7 +131,7 @@ def answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
     """Answer one prompt after the other."""
     found = Answers([], [])
     for prompt in prompts:
-        found.token_ids.append(engine.complete([prompt], params)[0].token_ids)
+        found.token_ids.append(engine.generate([prompt], params)[0].token_ids)
         found.stats.append(engine.stats)
     return found
 

@@ -39,8 +39,8 @@ def _measure_exact(job: Job, size: str) -> None:
             engine = runtime.engine("naive")
             steps = SamplingParams(max_new_tokens=17, ignore_eos=True)
             prompt = prompts_of(runtime, 1)[0]
-            engine.complete([prompt], steps)
-            profile(job, lambda: engine.complete([prompt], steps))
+            engine.generate([prompt], steps)
+            profile(job, lambda: engine.generate([prompt], steps))
             job.put(profiled="a prompt and 16 plain steps")
 
 

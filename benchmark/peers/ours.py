@@ -28,7 +28,7 @@ class Ours:
         """The answers, decoded together."""
         params = SamplingParams(max_new_tokens=self._num_tokens, ignore_eos=True)
         clock = TokenClock(batch)
-        for chunk in self._engines[variant].generate(batch, params):
+        for chunk in self._engines[variant].stream(batch, params):
             clock.add(chunk.token_ids, chunk.row)
         return clock.sample(self._num_tokens)
 

@@ -89,7 +89,7 @@ def measure_turn(
     engine: Engine, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
 ) -> TurnRecord:
     """Decode one answer from an empty cache."""
-    [completion] = engine.complete([prompt], params)
+    [completion] = engine.generate([prompt], params)
     stats = engine.stats
     accepted_by = Counter(name for name in completion.drafters if name is not None)
     places = {name: str(place) for place, name in enumerate(accepted_by)}

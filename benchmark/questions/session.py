@@ -125,7 +125,7 @@ def warm_engines(job: Job, runtime: Runtime, *, quiet: bool = False) -> dict[Mod
     for mode in job.modes:
         with nullcontext() if quiet else err_console.status(f"compiling and warming up {mode}"):
             engines[mode] = runtime.engine(mode, warm=job.params)
-            engines[mode].complete([prompt], short)
+            engines[mode].generate([prompt], short)
     if quiet:
         return engines
     compiled = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in engines)

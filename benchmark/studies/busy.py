@@ -190,10 +190,10 @@ def _serve(pipe: Connection, config: EngineConfig, threads: str, params: Samplin
     config = replace(config, threads=None if threads == AUTO else int(threads))
     try:
         engine = Runtime(config).engine(warm=params)
-        engine.complete([[1]], params)
+        engine.generate([[1]], params)
         pipe.send(None)
         while True:
-            [completion] = engine.complete([pipe.recv()], params)
+            [completion] = engine.generate([pipe.recv()], params)
             pipe.send(Answer(completion.token_ids, engine.stats.decode_s / engine.stats.decoded_tokens))
     except EOFError:
         return

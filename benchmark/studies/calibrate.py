@@ -173,7 +173,7 @@ def measure(
     policy.pinned = chain(teacher_draft)
     teacher = Stats()
     for prompt in prompts:
-        share.complete([prompt], params)
+        share.generate([prompt], params)
         teacher.merge(share.stats)
     costs, _ = measure_costs(share, params)
     num_draft = best_length(teacher.alpha, costs, config.max_draft)
@@ -221,7 +221,7 @@ def take_turns(
     for index, prompt in enumerate(prompts):
         answers = []
         for mode in list(engines)[:: -1 if index % 2 else 1]:
-            answers.append(engines[mode].complete([prompt], params)[0].token_ids)
+            answers.append(engines[mode].generate([prompt], params)[0].token_ids)
             stats[mode].merge(engines[mode].stats)
         num_identical += answers[0] == answers[1]
     return stats, num_identical

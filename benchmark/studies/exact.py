@@ -153,11 +153,11 @@ def compare_answers(
     found: dict[Mode, list[Mismatch]] = {mode: [] for mode in engines if mode != "naive"}
     num_tokens = 0
     for question_id, prompt in prompts.items():
-        wanted = naive.complete([prompt], params)[0].token_ids
+        wanted = naive.generate([prompt], params)[0].token_ids
         num_tokens += len(wanted)
         tick()
         for mode, mismatches in found.items():
-            given = engines[mode].complete([prompt], params)[0].token_ids
+            given = engines[mode].generate([prompt], params)[0].token_ids
             tick()
             position = first_difference(wanted, given)
             if position is not None:

@@ -197,7 +197,7 @@ def measure(
         for mode in modes:
             with err_console.status(f"warming up {mode}, {config.max_batch} rows"):
                 engines[mode] = runtime.engine(mode, warm=params)  # one for all ways of sampling
-                engines[mode].complete(rows, params)
+                engines[mode].generate(rows, params)
     for context, asked in prompts.items():
         found: list[list[tuple[dict[str, Any], dict[Mode, Comparison]]]] = [[] for _ in samplings]
         with busy_neighbours(busy):

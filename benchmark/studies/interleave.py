@@ -63,7 +63,7 @@ def compare_modes(
 
 def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: SamplingParams) -> list[list[list[int]]]:
     """Token ids of each engine's rows, decoded in turns."""
-    streams = [engine.generate(prompts, params, reuse=True) for engine in engines]
+    streams = [engine.stream(prompts, params, reuse=True) for engine in engines]
     answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]
     counts = [0] * len(engines)
     running = list(range(len(engines)))

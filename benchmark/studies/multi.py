@@ -443,7 +443,7 @@ def _in_turns(
             before: float | None = None
             tokens: list[int] = []
             with case.held():
-                for chunk in engine.generate([PROMPT], params):
+                for chunk in engine.stream([PROMPT], params):
                     now = time.perf_counter()
                     if before is not None:  # the first token comes from the prompt
                         seconds.append(now - before)

@@ -173,7 +173,7 @@ def answer_all(
         for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 1):
             for way, engine in engines.items():
                 status.update(f"prompt {i} of {len(prompts)}: {way}")
-                [completion] = engine.complete([prompt], params)
+                [completion] = engine.generate([prompt], params)
                 totals[way].merge(engine.stats)
                 results[way].append(
                     {

@@ -167,7 +167,7 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
         plan = runtime.plan
         assert plan is not None, "a limit was given"
         engine = runtime.engine(mode, warm=params)
-        texts = [done.token_ids for done in engine.complete([runtime.tokenizer.ask(each) for each in prompts], params)]
+        texts = [done.token_ids for done in engine.generate([runtime.tokenizer.ask(each) for each in prompts], params)]
         runtime.close()
     stats, traffic = engine.stats, engine.stats.traffic
     return Figures(

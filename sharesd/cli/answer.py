@@ -22,7 +22,7 @@ def answer(
 ) -> list[Completion]:
     """Decode prompts together and show every chunk. After Ctrl-C the answers end where they are, without a reason."""
     answers = [Completion() for _ in prompts]
-    chunks = engine.generate(prompts, params, reuse=reuse)
+    chunks = engine.stream(prompts, params, reuse=reuse)
     with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):  # type: ignore[type-var]
         for chunk in chunks:
             answers[chunk.row].add(chunk)

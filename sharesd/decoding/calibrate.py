@@ -66,7 +66,7 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     for shape in [PLAIN] if engine.offloaded else shapes:
         policy.pinned = shape
         num_tokens = 2 if engine.offloaded else 3 * (1 + shape.depth)
-        engine.complete([prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
+        engine.generate([prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
     policy.pinned = before
     if engine.graphs is not None:
         _capture(engine, params)
@@ -89,7 +89,7 @@ def warm_up_each_kind(engine: Engine) -> None:
         return
     for temperature, bias, logprobs in product((0.0, 1.0), ({}, {0: 0.0}), (False, True)):
         params = SamplingParams(max_new_tokens=1, temperature=temperature, logit_bias=bias, logprobs=logprobs)
-        engine.complete([[0]], params)  # a first token, which no round makes
+        engine.generate([[0]], params)  # a first token, which no round makes
         _capture(engine, params)
     engine.forget()
 

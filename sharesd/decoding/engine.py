@@ -117,7 +117,7 @@ class Engine:
         self._meanwhile = meanwhile
         self._traffic, self._traffic_before = traffic, traffic() if traffic else None
         self.stats = self._new_stats()
-        """Of the last call of `generate`, or of all steps since."""
+        """Of the last call of `generate` or `stream`, or of all steps since."""
         self.gumbel = gumbel
         self._device = cache.lengths.device
         self._clock = Clock(self._device)
@@ -219,16 +219,16 @@ class Engine:
             return
         request.cancelled = request.finish_reason is None
 
-    def complete(
+    def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
     ) -> list[Completion]:
-        """`generate`, collected: one Completion per prompt."""
+        """`stream`, collected: one Completion per prompt."""
         done = [Completion() for _ in prompts]
-        for chunk in self.generate(prompts, sampling, reuse=reuse):
+        for chunk in self.stream(prompts, sampling, reuse=reuse):
             done[chunk.row].add(chunk)
         return done
 
-    def generate(
+    def stream(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
     ) -> Generator[TokenChunk, None, None]:
         """Decode prompts (texts or token ids), as many together as the cache has rows; yields chunks as they come.
@@ -244,7 +244,7 @@ class Engine:
         rows = [self._encode(prompt) for prompt in prompts]
         self._check(params)
         if any(request.call is None for request in self._requests):
-            raise RuntimeError("requests that were added are being decoded; end or cancel them before generate")
+            raise RuntimeError("requests that were added are being decoded; end or cancel them before this call")
         self._take_cache()
         use(self._device)
         turn = self._turn
@@ -533,7 +533,7 @@ class Engine:
         self._stale = False
 
     def rest(self) -> None:
-        """Rows take part in no rounds but those of `step` and `generate`: others change nothing."""
+        """Rows take part in no rounds but those of `step` and `stream`: others change nothing."""
         self.state.active_B.zero_()
         self.state.drafts_B.fill_(True)
         self._stale = True

@@ -1,4 +1,4 @@
-"""What happened in a call of `Engine.generate`: counts by id, never by text, and where the time went."""
+"""Counts of a call of `Engine.generate` or `Engine.stream`, by id and never by text, and where its time went."""
 
 from __future__ import annotations
 
