@@ -51,5 +51,5 @@ for wrong in "sharesd generate hello --mode fast" "sharesd generate hello --targ
 done
 
 step "tests"
-command -v chromium >/dev/null || echo "chromium is not installed: tests/test_page.py is skipped"
+command -v chromium >/dev/null || echo "chromium is not installed: tests/serve/test_page.py is skipped"
 python scripts/run_tests.py "$@"

@@ -24,7 +24,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "kernels, a guard page before each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "before"},
     "all others": {"TEST_GROUP": "others"},
 }
-"""What tells them apart is in tests/grouping.py."""
+"""What tells them apart is in tests/helpers/grouping.py."""
 OLDER = {"x86-64-v2": "before", "x86-64-v3": "behind"}
 """Processors without AVX-512, for which the kernels are built again where this one can run them, and where guard pages
 lie then."""

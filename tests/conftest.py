@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
-import guard
 import pytest
 import torch
-from grouping import *  # noqa: F403
-from grouping import INTERPRETED
 
 from compile import native
+from tests.helpers import guard
+from tests.helpers.grouping import *  # noqa: F403
+from tests.helpers.grouping import INTERPRETED
 
 if INTERPRETED and find_spec("triton"):
-    import triton_cpu  # noqa: F401
+    from tests.helpers import triton_cpu  # noqa: F401
 
 if "GUARD_PAGES" in os.environ:
     guard.install(os.environ["GUARD_PAGES"])
