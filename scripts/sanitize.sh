@@ -15,7 +15,7 @@ export LD_PRELOAD="$("${CXX:-g++}" -print-file-name=libasan.so) $("${CXX:-g++}" 
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc
 
 step "tests of kernels"
-TEST_GROUP=kernels python -m pytest "$@"
+GUARD_PAGES=off python -m pytest -n 0 -m "kernels and not inductor" "$@"
 
 step "a generation in each mode"
 PYTHONPATH=. python -m tests.helpers.each_mode

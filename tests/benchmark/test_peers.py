@@ -144,7 +144,7 @@ class Fake:
             print("out of ideas", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if variant == "hangs":
-            time.sleep(60)
+            time.sleep(900)
         if variant == "fails":
             raise ValueError("cannot do that")
 

@@ -128,7 +128,7 @@ def killed(given: list[str], part: Path, lines: int, whom: str, dice: random.Ran
     """Run it until so many answers are kept, kill the parent or a replica there, and wait for the end of all of it.
     Returns whether it was killed in time."""
     with subprocess.Popen([sys.executable, "-m", "sharesd", *given], cwd=ROOT, env=ENVIRONMENT) as process:
-        parent, family, deadline = psutil.Process(process.pid), [], time.monotonic() + 120
+        parent, family, deadline = psutil.Process(process.pid), [], time.monotonic() + 600
         while process.poll() is None and (not family or num_lines(part) < lines):
             with suppress(psutil.Error):  # one that just ended
                 family = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
@@ -139,7 +139,7 @@ def killed(given: list[str], part: Path, lines: int, whom: str, dice: random.Ran
             if victim.is_running():
                 victim.send_signal(signal.SIGKILL)
         process.wait()
-        _, left = psutil.wait_procs(family, timeout=10)
+        _, left = psutil.wait_procs(family, timeout=300)
         assert not left, "replicas without a parent end by themselves"
     return in_time
 

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -441,7 +440,7 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     def wait_for(text: str) -> None:
         nonlocal shown
         while text not in shown:
-            assert select.select([ours], [], [], 60)[0], f"waited for {text!r} after {shown!r}"
+            assert select.select([ours], [], [], 600)[0], f"waited for {text!r} after {shown!r}"
             shown += os.read(ours, 65536).decode()
         shown = shown[shown.index(text) + len(text) :]
 
@@ -461,11 +460,12 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     os.write(ours, b"\x03")
     wait_for("stopped")
     wait_for("> ")
-    time.sleep(1)  # readline shows its prompt before it listens; a signal in between waits for the next key
     os.write(ours, b"\x03")
+    while not select.select([ours], [], [], 0.5)[0]:
+        os.write(ours, b" ")  # readline shows its prompt before it listens; a signal in between waits for the next key
     wait_for("Ctrl-C again leaves")
     wait_for("> ")
-    os.write(ours, b"\x04")
+    os.write(ours, b"\x15\x04")  # the line is emptied
     assert running.wait() == 0
     os.close(ours)
 

@@ -47,7 +47,7 @@ class Browser:
         self._answers[number] = queue.Queue()
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
         self._out.write(json.dumps(message).encode() + b"\0")
-        answer = self._answers[number].get(timeout=60)
+        answer = self._answers[number].get(timeout=300)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
@@ -94,7 +94,7 @@ class Tab:
             raise RuntimeError(answer["exceptionDetails"]["exception"]["description"])
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 30) -> Any:
+    def wait_for(self, expression: str, seconds: float = 300) -> Any:
         """The first true value of an expression; AssertionError, with the page's text, if there is none in time."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):

@@ -7,10 +7,12 @@ of tiny.py. `python -m tests.helpers.fake_engine FLAGS` is `python -m serve FLAG
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +65,8 @@ class FakeRequest:
 
 class FakeEngine:
     """`delay`: seconds of a step. `piece`: prompt tokens that a step reads. `eager`: the step that reads a prompt's end
-    has its first round, too. `scripts`: prompt text -> answer text.
+    has its first round, too. `scripts`: prompt text -> answer text. `held`: whether a step shall emit nothing, so that
+    tests need no clock.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class FakeEngine:
         self.tokenizer, self.max_batch, self.max_context, self.delay = tokenizer, max_batch, max_context, delay
         self.piece, self.eager = piece, eager
         self.scripts: dict[str, str] = {}
+        self.held: Callable[[], bool] = lambda: False
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []
         self.steps = 0
@@ -115,6 +119,9 @@ class FakeEngine:
             time.sleep(self.delay)
         while self.waiting and len(self.running) < self.max_batch:
             self.running.append(self._place(self.waiting.pop(0)))
+        if self.held():
+            time.sleep(0.002)
+            return []
         chunks = []
         for request in list(self.running):
             if FAILING in self.tokenizer.decode(request.prompt_ids):
@@ -195,4 +202,9 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 if __name__ == "__main__":
     from serve.command import main
 
-    sys.exit(main(load=lambda config, mode, memory_limit: fake_model(max_batch=config.max_batch, delay=0.02)))
+    def load(config: Any, mode: str, memory_limit: int | None) -> Model:
+        model = fake_model(max_batch=config.max_batch)
+        model.engine.held = lambda: not Path(os.environ["ANSWERS_WHEN"]).exists()  # type: ignore[attr-defined]
+        return model
+
+    sys.exit(main(load=load))

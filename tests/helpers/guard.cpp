@@ -43,11 +43,17 @@ struct Guarded final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
+Guarded& guarded = *new Guarded;  // tensors may outlive everything
+c10::Allocator* usual = nullptr;
 
 }  // namespace
 
 extern "C" void guard(bool behind) {
-  static Guarded& allocator = *new Guarded;  // tensors may outlive everything
-  allocator.behind = behind;
-  c10::SetAllocator(c10::DeviceType::CPU, &allocator, 255);
+  if (usual == nullptr) usual = c10::GetAllocator(c10::DeviceType::CPU);
+  guarded.behind = behind;
+  c10::SetAllocator(c10::DeviceType::CPU, &guarded, 255);
+}
+
+extern "C" void unguard() {
+  if (usual != nullptr) c10::SetAllocator(c10::DeviceType::CPU, usual, 255);
 }

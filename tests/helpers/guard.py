@@ -1,46 +1,83 @@
 """Guard pages: every region that a kernel is handed lies right before, or right behind, a page that nobody may touch.
 
-GUARD_PAGES=behind (or before) has it for a whole test process. An element too far then ends the process, always.
+Tests marked `kernels` run so. GUARD_PAGES=behind (the default), before or off chooses the place. An element too far
+then ends the process, always.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from compile import native
 
-PLACES = ("behind", "before")
+PLACES = ("behind", "before", "off")
+_place = "off"
 
 
-def install(place: str) -> None:
-    """From now on, in this process. Before the modules that call kernels are imported."""
-    assert place in PLACES, f"GUARD_PAGES is {place!r}; give one of {PLACES}"
-    _allocator().guard(place == "behind")
-    native.kernel = _moving_arrays(native.kernel)
+def place() -> str:
+    """The place that holds now."""
+    return _place
+
+
+def put(wanted: str) -> None:
+    """Guard what is allocated from now on, in this process."""
+    global _place
+    assert wanted in PLACES, f"GUARD_PAGES is {wanted!r}; give one of {PLACES}"
+    if wanted == _place:
+        return
+    _place = wanted
+    if wanted == "off":
+        _allocator().unguard()
+    else:
+        _allocator().guard(wanted == "behind")
+
+
+def install() -> None:
+    """Let `put` reach all that kernels are handed. Call it before the modules that call kernels are imported."""
+    native.kernel = cache(_moving_arrays(native.kernel))
     from compile import find, pages  # what they take from `native` is guarded already
 
-    pages.zeros_like = lambda tensors: [torch.zeros_like(tensor) for tensor in tensors]  # not side by side
+    pages.zeros_like = _apart(pages.zeros_like)
     find.finder = _moving_corpus(find.finder)
 
 
+@cache
 def _allocator() -> ctypes.CDLL:
+    """Built once per source and torch; processes of one run share the file."""
     source, torch_folder = Path(__file__).with_name("guard.cpp"), Path(torch.__file__).parent
-    compiler = shutil.which("g++") or shutil.which("c++") or "clang++"
-    with tempfile.TemporaryDirectory() as folder:
-        built = f"{folder}/guard.so"
-        flags = ("-O1", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10")
-        subprocess.run([compiler, str(source), *flags, "-o", built], check=True)
-        return ctypes.CDLL(built)
+    key = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {torch_folder}".encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir()) / f"guard-pages-{key}" / "guard.so"
+    built.parent.mkdir(exist_ok=True)
+    with FileLock(built.with_suffix(".lock")):
+        if not built.exists():
+            compiler = shutil.which("g++") or shutil.which("c++") or "clang++"
+            flags = ["-O1", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
+            partial = built.with_suffix(".partial")
+            subprocess.run([compiler, str(source), *flags, "-lc10", "-o", str(partial)], check=True)
+            partial.replace(built)
+    return ctypes.CDLL(str(built))
+
+
+def _apart(zeros_like: Callable) -> Callable:
+    """Not side by side: each tensor has guards of its own."""
+
+    @wraps(zeros_like)
+    def guarded_zeros_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return zeros_like(tensors) if _place == "off" else [torch.zeros_like(tensor) for tensor in tensors]
+
+    return guarded_zeros_like
 
 
 def _moving_arrays(kernel: Callable) -> Callable:
@@ -51,6 +88,9 @@ def _moving_arrays(kernel: Callable) -> Callable:
 
         @wraps(function)
         def call(*args: Any) -> None:
+            if _place == "off":
+                function(*args)
+                return
             arrays = {i: arg for i, arg in enumerate(args) if isinstance(arg, ctypes.Array)}
             moved = {i: torch.frombuffer(array, dtype=torch.uint8).clone() for i, array in arrays.items() if len(array)}
             function(
@@ -66,7 +106,9 @@ def _moving_arrays(kernel: Callable) -> Callable:
 
 def _moving_corpus(finder: Callable) -> Callable:
     def guarded_finder(backward: np.ndarray, order: np.ndarray, most: int) -> Callable[[Sequence[int]], Any]:
-        return finder(*(moved(array) for array in (backward, order)), most)
+        if _place != "off":
+            backward, order = moved(backward), moved(order)
+        return finder(backward, order, most)
 
     return guarded_finder
 

@@ -36,6 +36,7 @@ class FakeServer(ThreadingHTTPServer):
         """So many times /health says 503."""
         self.num_answered = 0
         self.lock = threading.Lock()
+        self.ends = threading.Event()
 
     @property
     def url(self) -> str:
@@ -98,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._event("[DONE]")
                 return
             if name == "slow":
-                sleep(5)
+                self.server.ends.wait(600)
             text += self.server.text if i == 2 else ""
             ids = {"token_ids": list(range(len(text.split())))} if self.server.ids else {}
             finish = "length" if i == 2 else None
@@ -133,6 +134,7 @@ def serving(**settings: Any) -> Iterator[FakeServer]:
         try:
             yield server
         finally:
+            server.ends.set()
             server.shutdown()
             thread.join()
 

@@ -22,7 +22,7 @@ class Served:
 
     def __init__(self, url: str, model: Model | None) -> None:
         self.url, self.model = url, model
-        self.http = httpx.Client(base_url=url, timeout=20)
+        self.http = httpx.Client(base_url=url, timeout=300)
         self.status: int | None = None
 
     @property
@@ -45,7 +45,7 @@ class Served:
         lines = self.http.get("/metrics").text.splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
-    def wait(self, what: Callable[[], bool], seconds: float = 5.0) -> None:
+    def wait(self, what: Callable[[], bool], seconds: float = 300.0) -> None:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, "it did not happen in time"
@@ -75,5 +75,5 @@ def served(
     finally:
         running.http.close()
         server.stop()
-        thread.join(20)
+        thread.join(300)
         assert not thread.is_alive(), "the server hangs"

@@ -144,7 +144,7 @@ def threads(
     finally:
         groups[0].close()
         for other in others:
-            other.join(20)
+            other.join(300)
         assert not failures, failures
         assert not any(other.is_alive() for other in others)
 
@@ -235,7 +235,7 @@ def idle(folder: str, size: str) -> None:
     runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)))
     runtime.engine()
     print("ready", flush=True)
-    time.sleep(300)
+    time.sleep(1800)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def killed(command: list[str], path: Path, lines: int, whom: str) -> None:
         for victim in [parent] if whom == "parent" else family[:1]:
             victim.send_signal(signal.SIGKILL)
         process.wait()
-        _, left = psutil.wait_procs(family, timeout=10)
+        _, left = psutil.wait_procs(family, timeout=300)
         assert not left, "replicas without a parent end by themselves"
 
 

@@ -1,4 +1,4 @@
-"""scripts/run_tests.py: a crash ends its group at most, and the test is named."""
+"""scripts/run_tests.py: a crash fails the run and is named, and tiers run what they shall."""
 
 from __future__ import annotations
 
@@ -7,47 +7,55 @@ import sys
 from pathlib import Path
 from runpy import run_path
 
-from tests.helpers.paths import HELPERS, ROOT
+import pytest
+
+from tests.helpers.paths import ROOT
 
 RUNNER = ROOT / "scripts" / "run_tests.py"
-KERNELS = 2 + len(run_path(str(RUNNER))["for_older_processors"]())
+MARKERS = ("slow", "inductor", "interpreted", "subprocess", "real_model", "browser", "cuda", "kernels", "long")
+KERNELS = 2 + len(run_path(str(RUNNER))["older_processors"]())
 """Groups of kernels' tests."""
 PLANTED = """
 import os, signal, pytest
 
 def test_before(): pass
+@pytest.mark.slow
 def test_falls(): os.kill(os.getpid(), signal.SIGSEGV)
-def test_never_reached(): pass
+@pytest.mark.subprocess
+def test_after(): pass
 @pytest.mark.kernels
-def test_kernel(): pass
+def test_kernel(): assert os.environ.get("GUARD_PAGES", "behind") in ("behind", "before")
+@pytest.mark.kernels
+@pytest.mark.long
+def test_more_of_the_kernel(): pass
 """
+pytestmark = pytest.mark.subprocess
 
 
-def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """run_tests.py in this folder, whose tests are grouped as ours are."""
-    (folder / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(HELPERS)!r})\nfrom grouping import *\n")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  kernels:\n  inductor:\n")
-    command = [sys.executable, str(RUNNER), *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+def run(folder: Path, *flags: str) -> tuple[int, str]:
+    """Status and output in a folder with these tests."""
+    (folder / "test_planted.py").write_text(PLANTED)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -n 1\nmarkers =\n" + "".join(f"  {m}:\n" for m in MARKERS))
+    done = subprocess.run([sys.executable, str(RUNNER), *flags], cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout
 
 
 def test_a_crash_fails_the_run_and_is_named(tmp_path: Path) -> None:
-    (tmp_path / "test_planted.py").write_text(PLANTED)
-    done = run(tmp_path)
-    assert done.returncode == 1
-    assert "crashed while running 'test_planted.py::test_falls'" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith(f"1 failed, {KERNELS + 3} passed"), "all others ran"
+    status, out = run(tmp_path, "--all")
+    assert status == 1
+    assert "crashed while running 'test_planted.py::test_falls'" in out
+    assert out.splitlines()[-1].startswith(f"1 failed, {KERNELS + 2} passed"), "all others ran"
 
 
-def test_a_crash_in_a_group_of_one_process_is_named_too(tmp_path: Path) -> None:
-    (tmp_path / "test_planted.py").write_text(PLANTED)
-    done = run(tmp_path, "-n", "0")
-    assert done.returncode == 1
-    assert "CRASHED all others: SIGSEGV in test_planted.py::test_falls" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith(f"1 failed, {KERNELS} passed"), "the other groups ran"
+def test_a_crash_of_a_group_without_workers_fails_the_run_too(tmp_path: Path) -> None:
+    status, out = run(tmp_path, "--all", "-n", "0", "-m", "slow")
+    assert status == 1 and "crashed by signal 11: slow, processes, browser" in out
+    assert out.splitlines()[-1].startswith("1 failed")
 
 
-def test_a_green_run_is_green_and_an_empty_one_is_not(tmp_path: Path) -> None:
-    (tmp_path / "test_planted.py").write_text(PLANTED)
-    assert run(tmp_path, "-k", "before or kernel").returncode == 0
-    assert run(tmp_path, "-k", "nothing_of_that_name").returncode == 1
+def test_tiers(tmp_path: Path) -> None:
+    status, out = run(tmp_path)
+    assert status == 0 and out.splitlines()[-1].startswith("2 passed"), "the quick ones alone"
+    status, out = run(tmp_path, "--long", "-k", "kernel")
+    assert status == 0 and out.splitlines()[-1].startswith(f"{2 * KERNELS} passed")
+    assert run(tmp_path, "-k", "nothing_of_that_name")[0] == 1

@@ -412,7 +412,7 @@ def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     one, two, share = (figures[key] for key in (("1 device", "naive"), ("2 stages", "naive"), ("2 stages", "share")))
     assert h >= 0.003 and len(report["stage_s"]["2 stages"]) == 2 and min(report["stage_s"]["2 stages"]) > 0
     assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * h)
-    assert two["round_s"] >= one["round_s"] + 2 * 0.003 and share["round_s"] >= 2 * (1 + 2) * 0.003
+    assert two["round_s"] >= 2 * 0.003 and share["round_s"] >= 2 * (1 + 2) * 0.003
     for place, mode, num in (("2 stages", "classic", 2), ("2 stages, own draft", "classic", 2 + 2 * 2)):
         found, alone = figures[place, mode], figures["1 device", mode]
         assert found["predicted_round_s"] == pytest.approx(alone["round_s"] + num * h)

@@ -31,7 +31,7 @@ def requests() -> list[Mixed]:
 def real(folder: Path, mode: Mode) -> Iterator[Served]:
     config = EngineConfig(target=str(folder), mode=mode, max_batch=4)
     with served(lambda: load_model(config, mode, None), settings={"max_batch": 4, "max_queue": 100}) as running:
-        running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+        running.wait(lambda: running.http.get("/health").status_code == 200)
         yield running
 
 
@@ -41,7 +41,7 @@ def test_texts_among_others_are_those_of_plain_decoding_alone(
 ) -> None:
     with real(folder, mode) as server:
         for order in range(2):
-            load = together(server.url, requests, expected, mode=mode, order=order, rate=100.0, timeout_s=60.0)
+            load = together(server.url, requests, expected, mode=mode, order=order, rate=100.0, timeout_s=300.0)
             outcome = asyncio.run(load)
             assert outcome.good, outcome
             assert outcome.num_identical == outcome.num_choices > len(requests)
@@ -50,15 +50,15 @@ def test_texts_among_others_are_those_of_plain_decoding_alone(
 @pytest.fixture(scope="module")
 def expected(folder: Path, requests: list[Mixed]) -> list:
     with real(folder, "naive") as server:
-        return asyncio.run(alone(server.url, requests, 60.0))
+        return asyncio.run(alone(server.url, requests, 300.0))
 
 
 def test_another_text_is_found() -> None:
     requests = mixed(6, seed=0, longest=40)
     with served(max_context=1024) as server:
-        expected = asyncio.run(alone(server.url, requests, 20.0))
+        expected = asyncio.run(alone(server.url, requests, 300.0))
         expected[2][0].text = "x" + expected[2][0].text
-        load = together(server.url, requests, expected, mode="fake", order=0, rate=100.0, timeout_s=20.0)
+        load = together(server.url, requests, expected, mode="fake", order=0, rate=100.0, timeout_s=300.0)
         outcome = asyncio.run(load)
     assert not outcome.good and outcome.num_identical == outcome.num_choices - 1
     assert all(line.startswith("request 2, choice 0") for line in outcome.differing)
@@ -67,10 +67,11 @@ def test_another_text_is_found() -> None:
 def test_a_row_that_stays_taken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmark.serve.exact.IDLE_S", 0.2)
     requests = mixed(2, seed=0, longest=40)
-    with served(max_context=1024, delay=0.01) as server:
-        expected = asyncio.run(alone(server.url, requests, 20.0))
+    with served(max_context=1024) as server:
+        expected = asyncio.run(alone(server.url, requests, 300.0))
         body = {"prompt": "the cat", "max_tokens": 500, "stream": True, "speculate": False}
+        server.engine.held = lambda: len(server.engine.running) == 1  # the row would end by itself
         with server.http.stream("POST", "/v1/completions", json=body):
-            load = together(server.url, requests, expected, mode="fake", order=0, rate=100.0, timeout_s=20.0)
+            load = together(server.url, requests, expected, mode="fake", order=0, rate=100.0, timeout_s=300.0)
             outcome = asyncio.run(load)
     assert not outcome.good and outcome.left["sharesd:num_requests_running"] == 1

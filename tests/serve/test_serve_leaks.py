@@ -26,7 +26,7 @@ MIB = 2**20
 def real(folder: Path) -> Iterator[Served]:
     config = EngineConfig(target=str(make_checkpoint(folder)), mode="hybrid", max_batch=4)
     with served(lambda: load_model(config, "hybrid", None), settings={"max_batch": 4}) as running:
-        running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+        running.wait(lambda: running.http.get("/health").status_code == 200)
         yield running
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -141,14 +140,19 @@ def test_a_stop_that_is_not_completed_is_shown(server: Served) -> None:
 
 
 def test_tokens_come_at_once_and_comments_before_them() -> None:
-    with served(settings={"keep_alive": 0.05}, delay=0.04, piece=10) as server:
-        times: list[tuple[float, str]] = []
-        body = {"prompt": [5] * 100, "stream": True, "max_tokens": 6, "speculate": False}
+    """The engine goes on when the client has what was sent before."""
+    with served(settings={"keep_alive": 0.05}) as server:
+        rounds = threading.Semaphore(0)
+        server.engine.held = lambda: not rounds.acquire(blocking=False)
+        body = {"prompt": [5] * 10, "stream": True, "max_tokens": 6, "speculate": False}
         with server.http.stream("POST", TEXT, json=body) as response:
-            times += [(time.monotonic(), line) for line in response.iter_lines() if line]
-        assert times[0][1] == times[1][1] == ": keep-alive", "while the prompt is read"
-        tokens = [at for at, line in times if line.startswith("data: {")]
-        assert len(tokens) == 6 and tokens[-1] - tokens[0] > 0.15, "flushed round by round"
+            lines = (line for line in response.iter_lines() if line)
+            assert next(lines) == next(lines) == ": keep-alive", "while the prompt is read"
+            for _ in range(6):
+                rounds.release()
+                assert next(line for line in lines if line != ": keep-alive").startswith("data: {")
+            rounds.release()
+            assert [line for line in lines if line.startswith("data: {")] == [], "flushed round by round"
 
 
 @contextmanager
@@ -164,14 +168,14 @@ def raw_request(server: Served, body: dict[str, Any]) -> Iterator[socket.socket]
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
 def test_a_client_that_hangs_up_frees_its_rows(streamed: bool, reset: bool) -> None:
-    with served(settings={"max_batch": 1}, delay=0.02) as server:
+    with served(settings={"max_batch": 1}) as server:
+        server.engine.held = lambda: True  # so that no answer can end by itself
         with raw_request(server, {"prompt": "the cat", "n": 2, "max_tokens": 200, "stream": streamed}) as sock:
             server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (1, 1))
             if reset:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        before = server.engine.steps
         server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (0, 0))
-        assert server.engine.steps - before <= 3
+        server.engine.held = lambda: False
         server.wait(lambda: "sharesd:http_requests_client_disconnected_total" in str(server.metrics()))
         name = 'sharesd:http_requests_client_disconnected_total{engine="0",model_name="fake"}'
         server.wait(lambda: server.metrics()[name] == 1)
@@ -187,7 +191,8 @@ def test_clients_that_are_killed_free_their_rows() -> None:
         "sock.sendall(sys.argv[3].encode())\n"
         "while sock.recv(4096): pass\n"
     )
-    with served(settings={"max_batch": 2}, delay=0.02) as server:
+    with served(settings={"max_batch": 2}) as server:
+        server.engine.held = lambda: True  # so that no answer can end by itself
         address = server.url.removeprefix("http://").split(":")
         command = [sys.executable, "-S", "-c", client, *address, head + body]
         clients = [subprocess.Popen(command) for _ in range(3)]
@@ -196,9 +201,8 @@ def test_clients_that_are_killed_free_their_rows() -> None:
             process.kill()
         for process in clients:
             process.wait()
-        before = server.engine.steps
         server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (0, 0))
-        assert server.engine.steps - before <= 3
+        server.engine.held = lambda: False
         server.complete()
 
 
@@ -211,7 +215,8 @@ def test_the_openai_client_may_close_a_stream() -> None:
 
 
 def test_a_full_queue_refuses_before_anything_is_encoded() -> None:
-    with served(settings={"max_batch": 1, "max_queue": 2}, delay=0.01) as server:
+    with served(settings={"max_batch": 1, "max_queue": 2}) as server:
+        server.engine.held = lambda: True
         with raw_request(server, {"prompt": "the cat", "max_tokens": 200, "n": 2}):
             server.wait(lambda: server.engine.num_waiting == 1)
             tokenizer = server.model.tokenizer  # type: ignore[union-attr]
@@ -223,6 +228,7 @@ def test_a_full_queue_refuses_before_anything_is_encoded() -> None:
             with pytest.raises(openai.RateLimitError):
                 server.openai().completions.create(model="fake", prompt="the", n=2)
             assert server.post(TEXT, prompt="the", n=4).status_code == 400, "that many would never fit"
+            server.engine.held = lambda: False
             assert server.post(TEXT, prompt="the", n=1, max_tokens=1).status_code == 200, "one place was free"
         server.wait(lambda: server.engine.num_running == 0)
         assert server.post(TEXT, prompt="the", n=3).status_code == 200, "all places are free again"
@@ -232,11 +238,14 @@ def test_a_full_queue_refuses_before_anything_is_encoded() -> None:
 
 
 def test_overload_is_answered() -> None:
-    with served(settings={"max_batch": 2, "max_queue": 4}, delay=0.002) as server:
+    with served(settings={"max_batch": 2, "max_queue": 4}) as server:
+        refused = threading.Event()
+        server.engine.held = lambda: not refused.is_set()
 
         def ask(number: int) -> tuple[int, str]:
             response = server.post(TEXT, prompt="the cat", seed=number % 5, max_tokens=20, stream=number % 2 == 0)
             if response.status_code != 200:
+                refused.set()
                 return response.status_code, ""
             found = events(response.text) if number % 2 == 0 else [response.json()]
             return 200, "".join(part["choices"][0]["text"] for part in found)
@@ -251,7 +260,8 @@ def test_overload_is_answered() -> None:
 
 
 def test_a_failure_is_told_to_all_and_ends_the_server() -> None:
-    with served(delay=0.05) as server, ThreadPoolExecutor(2) as pool:
+    with served() as server, ThreadPoolExecutor(2) as pool:
+        server.engine.held = lambda: len(server.engine.added) < 3
         body = {"prompt": "the cat", "max_tokens": 200}
         whole = pool.submit(server.post, TEXT, **body)
         streamed = pool.submit(server.post, TEXT, **body, stream=True)
@@ -269,7 +279,7 @@ def test_nothing_is_served_before_the_model_is_loaded() -> None:
     loaded = threading.Event()
 
     def load() -> Any:
-        loaded.wait(10)
+        loaded.wait(300)
         return fake_model()
 
     with served(load) as server:
@@ -285,11 +295,14 @@ def test_nothing_is_served_before_the_model_is_loaded() -> None:
 
 def test_a_step_that_hangs_shows_in_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.service.STALLED", 0.1)
-    with served(delay=0.4) as server, ThreadPoolExecutor(1) as pool:
+    goes_on = threading.Event()
+    with served() as server, ThreadPoolExecutor(1) as pool:
+        server.engine.held = lambda: not goes_on.wait(300)
         answer = pool.submit(server.complete, max_tokens=1)
         server.wait(lambda: server.http.get("/health").status_code == 503)
+        goes_on.set()
         assert answer.result()["choices"]
-        assert server.http.get("/health").status_code == 200
+        server.wait(lambda: server.http.get("/health").status_code == 200)
 
 
 def test_the_first_round_has_its_own_drafts_also_where_it_comes_with_the_first_token() -> None:
@@ -356,6 +369,6 @@ def test_times_of_a_choice_add_up() -> None:
     assert metrics[f"sharesd:request_queue_time_seconds_count{own}"] == 2
     queued, prefill, decode, whole = parts.values()
     assert queued + prefill + decode == pytest.approx(whole)
-    assert 0.16 < queued < 0.4, "the second choice waits for the eight steps of the first"
-    assert 0.14 < prefill < 0.5 and 0.14 < decode < 0.5, "four steps each, for both"
+    assert queued > 0.1, "the second choice waits for the eight steps of the first, which sleep"
+    assert prefill > 0 and decode > 0
     assert metrics[f"sharesd:time_to_first_token_seconds_sum{own}"] == pytest.approx(queued + prefill)

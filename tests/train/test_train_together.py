@@ -35,7 +35,7 @@ def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, *launcher, str(ROOT / "tests" / "helpers" / "trained_together.py"), str(data), str(work)]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=1200)
         finally:
             process.terminate()  # which ends what it has started, too
     assert process.returncode == 0, out + err[-5000:]

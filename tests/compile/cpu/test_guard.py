@@ -27,12 +27,13 @@ from compile.topk import arg_max, top_k, top_logp, top_p
 from compile.walk import walk
 from compile.weigh import Weighed, weigh, weighed
 from sharesd.models.heads.native import native_head
+from tests.helpers import guard
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_heads import random_head
 
 pytestmark = [
     pytest.mark.kernels,
-    pytest.mark.skipif("GUARD_PAGES" not in os.environ, reason="needs GUARD_PAGES=behind or before"),
+    pytest.mark.skipif(os.environ.get("GUARD_PAGES") == "off", reason="guard pages are off"),
 ]
 Hand = Callable[[str, Tensor], Tensor]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +57,7 @@ def too_short(tensor: Tensor) -> Tensor:
     kept = torch.empty(tensor.nbytes - size, dtype=torch.uint8)
     _alive.append(kept)
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    behind = os.environ["GUARD_PAGES"] == "behind"
+    behind = guard.place() == "behind"
     kept.copy_(flat[:-size] if behind else flat[size:])
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(kept.data_ptr() - (0 if behind else size))
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -184,7 +185,7 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_head(dtype: torch.dtype, kind: str) -> None:
     """Places up to the last slot, then a chain and a tree behind them."""
-    behind = os.environ["GUARD_PAGES"] == "behind"
+    behind = guard.place() == "behind"
 
     def call(hand: Hand) -> None:
         target = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
@@ -215,7 +216,7 @@ def test_a_head(dtype: torch.dtype, kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_head_that_looks_into_the_target(dtype: torch.dtype) -> None:
     """As above; the target has more slots, and no room for a new token."""
-    behind = os.environ["GUARD_PAGES"] == "behind"
+    behind = guard.place() == "behind"
 
     def call(hand: Hand) -> None:
         target = tiny_decoder(0, dtype=dtype, max_position_embeddings=64)
@@ -258,7 +259,7 @@ def test_growing_trees() -> None:
             new, logp = torch.ones(1, num, 2, dtype=torch.int64), -torch.rand(1, num, 2)
             grow(level, nodes, front, hand(f"new {num}", new), hand(f"logp {num}", logp))
         places = torch.zeros(1, 7, dtype=torch.int64)  # the root's is left alone
-        places = hand("draft places", places) if os.environ["GUARD_PAGES"] == "behind" else places
+        places = hand("draft places", places) if guard.place() == "behind" else places
         draft = Draft(zeros("draft tokens", 6), zeros("draft depth", 7), zeros("draft path", 7, 7), places)
         choose(hand("wanted", torch.tensor([6])), 2, nodes, draft)
         level, said, chances = (
@@ -334,7 +335,7 @@ def test_most_of_the_mass(dtype: torch.dtype) -> None:
 def test_the_walk() -> None:
     def call(hand: Hand) -> None:
         path = CHAIN.path_BTP[:, :, : T - 1].clone()  # it reads no further, and nothing of the root's own
-        path = hand("path", path) if os.environ["GUARD_PAGES"] == "behind" else path
+        path = hand("path", path) if guard.place() == "behind" else path
         tree = Branches(hand("depth", CHAIN.depth_BT.clone()), path)
         walk(hand("tokens", torch.tensor([[7, 8]])), tree, hand("target", torch.tensor([[7, 8, 9]])))
 

@@ -23,7 +23,6 @@ from compile.attention import CHUNK, SLOT_MULTIPLE, attend, attend_reference, ne
 from compile.linear import LOW_INPUTS, LowPackedLinear, PackedLinear, pack_linears
 from compile.topk import top_k, top_logp, top_logp_reference
 
-pytestmark = pytest.mark.kernels
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

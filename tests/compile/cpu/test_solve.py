@@ -9,7 +9,6 @@ from torch import Tensor
 from compile.solve import solve_groups
 from quant.solver import QuantizedWeight, solve
 
-pytestmark = pytest.mark.kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -43,7 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -22,7 +22,6 @@ from compile.fused import compose
 from compile.linear import pack_linears
 from sharesd.models.decoder import Decoder, DecoderConfig, RMSNorm
 
-pytestmark = pytest.mark.interpreted
 EPSILON = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 ROWS = (1, 7, 17, 33)
 IN_ALL = pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from compile.cuda import grow as grow_kernels  # noqa: E402
 from compile.cuda import notes as note_kernels  # noqa: E402
 from compile.cuda.walk import walk_drafts  # noqa: E402
 
-pytestmark = pytest.mark.interpreted
-
 
 def numbers(*shape: int, most: int = 5, seed: int = 0) -> Tensor:
     return torch.randint(most, shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
