@@ -103,6 +103,7 @@ def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts:
     assert len({record["text"] for record in found if record["prompt"] == "the cat"}) > 5, "each has noise of its own"
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 def test_any_number_of_replicas_writes_the_same_file(
     count: int, whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -151,6 +152,7 @@ def num_lines(path: Path) -> int:
         return 0
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize(
     ("seed", "num_trials"), [(0, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(1, 5))]
 )
@@ -164,7 +166,12 @@ def test_kills_at_random_moments_lose_and_double_nothing(
         part = Path(f"{out}.part")
         given = command(model, prompts, out, "--replicas", "2", "--threads", "1")
         whom = ("replica", "parent")[trial % 2]
-        assert killed(given, part, dice.randint(0, NUM - 8), whom, dice)
+        for _ in range(10):  # a busy machine may kill too late
+            if killed(given, part, dice.randint(0, NUM - 8), whom, dice):
+                break
+            out.unlink()
+        else:
+            pytest.fail("it was never killed in time")
         kept = [json.loads(line) for line in part.read_bytes().split(b"\n")[:-1]] if part.exists() else []
         assert whom == "parent" or out.read_bytes() == whole.read_bytes(), "the other replica has answered all"
         assert generate(model, prompts, out) == 1
@@ -218,6 +225,7 @@ def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
     assert read(path, raw=True) == [(f"{path}:1", "why"), (f"{path}:3", " how is it\u2028the cat ")]
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
 def test_ranks_of_a_launcher_take_from_one_queue(

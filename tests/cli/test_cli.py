@@ -417,6 +417,7 @@ def test_help_and_mistakes_come_without_torch() -> None:
     assert "--raw" in done.stdout
 
 
+@pytest.mark.subprocess
 def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path / "long", context=8192))
     args = ("--target", model, "--mode", "naive", "--compile", "off", "--max-context", "8000")
@@ -431,6 +432,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path) -> None:
     assert running.wait() == 141
 
 
+@pytest.mark.subprocess
 def test_chat_on_a_terminal(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path / "long", context=8192))
     args = ("--target", model, "--mode", "naive", "--compile", "off", "--max-context", "8000")

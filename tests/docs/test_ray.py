@@ -13,7 +13,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_checkpoint
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'sharesd[ray]'")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 PROMPTS = [f"the cat {i}" for i in range(12)]
 PARAMS = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3)
 

@@ -43,6 +43,6 @@ def main(path: str) -> None:
     with Journal(Path(path), "file") as journal:
         done = {json.loads(line)["number"] for _, line in lines_of(Path(path))}
         left = [(number, number) for number in range(100) if number not in done]
-        replicas = start("tests.helpers.replica_work:square", {"seconds": 0.002}, environments(2, "cpu"))
+        replicas = start("tests.helpers.replica_work:square", {"seconds": 0.005}, environments(2, "cpu"))
         for number, result in spread(left, replicas, at_once=2):
             journal.add({"number": number, "square": result["square"]})

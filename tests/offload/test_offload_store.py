@@ -94,6 +94,7 @@ def test_nothing_has_its_name_before_it_is_whole_and_what_is_missing_is_added(tm
     _read_all(tmp_path)
 
 
+@pytest.mark.subprocess
 def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
     """By a signal that no program can handle, in the middle of the third record."""
     code = f"""

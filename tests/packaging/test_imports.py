@@ -109,6 +109,7 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.subprocess
 def test_every_module_imports_without_a_gpu() -> None:
     """In one process in which CUDA shows no device. GPU-only packages must not be touched by an import."""
     assert len(MODULES) > 30
@@ -128,6 +129,7 @@ def test_options_are_quick_to_import(module: str) -> None:
     assert run_python(f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])") == "[]"
 
 
+@pytest.mark.subprocess
 def test_loading_waits_for_nothing_that_native_decoders_do_not_need() -> None:
     """Each of these takes a second or more to import."""
     heavy = ("transformers", "torch._dynamo", "sympy", "hqq", "triton")

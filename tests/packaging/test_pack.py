@@ -19,6 +19,7 @@ PIECE_BYTES = 60 * 10**6
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.subprocess,
     pytest.mark.skipif(shutil.which("split") is None or sys.platform != "linux", reason="needs GNU split"),
 ]
 

@@ -334,16 +334,19 @@ def check(process: subprocess.Popen[str], seconds: float) -> None:
     assert (process.returncode, err) == (0, "")
 
 
+@pytest.mark.subprocess
 def test_two_processes(folder: Path) -> None:
     check(start("equal", str(folder), "2", "bfloat16", "native"), 1800)
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "dtypes"), [("2", "float64"), ("4", "bfloat16")])
 def test_more_processes_and_dtypes(folder: Path, size: str, dtypes: str) -> None:
     check(start("equal", str(folder), size, dtypes, "native"), 1800)
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 def test_rounds_of_late_processes(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -376,6 +379,7 @@ def wait_for_all(process: subprocess.Popen[str], others: list[psutil.Process]) -
     assert not psutil.wait_procs(others, timeout=600)[1]
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize(
     ("task", "size"),
     [
@@ -394,6 +398,7 @@ def test_a_killed_rank_ends_all(folder: Path, task: str, size: int) -> None:
         assert f"error: rank {number} has ended: killed by signal 9 (SIGKILL)" in err
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 def test_the_death_of_rank_0_ends_all(folder: Path) -> None:
     with running("endless", folder, 2) as (process, others):
@@ -403,6 +408,7 @@ def test_the_death_of_rank_0_ends_all(folder: Path) -> None:
         assert err == "error: rank 0 has ended: it was killed, or its machine is gone\n"
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 def test_ctrl_c_is_for_rank_0(folder: Path) -> None:
     with running("idle", folder, 2) as (process, others):
@@ -427,6 +433,7 @@ def generate(folder: Path, *args: str, launcher: tuple[str, ...] = (sys.executab
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 def test_the_command(folder: Path) -> None:
     alone = generate(folder, "--mode", "naive")
@@ -434,6 +441,7 @@ def test_the_command(folder: Path) -> None:
     assert generate(folder, "--tensor-parallel", "2") == alone
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 def test_the_command_under_torchrun(folder: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")

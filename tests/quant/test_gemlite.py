@@ -17,9 +17,10 @@ from tests.helpers.paths import HELPERS, ROOT
 
 PROGRAM = HELPERS / "gemlite_interpreted.py"
 
-pytestmark = pytest.mark.skipif(
-    find_spec("gemlite") is None or find_spec("triton") is None, reason="needs gemlite and triton"
-)
+pytestmark = [
+    pytest.mark.subprocess,
+    pytest.mark.skipif(find_spec("gemlite") is None or find_spec("triton") is None, reason="needs gemlite and triton"),
+]
 
 
 @pytest.fixture(scope="module")

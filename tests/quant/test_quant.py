@@ -171,6 +171,7 @@ def test_config_errors_of_the_dataclass(fields: dict, remedy: str) -> None:
         QuantConfig(**fields)
 
 
+@pytest.mark.subprocess
 def test_nothing_heavy_is_imported_early() -> None:
     code = (
         "import sys, quant.config\n"

@@ -162,6 +162,7 @@ def long_request(url: str) -> httpx.Response:
     return httpx.post(f"{url}{TEXT}", json={"prompt": "the cat", "max_tokens": 200, "speculate": False}, timeout=HANG_S)
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish(number: signal.Signals, gate: Path) -> None:
     with program() as (process, url), ThreadPoolExecutor(1) as pool:
@@ -177,6 +178,7 @@ def test_a_signal_lets_requests_finish(number: signal.Signals, gate: Path) -> No
         assert process.wait(HANG_S) == 0
 
 
+@pytest.mark.subprocess
 def test_requests_are_cancelled_when_the_time_is_over(gate: Path) -> None:
     with program("--shutdown-timeout", "0.3") as (process, url), ThreadPoolExecutor(1) as pool:
         running = pool.submit(long_request, url)
@@ -186,6 +188,7 @@ def test_requests_are_cancelled_when_the_time_is_over(gate: Path) -> None:
         assert process.wait(HANG_S) == 0
 
 
+@pytest.mark.subprocess
 def test_a_signal_under_load_ends_in_time_and_everybody_is_told(gate: Path) -> None:
     flags = ("--max-batch", "2", "--max-queue", "6", "--shutdown-timeout", "0.5")
     with program(*flags) as (process, url), ThreadPoolExecutor(12) as pool:
@@ -206,6 +209,7 @@ def test_a_signal_under_load_ends_in_time_and_everybody_is_told(gate: Path) -> N
             assert status in (429, 503) or (status == 200 and "shut down" in text and text.endswith("data: [DONE]\n\n"))
 
 
+@pytest.mark.subprocess
 def test_a_second_signal_ends_at_once(gate: Path) -> None:
     with program("--shutdown-timeout", str(10 * HANG_S)) as (process, url), ThreadPoolExecutor(1) as pool:
         running = pool.submit(long_request, url)
@@ -218,6 +222,7 @@ def test_a_second_signal_ends_at_once(gate: Path) -> None:
             running.result()
 
 
+@pytest.mark.subprocess
 def test_a_failure_ends_the_program_with_status_1(gate: Path) -> None:
     gate.touch()
     with program() as (process, url):

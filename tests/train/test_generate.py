@@ -263,10 +263,11 @@ def count(folder: Path) -> int:
     return sum(shard.read_bytes().count(b"\n") for shard in folder.glob("answers-*.jsonl"))
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize("num_kills", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_process_loses_and_doubles_nothing(num_kills: int, model: str, tmp_path: Path) -> None:
     asked, folder = tmp_path / "asked.jsonl", tmp_path / "out"
-    texts = [f"{WORDS[i % 20]} {WORDS[i // 20]} cat" for i in range(60)]
+    texts = [f"{WORDS[i % 20]} {WORDS[i // 20]} cat" for i in range(200)]
     asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
     given = ["--target", model, "--prompts", str(asked), "--temperature", "0,1", *OPTIONS[:2], "--mode", "naive"]
     given += ["--max-new-tokens", "8"]

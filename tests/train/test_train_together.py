@@ -24,7 +24,7 @@ from train.heads.checkpoint import read_state
 
 __all__ = ["data"]  # a fixture
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.subprocess, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

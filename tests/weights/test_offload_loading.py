@@ -192,6 +192,7 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, tmp_path: Path) -> None:
         OffloadConfig(when="off", host_memory=10**9)
 
 
+@pytest.mark.subprocess
 @pytest.mark.slow
 def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path) -> None:
     """Of a program of its own, looked at every few milliseconds: what no file backs, at most 64 MB above the limit."""
