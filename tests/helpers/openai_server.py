@@ -100,6 +100,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             if name == "slow":
                 self.server.ends.wait(600)
+                return
             text += self.server.text if i == 2 else ""
             ids = {"token_ids": list(range(len(text.split())))} if self.server.ids else {}
             finish = "length" if i == 2 else None
