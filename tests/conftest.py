@@ -39,6 +39,8 @@ MARKS: dict[str, tuple[str, ...]] = {
     "compile/cpu/test_guard.py": ("slow",),
     "compile/inductor": ("inductor",),
     "compile/cuda/interpreted": ("interpreted",),
+    "compile/cuda/test_cuda_launch.py": ("slow",),
+    "compile/cuda/test_cuda_shapes.py": ("slow",),
     "serve/test_page.py": ("browser",),
 }
 """Markers of all tests under a path; tests that differ from their neighbours have theirs by hand."""

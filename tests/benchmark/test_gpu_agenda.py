@@ -117,6 +117,7 @@ def test_three_calls_of_ten_minutes_make_up_the_agenda() -> None:
         assert sum(step.limit_s for step in agenda.named(each)) == int(seconds) <= 600
 
 
+@pytest.mark.subprocess
 def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: Any) -> None:
     """On a CPU, in tiny sizes: a step that needs a GPU, one without time, two modes of a model widened in memory."""
     options = ["--device", "cpu", "--target", target, "--out-dir", str(tmp_path / "out"), "--budget", "250"]
@@ -140,6 +141,7 @@ def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: An
     assert "report:" in capsys.readouterr().out
 
 
+@pytest.mark.subprocess
 def test_one_that_fails_is_noted_and_the_next_goes_on(tmp_path: Path, capsys: Any) -> None:
     options = ["--device", "cpu", "--target", "no/such/folder/here", "--out-dir", str(tmp_path)]
     assert main(["gpu", *options, "--step", "machine,1b"]) == 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -222,7 +223,7 @@ def test_damaged_quantized_weights_are_not_read(
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that hands out the library built before, and notes in `log` that it was asked."""
     script = tmp_path / "c++"
     script.write_text(
@@ -231,8 +232,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    yield script
-    native.library.cache_clear()
+    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
+    return script
 
 
 @damages

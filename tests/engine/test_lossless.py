@@ -542,7 +542,12 @@ def deviation(counts: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "num_draft, sampling", [(3, {"temperature": 1.0}), (1, {"temperature": 1.5, "top_k": 4, "top_p": 0.9})], ids=str
+    "num_draft, sampling",
+    [
+        (3, {"temperature": 1.0}),
+        pytest.param(1, {"temperature": 1.5, "top_k": 4, "top_p": 0.9}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
 def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[str, Any], num_draft: int) -> None:

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-FEW = 12
+FEW = 6
 """Products of so many tests stay whole."""
 Point = tuple[Hashable, ...]
 

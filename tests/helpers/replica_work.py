@@ -20,6 +20,11 @@ def square(settings: dict[str, Any], tasks: Tasks) -> Iterator[Numbered]:
         raise ValueError(settings["refuses"])
     while (task := tasks.take(wait=True)) is not None:
         number, value = task
+        if "meet" in settings:  # a folder, and how many processes must have a task before the first goes on
+            folder, num = settings["meet"]
+            (Path(folder) / str(os.getpid())).touch()
+            while len(list(Path(folder).iterdir())) < num:
+                time.sleep(0.002)
         time.sleep(settings.get("seconds", 0) * (1 + number % 3))
         if number in settings.get("dies_at", ()):
             os.kill(os.getpid(), 9)

@@ -241,6 +241,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return resolve.resolve(None)
 
 
+@pytest.mark.real_model
 def test_the_embedded_model_speaks(embedded: Path) -> None:
     tokenizer = load_tokenizer(embedded)
     model = load_model(embedded, dtype=torch.bfloat16, device="cpu")
@@ -259,6 +260,7 @@ def test_the_embedded_model_speaks(embedded: Path) -> None:
     assert "Paris" in tokenizer.decode(answer)
 
 
+@pytest.mark.real_model
 def test_the_embedded_tokenizer_splits_as_that_of_transformers(embedded: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -38,9 +38,11 @@ def results(count: int, settings: dict[str, Any], at_once: int = 2) -> dict[int,
     return found
 
 
-def test_each_task_is_done_once_by_some_replica() -> None:
+def test_each_task_is_done_once_by_some_replica(tmp_path: Path) -> None:
     for count in (1, 3):
-        found = results(count, {"seconds": 0.001})
+        meet = tmp_path / str(count)
+        meet.mkdir()
+        found = results(count, {"seconds": 0.001, "meet": [str(meet), count]})
         assert {i: result["square"] for i, result in found.items()} == {i: i * i for i in range(NUM)}
         assert len({result["process"] for result in found.values()}) == count
         assert {result["threads"] for result in found.values()} == {str(max(1, num_cores() // count))}

@@ -174,6 +174,7 @@ def test_neither_drafts_nor_the_number_at_once_change_an_answer(
     assert answers(tmp_path) == answers(whole)
 
 
+@pytest.mark.subprocess
 def test_replicas_share_the_work(
     whole: Path, model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -437,6 +438,7 @@ def test_inspect_shows_what_is_in_the_loss(
     assert "--index is 99 and" in inspect(prompts, "--index", "99")[2]
 
 
+@pytest.mark.real_model
 def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = tmp_path / "asked.json"
     questions = ["What is the capital of France?", "Say hello.", "Name a colour.", "Count to five."]

@@ -384,10 +384,10 @@ def curve(out: Path) -> list[dict[str, Any]]:
     ("kind", "after", "more"),
     [
         ("eagle", 5, ()),
-        ("eagle", 0, ("--optimizer", "muon")),
-        ("eagle3", 4, ("--unroll", "1,3", "--precision", "bf16")),
+        pytest.param("eagle", 0, ("--optimizer", "muon"), marks=pytest.mark.slow),
+        pytest.param("eagle3", 4, ("--unroll", "1,3", "--precision", "bf16"), marks=pytest.mark.slow),
         ("parallel", 5, ()),
-        ("glide", 4, ("--optimizer", "muon")),
+        pytest.param("glide", 4, ("--optimizer", "muon"), marks=pytest.mark.slow),
     ],
 )
 def test_an_interruption_at_any_step_changes_no_bit(

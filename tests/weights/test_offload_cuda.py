@@ -89,8 +89,15 @@ def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:
         (("naive", "share", "classic"), {}, 3),
         pytest.param(("suffix", "hybrid"), {}, 3, marks=pytest.mark.slow),
         (("share",), {"dtype": "float32", "max_batch": 2, "num_draft": 6, "tree": (2, 3, 6)}, 0),
-        (("naive", "share"), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}, 3),
-        (("share",), {"dtype": "float32", "quant": QuantConfig(skip_projs=("down",))}, 2),
+        pytest.param(
+            ("naive", "share"),
+            {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))},
+            3,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("share",), {"dtype": "float32", "quant": QuantConfig(skip_projs=("down",))}, 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_texts_are_those_of_a_model_that_fits(

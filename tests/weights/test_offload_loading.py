@@ -51,8 +51,14 @@ def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> in
     ("modes", "options"),
     [
         (("naive", "share", "classic"), {}),
-        (("share", "hybrid"), {"max_batch": 2, "dtype": "float32", "quant": QuantConfig(skip_projs=("down",))}),
-        (("share",), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}),
+        pytest.param(
+            ("share", "hybrid"),
+            {"max_batch": 2, "dtype": "float32", "quant": QuantConfig(skip_projs=("down",))},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("share",), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_texts_are_those_of_a_model_that_fits(
@@ -68,7 +74,7 @@ def test_texts_are_those_of_a_model_that_fits(
     assert offloaded.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("num_resident", [0, 6])
+@pytest.mark.parametrize("num_resident", [pytest.param(0, marks=pytest.mark.slow), 6])
 def test_rows_of_a_large_head_travel_too(tmp_path: Path, num_resident: int, close_after: list[Runtime]) -> None:
     """All but what does not fill a record, unless drafts read them."""
     folder, modes = make_checkpoint(tmp_path / "model", vocab=4096, layers=4), ("naive", "share", "hybrid")

@@ -6,6 +6,7 @@ N outputs, K inputs.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -396,9 +397,8 @@ def test_low_linear_multiplies_rounded_activations(
 def own_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of its own, and no library loaded yet."""
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
-    native.library.cache_clear()
+    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
     yield tmp_path
-    native.library.cache_clear()
 
 
 def test_no_compiler_is_explained(own_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,6 +435,7 @@ def test_kernels_are_built_once_and_a_damaged_file_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path)))
+    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
     log = tmp_path / "log"
 
     def load(folder: str) -> Path:

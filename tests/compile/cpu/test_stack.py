@@ -56,6 +56,7 @@ def family(name: str, dtype: torch.dtype) -> Decoder:
     return tiny_decoder(1, dtype=dtype, **{**sizes, **FAMILIES[name]})
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
@@ -72,6 +73,7 @@ def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
         assert (mine - theirs).double().norm() < tolerance * theirs.double().norm()
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:

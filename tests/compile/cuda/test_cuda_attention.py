@@ -259,6 +259,7 @@ def test_kept_rows_are_moved_together_in_all_layers() -> None:
 # ---- on GPUs that are not there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("d, G", [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)])
 def test_parts_fit_every_gpu(arch: int, d: int, G: int, tmp_path: Path) -> None:
@@ -268,6 +269,7 @@ def test_parts_fit_every_gpu(arch: int, d: int, G: int, tmp_path: Path) -> None:
     fits(kernels.parts, arch, tmp_path, {**sizes, "CAP": False}, warps=4, stages=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED)
 def test_what_is_around_the_parts_fits_every_gpu(arch: int, tmp_path: Path) -> None:
     heads = {"H": 32, "K": 8, "d": 128, "D": 128, "R": 64, "GEMMA": False}

@@ -51,6 +51,7 @@ def arguments(W: int, K: int, bits: int, arch: int, *, group: int = 0, **given: 
 NORM, RESIDUAL, GATED = {"norm_ptr": torch.bfloat16}, {"residual_ptr": torch.bfloat16}, {"GATED": "silu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_compiles_without_a_gpu(arch: int, bits: int, tmp_path: Path) -> None:
