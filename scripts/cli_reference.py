@@ -81,6 +81,7 @@ def page() -> str:
     keys = list(dict.fromkeys(group.key for group in groups))
     shared = {key for key in keys if sum(group.key == key for group in groups) > 1 and len(key[1]) > 2}
     anchors: dict[tuple, str] = {}
+    differing: set[tuple[tuple, str]] = set()
     sections: list[str] = []
     for key in keys:
         if key not in shared:
@@ -90,10 +91,14 @@ def page() -> str:
         title = f"Flags: {key[0]}" + (f" of {users[0].name.removeprefix(f'{NAME} ')}" if several else "")
         anchors[key] = _anchor(title)
         alike = [next(group for group in command.groups if group.key == key) for command in users]
-        rows = [_merged([group.rows[i] for group in alike]) for i in range(len(key[1]))]
+        rows = list(alike[0].rows)
+        for i, row in enumerate(rows):
+            if len({group.rows[i].default for group in alike}) > 1:
+                differing.add((key, row.flag))
+                rows[i] = row._replace(default="by command")
         sections.append(f"## {title}\n\n{_table(rows)}")
     parts = [HEAD, "| command | does |\n| --- | --- |\n" + "\n".join(_summary(name) for name in COMMANDS)]
-    parts += [_section(command, anchors) for command in found]
+    parts += [_section(command, anchors, differing) for command in found]
     return "\n\n".join(part.strip() for part in (*parts, *sections)) + "\n"
 
 
@@ -102,8 +107,8 @@ def _summary(name: str) -> str:
     return f"| `{NAME} {name}` | {COMMANDS[name]}{same} |"
 
 
-def _section(command: Command, anchors: dict[tuple, str]) -> str:
-    """What a command has of its own, and links to the rest."""
+def _section(command: Command, anchors: dict[tuple, str], differing: set[tuple[tuple, str]]) -> str:
+    """What a command has of its own, links to the rest, and those of its defaults that are not everyone's."""
     own = [row for group in command.groups if group.key not in anchors for row in group.rows]
     linked = [group for group in command.groups if group.key in anchors]
     parts = [f"## {command.name}", command.description]
@@ -111,12 +116,15 @@ def _section(command: Command, anchors: dict[tuple, str]) -> str:
         parts.append(_table(own))
     if linked:
         parts.append("And " + ", ".join(f"[{group.title}](#{anchors[group.key]})" for group in linked) + ".")
+    own_defaults = [
+        f"{row.flag} is {row.default or 'off'}"
+        for group in linked
+        for row in group.rows
+        if (group.key, row.flag) in differing
+    ]
+    if own_defaults:
+        parts.append(f"Defaults here: {', '.join(own_defaults)}.")
     return "\n\n".join(parts)
-
-
-def _merged(rows: list[Row]) -> Row:
-    defaults = {row.default for row in rows}
-    return rows[0] if len(defaults) == 1 else rows[0]._replace(default="by command")
 
 
 def _table(rows: list[Row]) -> str:
@@ -150,9 +158,7 @@ def _rows(group: argparse._ArgumentGroup) -> Iterator[Row]:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
             continue
         meaning = (action.help or "").replace("%%", "%")
-        default = (
-            "" if action.default in (None, False, argparse.SUPPRESS, "") or action.default == [] else action.default
-        )
+        default = "required" if action.required and action.option_strings else _default(action.default)
         said = re.search(r" ?\(default: ([^()]*(?:\([^()]*\)[^()]*)*)\)$", meaning)
         if said:
             meaning, default = meaning[: said.start()], said[1]
