@@ -59,7 +59,7 @@ def known_context(config: EngineConfig, needed: int = 0) -> EngineConfig:
 
 def command() -> str:
     """The command line, as one would type it."""
-    console = Path(sys.argv[0]).stem == "sharesd"
+    console = Path(sys.argv[0]).stem in ("sharesd", "sharesd_command")
     return shlex.join([*(["sharesd"] if console else ["python", "-m", "benchmark"]), *sys.argv[1:]])
 
 
