@@ -10,7 +10,9 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid"]
+Mode = Literal[
+    "naive", "classic", "share", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid", "auto"
+]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 Offload = Literal["auto", "off", "plan-only"]
@@ -235,14 +237,17 @@ class EngineConfig:
 
     target: str | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
-    mode: Mode = "share"
-    """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
+    mode: Mode = "auto"
+    """`auto`: `hybrid` of what fits the model and this machine, see `auto_drafters`.
+    `naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
     drafts. `eagle`: a trained head drafts, token by token. `parallel`: a head that drafts all tokens in one pass.
     `glide`: a head that looks into the target's KV.
     `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each round."""
     hybrid_with: tuple[str, ...] = ()
-    """What `hybrid` chooses from: at most one of share, classic, eagle, parallel and glide, and tables. None: eagle and
-    suffix where there is a head, else share and suffix; see `mixed`."""
+    """Drafters of `hybrid`: at most one of share, classic, eagle, parallel and glide, and tables. (): eagle and suffix
+    if there is a head, else share and suffix; see `drafters_of`."""
+    auto_drafters: tuple[str, ...] = ()
+    """Drafters of `auto`, as `hybrid_with`. (): chosen when the model is loaded (`sharesd.auto`)."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -339,12 +344,8 @@ class EngineConfig:
             self._check_tree(*self.tree)
         _at_least("ngram_min", self.ngram_min, 1)
         _at_least("ngram_max", self.ngram_max, self.ngram_min)
-        for name in self.hybrid_with:
-            _one_of("hybrid_with", name, (*MODEL_DRAFTERS, *TABLES))
-        if sum(name in MODEL_DRAFTERS for name in self.hybrid_with) > 1:
-            raise ValueError(
-                f"hybrid_with is {', '.join(self.hybrid_with)}; give one of {' and '.join(MODEL_DRAFTERS)}"
-            )
+        self._check_drafters("hybrid_with")
+        self._check_drafters("auto_drafters")
         _at_least("tensor_parallel", self.tensor_parallel, 1)
         _one_of("tensor_parallel_style", self.tensor_parallel_style, get_args(TensorParallelStyle))
         if self.tensor_parallel_style == "reduce" and self.tensor_parallel == 1:
@@ -360,7 +361,7 @@ class EngineConfig:
         by_mode = {mode_of_head(head): head for head in self.heads}
         if len(by_mode) < len(self.heads):
             raise ValueError(f"heads are {', '.join(self.heads)}, some of which are for one mode; give one for each")
-        for mode in (self.mode, *(self.mixed if self.mode == "hybrid" else ())):
+        for mode in self.drafters_of(self.mode):
             if mode in HEADS:
                 self.require_head(mode)
         if self.head_quant is not None and not any(map(self.head_of, HEADS)):
@@ -374,7 +375,7 @@ class EngineConfig:
                 f"tensor_parallel is {self.tensor_parallel}, whose ranks have one device each, and there are stages; "
                 "drop one of the two"
             )
-        if self.draft is not None and self.mode != "classic":
+        if self.draft is not None and self.mode not in ("classic", "auto") and "classic" not in self.hybrid_with:
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"
             )
@@ -382,6 +383,13 @@ class EngineConfig:
             raise ValueError(
                 f"draft is {SMALL!r}, which is for the embedded model alone; give a folder, or leave it out"
             )
+
+    def _check_drafters(self, field: str) -> None:
+        given = getattr(self, field)
+        for name in given:
+            _one_of(field, name, (*MODEL_DRAFTERS, *TABLES))
+        if sum(name in MODEL_DRAFTERS for name in given) > 1:
+            raise ValueError(f"{field} is {', '.join(given)}; give one of {' and '.join(MODEL_DRAFTERS)}")
 
     def _check_tree(self, top: int, depth: int, budget: int) -> None:
         shown = ":".join(map(str, self.tree))
@@ -402,9 +410,15 @@ class EngineConfig:
         """Draft trees that all models shall draft, if there are such."""
         return None if isinstance(self.tree, str) else self.tree
 
+    def drafters_of(self, *modes: str) -> tuple[str, ...]:
+        """Drafters of some modes: those of `hybrid` and `auto` in place of these two."""
+        found: list[str] = []
+        for mode in modes:
+            found += self._mixed if mode == "hybrid" else self.auto_drafters if mode == "auto" else (mode,)
+        return tuple(dict.fromkeys(found))
+
     @property
-    def mixed(self) -> tuple[str, ...]:
-        """What `hybrid` chooses from."""
+    def _mixed(self) -> tuple[str, ...]:
         if self.hybrid_with:
             return self.hybrid_with
         has_head = self.head_of("eagle") is not None and self.tensor_parallel == 1

@@ -339,7 +339,7 @@ def _report(args: argparse.Namespace, config: EngineConfig, modes: Sequence[Mode
             "model": model_name(config.target),
             "draft": config.draft,
             "modes": list(modes),
-            "hybrid_with": list(config.mixed),
+            "hybrid_with": list(config.drafters_of("hybrid")),
             "corpus": config.corpus_file.name if config.corpus_file else "empty",
             "recycle_table": config.table_file.name if config.table_file else "empty",
             "contexts": list(args.contexts),

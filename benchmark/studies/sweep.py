@@ -131,7 +131,7 @@ def configs_of(config: EngineConfig, axes: Sequence[Axis]) -> list[tuple[dict[st
         raise ValueError(f"--num-draft is {config.num_draft} and --over names {length}; drop --num-draft")
     if config.given_tree is None and any(name in TREE_PARTS for name in names):
         raise ValueError(f"--over names {names[0]}, but there is no tree; give the other parts, such as --tree 2:4:8")
-    tables = config.mixed if config.mode == "hybrid" else (config.mode,)
+    tables = config.drafters_of(config.mode)
     ngram = next((name for name in names if name.startswith("ngram")), None)
     if ngram and "ngram" not in tables:
         raise ValueError(f"--over names {ngram}, but no ngram table drafts; use --mode ngram, or hybrid --with ngram")

@@ -322,7 +322,7 @@ def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> Non
             help=f"{names} or all (default); repeatable, or with commas",
         )
     else:
-        parser.add_argument("--mode", default=argparse.SUPPRESS, help=f"{names} (default: share)")
+        parser.add_argument("--mode", default=argparse.SUPPRESS, help=f"{names} (default: auto)")
 
 
 def add_replicas_option(parser: argparse._ActionsContainer) -> None:
@@ -412,7 +412,7 @@ def modes_of_heads(args: argparse.Namespace) -> set[Mode]:
 
 def mode_of(args: argparse.Namespace) -> Mode:
     """The one mode asked for."""
-    modes = modes_of(args, default=MODES) if hasattr(args, "mode") else ("share",)
+    modes = modes_of(args, default=MODES) if hasattr(args, "mode") else ("auto",)
     if len(modes) != 1:
         raise ValueError(f"--mode is {args.mode!r}; give one mode")
     return modes[0]  # type: ignore[return-value]
@@ -421,8 +421,6 @@ def mode_of(args: argparse.Namespace) -> Mode:
 def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: bool = False) -> EngineConfig:
     """The model options as a config; its mode is the last of `modes`. ValueError for what does not fit together."""
     draft = getattr(args, "draft", None)
-    if draft is not None and "classic" not in modes:
-        raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
     heads, given = tuple(getattr(args, "head", ())), [name.strip() for name in args.hybrid_with.split(",") if name]
     known = EngineConfig(
         target=getattr(args, "target", None),
@@ -430,11 +428,15 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         tensor_parallel=args.tensor_parallel,
         hybrid_with=tuple(dict.fromkeys(given)),
     )
-    mixed = known.mixed if "hybrid" in modes else ()
-    with_heads = bool({*HEADS} & {*modes, *mixed})
+    drafting = {*modes, *known.drafters_of(*modes)}
+    if "auto" in modes:  # takes what is given, or chooses
+        drafting |= {*MODEL_DRAFTERS} - ({"classic"} if draft is None else set())
+    if draft is not None and "classic" not in drafting:
+        raise ValueError(f"--draft is {draft!r} but no mode is classic; add --mode classic or drop --draft")
+    with_heads = bool({*HEADS} & drafting)
     if heads and not with_heads:
         raise ValueError(f"--head is {heads[0]!r} but no mode is {' or '.join(HEADS)}; add --mode eagle or drop --head")
-    idle = next((head for head in heads if known.target is None and mode_of_head(head) not in (*modes, *mixed)), None)
+    idle = next((head for head in heads if known.target is None and mode_of_head(head) not in drafting), None)
     if idle is not None:  # other heads come with the embedded model, and would draft in its place
         fits = mode_of_head(idle)
         raise ValueError(f"--head is {idle!r}, of mode {fits}, and no mode is {fits}; add --mode {fits} or drop --head")
@@ -442,10 +444,9 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
     if head_quant is not None and not with_heads:
         raise ValueError(f"--head-quant is {head_quant!r} and no head is given; add --head or drop --head-quant")
     tree = getattr(args, "tree", _DEFAULTS.tree)
-    if tree != _DEFAULTS.tree and not {*MODEL_DRAFTERS, "hybrid"} & set(modes):
+    if tree != _DEFAULTS.tree and not {*MODEL_DRAFTERS, "hybrid", "auto"} & set(modes):
         raise ValueError("--tree is for drafts of a model, and no mode has one; add --mode share or drop --tree")
-    shares = "share" in (*modes, *mixed)
-    if args.draft_window != "auto" and not shares:
+    if args.draft_window != "auto" and "share" not in drafting:
         raise ValueError(
             f"--draft-window is {args.draft_window} and belongs to mode share; add --mode share (or hybrid --with "
             "share,suffix), or drop --draft-window"
@@ -463,7 +464,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
             f"--replicas is {replicas}, which have one device each, and there are stages; drop one of them"
         )
     draft_device = getattr(args, "draft_device", None)
-    if draft_device is not None and "classic" not in (*modes, *mixed):
+    if draft_device is not None and "classic" not in drafting:
         raise ValueError(f"--draft-device is {draft_device!r} but no mode is classic; add --mode classic or drop it")
     quant = getattr(args, "quant", None)
     auto = quant == "auto"
@@ -474,7 +475,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         )
     config = EngineConfig(
         target=getattr(args, "target", None),
-        mode="classic" if draft is not None else modes[-1],
+        mode="classic" if draft is not None and modes[-1] != "auto" else modes[-1],
         draft=draft,
         heads=heads,
         head_quant=None if head_quant is None else QuantConfig.parse(head_quant),
