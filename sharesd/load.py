@@ -25,7 +25,7 @@ from multigpu.group import Group
 from multigpu.pipeline import Split
 from multigpu.tensor import WHOLE, Part
 from offload.layout import Layout
-from offload.plan import Plan
+from offload.plan import DoesNotFit, Plan
 from offload.stream import Stream
 from quant.attach import Build, QuantReport
 from quant.gemlite_configs import save_configs
@@ -147,8 +147,12 @@ class Runtime:
         if offload is None:
             offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
             if self.auto is not None and offloading is not None and offloading.plan.offloads:
-                config = self._choose(config, offloads=True, progress=progress)
-                offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
+                before = config, offloading, self.auto
+                try:
+                    config = self._choose(config, offloads=True, progress=progress)
+                    offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
+                except DoesNotFit:  # tables need less
+                    config, offloading, self.auto = before
         self.plan = None if offloading is None else offloading.plan
         """What stays in memory and what travels; None where nobody set a limit and all of it stays."""
         if config.offload.when == "plan-only":
@@ -277,7 +281,6 @@ class Runtime:
             _compile_mode(config, self.device),
             offloads=offloads,
         )
-        log.info("%s", self.auto)
         return replace(config, auto_drafters=self.auto.drafters)
 
     def _check_stages(self) -> None:
