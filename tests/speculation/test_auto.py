@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from offloaded import LAYERS, limit_leaving, texts
-from tiny import make_checkpoint
-from tiny_heads import make_head
 
 from sharesd import auto, parts
 from sharesd.auto import choose
@@ -20,6 +17,9 @@ from sharesd.decoding import calibrate
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.weights import decoder_config
+from tests.helpers.offloaded import LAYERS, limit_leaving, texts
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_heads import make_head
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
