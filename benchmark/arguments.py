@@ -6,13 +6,17 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.table import Table
 
+from sharesd.config import EngineConfig
+
 _T = TypeVar("_T")
+USUAL_CONTEXT = 2048
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -48,9 +52,15 @@ def out_folder(text: str | None, name: str) -> Path:
     return folder
 
 
+def known_context(config: EngineConfig, needed: int = 0) -> EngineConfig:
+    """The config with a number for `auto` contexts: 2,048 tokens, or those that are `needed`."""
+    return config if isinstance(config.max_context, int) else replace(config, max_context=max(USUAL_CONTEXT, needed))
+
+
 def command() -> str:
     """The command line, as one would type it."""
-    return shlex.join(["python", "-m", "benchmark", *sys.argv[1:]])
+    console = Path(sys.argv[0]).stem == "sharesd"
+    return shlex.join([*(["sharesd"] if console else ["python", "-m", "benchmark"]), *sys.argv[1:]])
 
 
 def rich_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:

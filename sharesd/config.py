@@ -32,7 +32,7 @@ MOST_TOP_LOGPROBS = 20
 """Alternatives per token at most."""
 EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-instruct.npz"
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
-"""Made by `python -m train table` from the embedded model's answers to training prompts."""
+"""Made by `sharesd train table` from the embedded model's answers to training prompts."""
 EMBEDDED_HEADS = Path(__file__).parent / "drafters" / "heads" / "smollm2-135m-instruct"
 """Folders of heads for the embedded model, by the mode that they draft in; that of `classic` is a small decoder."""
 SMALL = "small"
@@ -255,7 +255,7 @@ class EngineConfig:
     ngram_recent: bool = False
     """`ngram`: continue the most recent match rather than the first."""
     corpus: str | None = None
-    """`suffix`: datastore of texts to look into as well, a file of `python -m train corpus`, or `empty`; None = the one
+    """`suffix`: datastore of texts to look into as well, a file of `sharesd train corpus`, or `empty`; None = the one
     that comes with the embedded model, if that is the target, else none."""
     recycle_table: str | None = None
     """`recycle`: file of a table to start from, or `empty`; None = the one that comes with the embedded model, if that
@@ -265,7 +265,7 @@ class EngineConfig:
     quantized copy of the target with its own KV."""
     heads: tuple[str, ...] = ()
     """Trained heads, at most one for each mode. `eagle`: a folder or hub id in a public layout of EAGLE, EAGLE-2 or
-    EAGLE-3. `parallel`, `glide`: what `python -m train parallel` and `glide` write. Modes without one take that which
+    EAGLE-3. `parallel`, `glide`: what `sharesd train parallel` and `glide` write. Modes without one take that which
     comes with the embedded model, if there is one."""
     head_quant: QuantConfig | None = None
     """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
@@ -366,7 +366,7 @@ class EngineConfig:
                 self.require_head(mode)
         if self.head_quant is not None and not any(map(self.head_of, HEADS)):
             raise ValueError(
-                f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
+                f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--draft-head FOLDER)"
             )
         if self.split.wanted and self.device != "auto":
             raise ValueError(f"device is {self.device!r} and the stages have devices of their own; leave device out")
@@ -444,7 +444,7 @@ class EngineConfig:
         if head is not None:
             return head
         if not self.heads:
-            raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
+            raise ValueError(f"mode {mode} needs a trained head; give one (--draft-head FOLDER)")
         other, fits = self.heads[0], mode_of_head(self.heads[0])
         raise ValueError(f"{other} is a head of mode {fits}: take mode {fits}, not {mode}, or give another head")
 

@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt_tokens:
         prompts = joined(prompts, args.prompt_tokens, num_questions)
     longest = max(map(len, prompts))
+    config = arguments.known_context(config, longest + args.max_new_tokens)
     if longest + args.max_new_tokens > config.max_context:
         raise ValueError(
             f"a prompt has {longest} tokens, {args.max_new_tokens} are to follow and the context holds "

@@ -89,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write busy.json; returns 0, or 1 if texts differ."""
     mode: Mode = args.mode
-    config = options.engine_config(args, modes=(mode,))
+    config = arguments.known_context(options.engine_config(args, modes=(mode,)))
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)

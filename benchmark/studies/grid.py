@@ -24,12 +24,15 @@ from benchmark.reports.text import number, percent, times
 from benchmark.studies.neighbours import busy_neighbours
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.config import HEADS, EngineConfig, Mode, SamplingParams
+from sharesd.cli.options import MIXING
+from sharesd.config import MODES as ALL_MODES
+from sharesd.config import EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
     from benchmark.studies.interleave import Comparison
 
-MODES = ("share", "suffix", "recycle", "classic", *HEADS, "hybrid")
+MODES = tuple(mode for mode in ALL_MODES if mode != "naive")
+AUTO = "auto"
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 5
 LEAST_SPEEDUP = 0.98
 """Below this a cell counts as lost."""
@@ -78,14 +81,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
-    parser.set_defaults(max_context=None)
+    parser.set_defaults(max_context=AUTO)
     group = parser.add_argument_group("grid")
     group.add_argument(
         "--modes",
         dest="mode",
         default="all",
         metavar="LIST",
-        help=f"what is measured against naive, with commas; all: {', '.join(MODES)} (of heads the one that is given)",
+        help=f"what is measured against naive, with commas; all: {', '.join(MODES)} (of heads those that there are)",
     )
     group.add_argument(
         "--contexts", type=arguments.numbers, default="200,2000,6000", metavar="LIST", help="tokens of prompts"
@@ -122,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     modes = tuple(mode for mode in options.modes_of(args, default=MODES) if mode != "naive")
     if not modes:
         raise ValueError("--modes is naive alone, which is what the others are measured against; add another mode")
-    plain = argparse.Namespace(**{**vars(args), "max_context": args.max_context or 16})
+    plain = argparse.Namespace(**{**vars(args), "max_context": 16 if args.max_context == AUTO else args.max_context})
     config = options.engine_config(plain, modes=modes)
     samplings = [
         SamplingParams(temperature=temperature, seed=args.seed, max_new_tokens=args.max_new_tokens)
@@ -140,9 +143,9 @@ def run(args: argparse.Namespace) -> int:
     out_dir = arguments.out_folder(args.out_dir, "grid")
     prompts, others = _prompts(config, questions, most, args.contexts, args.filler)
     needed = args.max_new_tokens + max(len(prompt) for group in prompts.values() for prompt in group)
-    if args.max_context is not None and args.max_context < needed:
+    if args.max_context != AUTO and args.max_context < needed:
         raise ValueError(f"--max-context is {args.max_context} and {needed} are needed; drop it or raise it")
-    config = replace(config, max_context=args.max_context or needed)
+    config = replace(config, max_context=needed if args.max_context == AUTO else args.max_context)
     cells: list[Cell] = []
     report: dict[str, Any] = {}
     for batch, num_asked in asked.items():
@@ -251,19 +254,21 @@ def verdict_of(cells: Sequence[Cell]) -> list[str]:
     points: dict[tuple, dict[str, float]] = {}
     for cell, speedup in known:
         points.setdefault((cell.context, cell.batch, cell.temperature), {})[cell.mode] = speedup
-    shares = {
-        point: by_mode["hybrid"] / max(speedup for mode, speedup in by_mode.items() if mode != "hybrid")
-        for point, by_mode in points.items()
-        if "hybrid" in by_mode and len(by_mode) > 1
-    }
-    if shares:
+    for chooser in MIXING:
+        shares = {
+            point: by_mode[chooser] / max(single)
+            for point, by_mode in points.items()
+            if chooser in by_mode and (single := [by_mode[mode] for mode in by_mode if mode not in MIXING])
+        }
+        if not shares:
+            continue
         behind = [
             f"{context} tokens B={batch} T={temperature:g}: {share:.2f}"
             for (context, batch, temperature), share in shares.items()
             if share < LEAST_OF_BEST
         ]
         lines.append(
-            f"hybrid below {LEAST_OF_BEST} of the best single drafter at {len(behind)} of {len(shares)} points"
+            f"{chooser} below {LEAST_OF_BEST} of the best single drafter at {len(behind)} of {len(shares)} points"
             f"{': ' if behind else ''}{'; '.join(behind)}"
         )
     differing = [_place(cell) for cell in cells if not cell.identical]

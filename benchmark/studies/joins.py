@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write joins.json; returns 0."""
     mode: Mode = args.mode
     config = replace(options.engine_config(args, modes=(mode,)), max_batch=args.rows + 1)
+    config = arguments.known_context(config, 2 * args.prompt_tokens)
     if args.prompt_tokens >= config.max_context:
         raise ValueError(
             f"--prompt-tokens is {args.prompt_tokens} and the context holds {config.max_context}; raise --max-context"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sharesd.decoding.cache import StaticKVCache
     from sharesd.decoding.engine import Engine
 
+AUTO = "auto"
 REPEATS = 15
 """Times that each step is timed."""
 WARM_CALLS = 4
@@ -89,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
-    parser.set_defaults(max_context=None)
+    parser.set_defaults(max_context=AUTO)
     group = parser.add_argument_group("scaling")
     lists = {"contexts": "128,512,2048,8192", "widths": "1,2,4,8,16,32,64", "batches": "1,2,4,8"}
     helps = {"contexts": "live tokens per row", "widths": "rows of a verify step", "batches": "sequences at once"}
@@ -106,7 +107,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the tables, write scaling.json and scaling.md; returns the exit status."""
     longest = args.contexts[-1]
-    if args.max_context is not None and args.max_context < longest:
+    if args.max_context != AUTO and args.max_context < longest:
         raise ValueError(
             f"--max-context is {args.max_context} and --contexts goes to {longest}; drop --max-context or raise it"
         )
@@ -115,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
             f"--contexts begins with {args.contexts[0]} and a step has up to {max(args.widths[-1], DRAFT_STEPS)} rows; "
             "begin with a context that holds them"
         )
-    plain = argparse.Namespace(**{**vars(args), "max_context": max(longest, args.max_context or 16)})
+    context = longest if args.max_context == AUTO else args.max_context
+    plain = argparse.Namespace(**{**vars(args), "max_context": context})
     config = options.engine_config(plain, modes=("share",))
     if config.given_tree is not None:
         raise ValueError("--tree does not belong here, scaling measures chains; drop it")

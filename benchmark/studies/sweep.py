@@ -128,13 +128,17 @@ def configs_of(config: EngineConfig, axes: Sequence[Axis]) -> list[tuple[dict[st
         raise ValueError("--over names K, which fixes the number of draft tokens, and max-draft; drop one of the two")
     length = next((name for name in names if name in ("K", "max-draft")), None)
     if length and config.num_draft is not None:
-        raise ValueError(f"--num-draft is {config.num_draft} and --over names {length}; drop --num-draft")
+        raise ValueError(
+            f"--num-speculative-tokens is {config.num_draft} and --over names {length}; drop --num-speculative-tokens"
+        )
     if config.given_tree is None and any(name in TREE_PARTS for name in names):
         raise ValueError(f"--over names {names[0]}, but there is no tree; give the other parts, such as --tree 2:4:8")
     tables = config.drafters_of(config.mode)
     ngram = next((name for name in names if name.startswith("ngram")), None)
     if ngram and "ngram" not in tables:
-        raise ValueError(f"--over names {ngram}, but no ngram table drafts; use --mode ngram, or hybrid --with ngram")
+        raise ValueError(
+            f"--over names {ngram}, but no ngram table drafts; use --mode ngram, or hybrid --hybrid-drafters ngram"
+        )
     found: list[tuple[dict[str, int], EngineConfig]] = []
     left_out: list[str] = []
     for point in product(*(values for _, values in axes)):
