@@ -1,4 +1,4 @@
-"""The examples for Ray, where it is installed (`pip install 'sharesd[ray]'`)."""
+"""The examples for Ray, where it is installed (`pip install '.[ray]'`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny import make_checkpoint
 
 from sharesd import EngineConfig, SamplingParams, build
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'sharesd[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PROMPTS = [f"the cat {i}" for i in range(12)]
