@@ -1,4 +1,4 @@
-"""The examples for Ray, where it is installed (`pip install 'sharesd[ray]'`)."""
+"""The examples for Ray, where it is installed (`pip install '.[ray]'`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sharesd import EngineConfig, SamplingParams, build
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_checkpoint
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'sharesd[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 PROMPTS = [f"the cat {i}" for i in range(12)]
 PARAMS = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3)
