@@ -233,7 +233,7 @@ class SplitConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What `sharesd.load.build` needs to make an engine."""
+    """What a `Runtime` is made of; these are the keywords of `LLM`, too."""
 
     target: str | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
@@ -322,8 +322,6 @@ class EngineConfig:
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """What happens when the model is larger than memory."""
-    progress: bool = False
-    """Show progress bars of loading and quantizing on stderr."""
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)

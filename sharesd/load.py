@@ -613,12 +613,6 @@ class Runtime:
         )
 
 
-def build(config: EngineConfig | None = None, *, progress: Progress = silent) -> Engine:
-    """An engine, loaded, compiled and warmed up."""
-    config = config or EngineConfig()
-    return Runtime(config, progress=progress).engine()
-
-
 def follow_rank_0(group: Group, tensors: Tensors | None = None) -> None:
     """Load this rank's part of what rank 0 has configured, and take part in its steps until it ends: RankLost then.
 
