@@ -121,7 +121,7 @@ def mode_of(args: argparse.Namespace) -> Mode:
     return modes[0]  # type: ignore[return-value]
 
 
-def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: bool = False) -> EngineConfig:
+def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineConfig:
     """The model options as a config; its mode is the last of `modes`.
 
     A flag that none of the modes has a use for is a warning. ValueError where what was asked for would not be done: a
@@ -213,7 +213,6 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
             choose_depth=max_draft is None,
             choose_trees=getattr(args, "acceptance", "match") == "match",
         ),
-        progress=progress,
     )
     if auto:
         from sharesd.settings import best_quant  # torch takes seconds, mistakes should not
