@@ -13,12 +13,12 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from tiny import make_checkpoint
-from tiny_heads import make_head
 
 from sharesd.models.weights import decoder_config
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_heads import make_head
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HEAVY = ("transformers", "hqq", "bitsandbytes", "matplotlib")
 BLOCKER = f"""
 import sys

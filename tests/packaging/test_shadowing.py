@@ -13,7 +13,7 @@ import pytest
 
 from sharesd import shadowing
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REMEDY = "rename it, or run from another folder"
 SCRIPT = "import sharesd; print('imported', sharesd.__version__)"
 

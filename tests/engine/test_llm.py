@@ -13,8 +13,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tiny import make_checkpoint
-from tiny_heads import make_head
 
 from sharesd import LLM, Completion, EngineConfig, OffloadConfig, QuantConfig, SamplingParams, SplitConfig
 from sharesd import llm as llm_module
@@ -23,6 +21,8 @@ from sharesd.decoding.engine import Engine
 from sharesd.load import Runtime
 from sharesd.models.weights import decoder_config
 from sharesd.option_values import engine_config
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_heads import make_head
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 HEADS = ("eagle", "parallel", "glide")

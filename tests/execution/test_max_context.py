@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import tiny_decoder
-from tiny import make_checkpoint
 
 from compile.attention import kv_layout, new_kv
 from sharesd import context
@@ -17,6 +15,8 @@ from sharesd.context import Context, choose_context
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.load import Runtime
 from sharesd.memory import own_memory
+from tests.helpers.oracle import tiny_decoder
+from tests.helpers.tiny import make_checkpoint
 
 CPU = torch.device("cpu")
 MODEL = tiny_decoder(3, max_position_embeddings=8192)
