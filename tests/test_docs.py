@@ -258,6 +258,23 @@ def test_options_in_the_text_exist(page: Path, options: dict[str, bool]) -> None
     assert not unknown, f"no parser has {unknown}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_in_the_text_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: None)
+    unknown = []
+    for span in spans_of(page):
+        name = re.match(r"(?:sharesd )?((?:bench|train|cache) [a-z][a-z0-9]*)\b(?!\.)|sharesd ([a-z]+)\b", span)
+        if name is None:
+            continue
+        try:
+            status = console_command()([*(name[1] or name[2]).split(), "--help"])
+        except SystemExit as end:
+            status = end.code  # type: ignore[assignment]
+        if status:
+            unknown.append(span)
+    assert not unknown, f"no such commands: {unknown}"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory as examples expect it."""
