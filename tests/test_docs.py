@@ -304,7 +304,8 @@ def test_python_examples_run(
         assert re.fullmatch(r"<!-- not run: .*(GPU|cluster).* -->", example.mark), example.mark
         pytest.skip(example.mark)
     monkeypatch.chdir(folder)
-    text = example.text
+    text = re.sub(r"\bLLM\((?![\"'])", f'LLM("{MODEL}", ', example.text)  # not the demo model, which takes seconds
+    text = re.sub(r"\bEngineConfig\((?!target)", f'EngineConfig(target="{MODEL}", ', text)
     if "127.0.0.1:8000" in text:
         text = text.replace("127.0.0.1:8000", request.getfixturevalue("address"))
     lines = "\n" * example.line  # so that a traceback has the page's line
