@@ -21,6 +21,7 @@ from tiny_tokenizer import TOOL_TEMPLATE
 import sharesd
 from sharesd.cli.parser import SECOND_NAMES
 from sharesd.config import EngineConfig, Mode
+from train.shards import Shard
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -282,6 +283,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_checkpoint(home / MODEL) / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TOOL_TEMPLATE}))
     (home / "prompts.txt").write_text("the cat\nthe mat\n")
+    (home / "data").mkdir()
+    answers = Shard(home / "data", 0, 1)
+    for index in range(8):
+        asked = {"role": "user", "content": f"prompt {index}"}
+        answer = {"token_ids": [1, 2, 3, 4], "loss_spans": [[2, 4]]}
+        answers.add({"index": index, "sample": 0, "messages": [asked], "sequences": [answer]})
     return home
 
 
