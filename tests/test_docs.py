@@ -18,12 +18,12 @@ import pytest
 import sharesd
 from sharesd.cli.parser import SECOND_NAMES
 from sharesd.config import EngineConfig, Mode
+from tests.helpers.paths import ROOT
 from tests.helpers.served import served
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
 from train.shards import Shard
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "sharesd" / "drafters").rglob("README.md")],
     key=lambda page: page.relative_to(ROOT).as_posix(),
