@@ -48,7 +48,7 @@ def read(file: Path) -> list[Row]:
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns of numbers are right-aligned."""
-    numeric = [all(re.fullmatch(r"[\d.,]*", row[i]) for row in rows) for i in range(len(heads))]
+    numeric = [all(re.fullmatch(r"[\d.,]*(x.*)?", row[i]) for row in rows) for i in range(len(heads))]
     lines = [heads, ["---:" if right else "---" for right in numeric], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -93,7 +93,8 @@ def readme_table(rows: Sequence[Row]) -> str:
     commands = "\n".join(_wrapped(command) for command in dict.fromkeys(row["command"] for row in rows))
     return (
         f"On [{hosts}](docs/results/README.md), {last}, commit {commits}. Medians of {_range(sorted(runs))} runs, in "
-        f"brackets the least and the most.\n{texts}\n\n{markdown([*heads, 'extra memory'], body)}\n```console\n{commands}\n```\n"
+        f"brackets the least and the most.\n{texts}\n\n{markdown([*heads, 'extra memory'], body)}\n"
+        f"```console\n{commands}\n```\n"
     )
 
 
