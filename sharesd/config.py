@@ -35,6 +35,8 @@ EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
 """Made by `python -m train table` from the embedded model's answers to training prompts."""
 EMBEDDED_HEADS = Path(__file__).parent / "drafters" / "heads" / "smollm2-135m-instruct"
 """Folders of heads for the embedded model, by the mode that they draft in; that of `classic` is a small decoder."""
+FEWEST_CONTEXT, PLANNED_CONTEXT = 16, 2048
+"""Tokens of a context at least, and where it is `auto` and has to be known before the model is loaded."""
 SMALL = "small"
 """`EngineConfig.draft` where the small decoder that comes with the embedded model is to draft."""
 
@@ -318,8 +320,9 @@ class EngineConfig:
     prefill_chunk: int | None = None
     """Tokens of a prompt that are read between two rounds of other requests; None = 512, and on a CPU as many as the
     others hardly notice. Where a prompt's bits depend on how it is cut, as on a GPU, it is always 512."""
-    max_context: int = 2048
-    """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
+    max_context: int | Literal["auto"] = "auto"
+    """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit. `auto`:
+    that limit, or what half of the free memory holds, if that is less (see `sharesd.context`)."""
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -357,7 +360,10 @@ class EngineConfig:
             _at_least("max_queue", self.max_queue, 0)
         if self.prefill_chunk is not None:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
-        _at_least("max_context", self.max_context, 16)
+        if isinstance(self.max_context, int):
+            _at_least("max_context", self.max_context, FEWEST_CONTEXT)
+        else:
+            _one_of("max_context", self.max_context, ("auto", "a number"))
         by_mode = {mode_of_head(head): head for head in self.heads}
         if len(by_mode) < len(self.heads):
             raise ValueError(f"heads are {', '.join(self.heads)}, some of which are for one mode; give one for each")
@@ -404,6 +410,11 @@ class EngineConfig:
                 f"num_draft is {self.num_draft} and tree is {shown}; leave num_draft to be chosen, or make it {budget} "
                 "for the whole tree in every round"
             )
+
+    @property
+    def planned_context(self) -> int:
+        """`max_context`, as far as it is known before the model is loaded."""
+        return self.max_context if isinstance(self.max_context, int) else PLANNED_CONTEXT
 
     @property
     def given_tree(self) -> tuple[int, int, int] | None:

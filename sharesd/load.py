@@ -43,6 +43,7 @@ from sharesd.config import (
     PlanOnly,
     SamplingParams,
 )
+from sharesd.context import choose_context
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.confidence import spread_of
@@ -230,7 +231,15 @@ class Runtime:
                 assert isinstance(self.target, Decoder)
                 self._placed.place_head(self.target)
                 self._offload = self._placed.stream
-        self.max_context = min(config.max_context, self.target.max_context)
+        self.max_context, self.context_reason = choose_context(
+            config,
+            self.target,
+            self.device,
+            taps=self._heads.taps,
+            copies=2 if "classic" in self._needs else 1,
+            planned=config.offload.limited or any(x is not None for x in (self._placed, self._group, self._split)),
+        )
+        log.info("context: %d tokens (%s)", self.max_context, self.context_reason)
         self._pack(self.target)
         if self._part.rank:
             return  # who follows rank 0 needs no more

@@ -149,7 +149,7 @@ class Parts:
         rows = self.config.max_batch * (1 + max(self.config.most_draft, DEPTHS[-1]))
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
         longest = CHUNK if self._on_gpu else LONG_CHUNK  # tokens of a prompt at a time, one row after the other
-        read = min(longest, self.config.max_context)
+        read = min(longest, self.config.planned_context)
         return self._kv() + logits + read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
 
     def _loading(self) -> int:
@@ -325,7 +325,7 @@ class Parts:
 def kv_bytes(decoder: Decoder, config: EngineConfig, overhang: int) -> list[int]:
     """Bytes of each layer's keys and values, with so many slots behind the context."""
     c, dtype = decoder.config, decoder.embed.weight.dtype
-    slots = round_slots(min(config.max_context, decoder.max_context) + overhang)
+    slots = round_slots(min(config.planned_context, decoder.max_context) + overhang)
     few = new_kv(1, c.num_kv_heads, 1, c.head_dim, dtype, torch.device("cpu"))
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
     return [config.max_batch * slots * per_slot] * len(c.layers)

@@ -24,7 +24,7 @@ from benchmark.reports.text import number, percent, times
 from benchmark.studies.neighbours import busy_neighbours
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.config import HEADS, EngineConfig, Mode, SamplingParams
+from sharesd.config import FEWEST_CONTEXT, HEADS, EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
     from benchmark.studies.interleave import Comparison
@@ -78,7 +78,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
-    parser.set_defaults(max_context=None)
     group = parser.add_argument_group("grid")
     group.add_argument(
         "--modes",
@@ -122,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
     modes = tuple(mode for mode in options.modes_of(args, default=MODES) if mode != "naive")
     if not modes:
         raise ValueError("--modes is naive alone, which is what the others are measured against; add another mode")
-    plain = argparse.Namespace(**{**vars(args), "max_context": args.max_context or 16})
+    given = None if args.max_context == "auto" else args.max_context
+    plain = argparse.Namespace(**{**vars(args), "max_context": given or FEWEST_CONTEXT})
     config = options.engine_config(plain, modes=modes)
     samplings = [
         SamplingParams(temperature=temperature, seed=args.seed, max_new_tokens=args.max_new_tokens)
@@ -140,9 +140,9 @@ def run(args: argparse.Namespace) -> int:
     out_dir = arguments.out_folder(args.out_dir, "grid")
     prompts, others = _prompts(config, questions, most, args.contexts, args.filler)
     needed = args.max_new_tokens + max(len(prompt) for group in prompts.values() for prompt in group)
-    if args.max_context is not None and args.max_context < needed:
-        raise ValueError(f"--max-context is {args.max_context} and {needed} are needed; drop it or raise it")
-    config = replace(config, max_context=args.max_context or needed)
+    if given is not None and given < needed:
+        raise ValueError(f"--max-context is {given} and {needed} are needed; drop it or raise it")
+    config = replace(config, max_context=given or needed)
     cells: list[Cell] = []
     report: dict[str, Any] = {}
     for batch, num_asked in asked.items():
@@ -185,7 +185,7 @@ def measure(
 
     with loading_bars() as progress:
         runtime = Runtime(config, modes, progress=progress)
-    if runtime.max_context < config.max_context:
+    if runtime.max_context < config.planned_context:
         raise ValueError(
             f"prompts and answers take up to {config.max_context} tokens and the model's context is "
             f"{runtime.max_context}; lower --contexts"

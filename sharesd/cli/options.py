@@ -271,10 +271,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-context",
-        type=_whole,
+        type=_length,
         default=_DEFAULTS.max_context,
         metavar="N",
-        help="tokens of prompt and answer that the KV cache holds",
+        help="tokens of prompt and answer that the KV cache holds; auto: the model's own limit, or what half of the "
+        "free memory holds",
     )
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run modelling code that a checkpoint brings along"
