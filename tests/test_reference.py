@@ -250,9 +250,9 @@ def test_markers_that_match_nothing_are_errors(tmp_path: Path) -> None:
         results_tables.table(file, "", "a")
 
 
-def test_cards_have_data_licences_and_figures() -> None:
+def test_cards_have_data_licences_and_recipes() -> None:
     cards = sorted((ROOT / "sharesd/drafters").rglob("README.md"))
-    assert len(cards) == 4
+    assert len(cards) >= 3
     for card in cards:
         text = card.read_text(encoding="utf-8")
-        assert all(word in text for word in ("SmolLM2-135M-Instruct", "MIT", "Apache-2.0", "## Data", "## Recipe"))
+        assert all(word in text for word in ("SmolLM2-135M-Instruct", "4-bit", "MIT", "Apache-2.0", "Data", "$ "))

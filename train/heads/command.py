@@ -32,13 +32,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"draft_vocab": None, "init": None, "unroll": "1", "decay": 1.0, "feature_weight": 0.0},
     ),
 }
-STARTS = {
-    "eagle": "a linear map that is fitted to the target",
-    "eagle3": "the target's last block",
-    "glide": "parts of the target's blocks",
-    "parallel": "the target's last block",
-}
-"""Kind of head -> its beginning without `--init`, for help texts."""
 FREED = 2**31 - 1
 """Bytes of freed memory that are kept: what a step frees the next one takes."""
 SAMPLE = 3
@@ -120,7 +113,8 @@ def _add_head_options(group: Any, kind: str) -> None:
         "--init",
         metavar="DIR",
         help="begin as this trained head, with its draft tokens and depths, for example on more answers (default: "
-        f"{STARTS[kind]})" + ("; an eagle3 head will do" if kind == "parallel" else ""),
+        + ("a linear map" if kind == "eagle" else "as the target's last block")
+        + (")" if kind != "parallel" else "); an eagle3 head will do"),
     )
     group.add_argument(
         "--draft-vocab",
