@@ -32,7 +32,7 @@ from sharesd.models.heads.config import ARCHITECTURES as HEADS
 from sharesd.models.weights import decoder_config
 from train.__main__ import COMMANDS as TRAINING
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for folder in ("reference", "explanation", "results") for page in (DOCS / folder).glob("*.md"))
 WRITTEN = [page for page in PAGES if page.name != "cli.md"]

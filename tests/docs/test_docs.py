@@ -351,7 +351,9 @@ def test_symbols_and_files_exist(page: Path) -> None:
     missing = []
     for span in spans_of(page):
         name = span.removesuffix("()")
-        if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", name) and not re.search(r"\.(csv|json|md|png|py|sh)$", name):
+        if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", name) and not re.search(
+            r"\.(csv|json|md|png|py|sh)$", name
+        ):
             found = has_symbol(name)
         elif re.fullmatch(r"[A-Z]\w+(\.[a-z_]\w*)+", name) and name.partition(".")[0] in sharesd.__all__:
             found = has_symbol(f"sharesd.{name}")
