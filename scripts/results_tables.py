@@ -19,6 +19,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -27,8 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "docs" / "results"
 MTBENCH = RESULTS / "mtbench.csv"
-WIDTH = 118
-"""Characters of a line of a shown command, at most."""
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) \|([^|]*)\|([^>]*?)-->\n).*?(<!-- /table -->)", re.DOTALL)
 _RESULTS = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 Row = dict[str, str]
@@ -70,7 +69,7 @@ def table(file: Path, wanted: str, shown: str) -> str:
 
 
 def readme_table(rows: Sequence[Row]) -> str:
-    """The table of README.md, with its conditions and commands."""
+    """The table of README.md under a line of its conditions. The commands are in the file."""
     if not rows:
         return "No run is recorded yet in docs/results/mtbench.csv.\n"
     last = max(row["date"] for row in rows)
@@ -86,16 +85,13 @@ def readme_table(rows: Sequence[Row]) -> str:
             line += [_spread(found, temperature), _median(found, temperature, "tokens_per_round", ".2f")]
         extra = max((float(row["extra_mb"]) for row in found if row["extra_mb"]), default=None)
         body.append([*line, "" if extra is None else f"{extra:.1f} MB" if extra else "0"])
-    runs = {len([row for row in rows if row["mode"] == line[0].strip("`")]) // len(temperatures) for line in body}
+    runs = set(Counter((row["mode"], row["temperature"]) for row in rows).values())
     hosts, commits = (", ".join(dict.fromkeys(row[name] for row in rows)) for name in ("host", "commit"))
     same = min(float(row["identical"]) for row in rows if row["identical"])
     texts = "All texts are identical to those of `naive`." if same == 1 else f"Identical texts: {same:.1%} at least."
-    commands = "\n".join(_wrapped(command) for command in dict.fromkeys(row["command"] for row in rows))
-    return (
-        f"On [{hosts}](docs/results/README.md), {last}, commit {commits}. Medians of {_range(sorted(runs))} runs, in "
-        f"brackets the least and the most.\n{texts}\n\n{markdown([*heads, 'extra memory'], body)}\n"
-        f"```console\n{commands}\n```\n"
-    )
+    measured = "One run." if runs == {1} else f"Medians of {_range(sorted(runs))} runs (least to most)."
+    conditions = f"Machine [{hosts}](docs/results/README.md), {last}, commit {commits}. {measured}\n{texts}\n"
+    return f"{conditions}\n{markdown([*heads, 'extra memory'], body)}"
 
 
 def rows_of(folder: Path, *, host: str, date: str | None, commit: str) -> list[Row]:
@@ -184,16 +180,6 @@ def _spread(rows: Sequence[Row], temperature: float) -> str:
 
 def _range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}" if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
-
-
-def _wrapped(command: str) -> str:
-    lines = ["$"]
-    for word in command.split():
-        if len(lines[-1]) + 1 + len(word) > WIDTH - 2:
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

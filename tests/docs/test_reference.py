@@ -35,8 +35,8 @@ from train.__main__ import COMMANDS as TRAINING
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for folder in ("reference", "explanation", "results") for page in (DOCS / folder).glob("*.md"))
-WRITTEN = [page for page in PAGES if page.name != "cli.md"]
-"""Pages that are not generated from parsers."""
+WRITTEN = [page for page in PAGES if page.name not in ("cli.md", "http-api.md")]
+"""Pages that tests/test_docs.py does not look at alone."""
 MOST_LINES = 250
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -231,7 +231,7 @@ def test_the_readmes_table_has_medians_and_spread() -> None:
     old = {**made[0], "date": "2025-01-01", "mode": "gone"}
     text = results_tables.readme_table([old, *made])
     assert "| `share` | 120.0 | 1.20x (1.10 to 1.40) | 2.00 | 75.6 MB |" in text
-    assert "medians of 3 runs" in text.lower() and "$ sharesd bench mtbench" in text and "gone" not in text
+    assert "commit abc. Medians of 3 runs" in text and "gone" not in text
     assert "identical to those of `naive`" in text
     made[-1]["identical"] = "0.98"
     assert "Identical texts: 98.0% at least" in results_tables.readme_table(made)
