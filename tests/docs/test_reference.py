@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for folder in ("reference", "explanation", "results") for page in (DOCS / folder).glob("*.md"))
 WRITTEN = [page for page in PAGES if page.name not in ("cli.md", "http-api.md")]
-"""Pages that tests/test_docs.py does not look at alone."""
+"""Pages whose plan is checked here; the others are generated, or checked by test_docs."""
 MOST_LINES = 250
 
 sys.path.insert(0, str(ROOT / "scripts"))
