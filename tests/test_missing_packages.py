@@ -1,4 +1,4 @@
-"""Pictures where matplotlib is missing: one line that names them, and the data all the same."""
+"""Packages of extras that are missing: one line with the command that installs them; data without its pictures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmark.reports.results import _plots
+from serve.command import main as serve
+from sharesd import grammar
 from sharesd.cli.pictures import can_draw
 from train.heads.journal import CURVES, LOG, Journal
 
@@ -39,3 +41,16 @@ def test_a_training_says_it_once_and_keeps_its_records(tmp_path: Path, capsys: p
 def test_with_matplotlib_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert can_draw("speed.png") and not capsys.readouterr().err
+
+
+def test_the_server_names_its_packages(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "serve.server", None)
+    assert serve(["--port", "0"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "run: pip install fastapi uvicorn prometheus-client llguidance" in said
+
+
+def test_grammars_name_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="run: pip install llguidance"):
+        grammar.llguidance()
