@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what the checkout has, without the network."""
-    pytest.importorskip("setuptools", "77", reason="setuptools 77 or newer builds the wheel")
+    pytest.importorskip("setuptools", "77", reason="setuptools 77.0.1 or newer builds the wheel")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for package in PACKAGES:
