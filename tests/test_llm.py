@@ -19,6 +19,7 @@ from tiny_heads import make_head
 from sharesd import LLM, Completion, EngineConfig, OffloadConfig, QuantConfig, SamplingParams, SplitConfig
 from sharesd import llm as llm_module
 from sharesd.config import Mode
+from sharesd.decoding.calls import Call
 from sharesd.decoding.engine import Engine
 from sharesd.load import Runtime
 from sharesd.models.weights import decoder_config
@@ -266,6 +267,16 @@ def test_another_thread_takes_over_the_number_of_threads(llm: LLM, expected: dic
         assert pool.submit(torch.get_num_threads).result() == 1
     torch.set_num_threads(before)
     llm.generate("the", GREEDY)
+
+
+def test_a_long_list_holds_up_nobody_elses_prompt(llm: LLM, expected: dict[int, Any]) -> None:
+    """Rows go to calls in turn, not to all of the first one's prompts."""
+    call = Call("naive", [([9], LONG, place) for place in range(40)], whole=False)
+    long = llm._calls.run(call)
+    next(long)
+    assert ids_of(llm.generate(PROMPTS, GREEDY, mode="naive")) == expected[GREEDY.seed]
+    assert call.num_left > 30
+    long.close()
 
 
 # ---- what ends a call early
