@@ -1,6 +1,6 @@
 """Ray Data: a file of prompts answered by engines all over a Ray cluster.
 
-    pip install 'sharesd[ray]'
+    pip install '.[ray]'
     python examples/ray_data.py prompts.jsonl answers --replicas 4 --gpus 1
 
 `prompts.jsonl` has a record with `prompt` on each line. The answer depends on the prompt, its place and the seed alone:

@@ -1,6 +1,6 @@
 """Ray Serve: as many replicas of the engine behind one address as its load asks for.
 
-    pip install 'sharesd[ray]'
+    pip install '.[ray]'
     serve run examples.ray_serve:app
     curl -d '{"prompt": "Why is the sky blue?", "max_new_tokens": 64, "seed": 1}' localhost:8000
 

@@ -24,4 +24,4 @@ if ! cmp -s "$scratch/oldest.txt" .venv-oldest/made-from; then
 fi
 
 step "tests"
-.venv-oldest/bin/python scripts/run_tests.py "$@"
+.venv-oldest/bin/python scripts/run_tests.py --all "$@"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sharesd import shadowing
+
 if TYPE_CHECKING:
     from quant.config import QuantConfig
     from sharesd.config import EngineConfig, OffloadConfig, SamplingParams, SplitConfig
@@ -50,3 +52,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+shadowing.check(shadowing.LOWER)

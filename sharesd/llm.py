@@ -20,7 +20,7 @@ from sharesd.messages import EXAMPLE, for_template
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.settings import best_quant
 
-DEFAULT_MODE: Mode = "share"
+DEFAULT_MODE: Mode = "auto"
 """What drafts where nobody says."""
 MAX_BATCH = 8
 """Prompts that an LLM decodes together, as the server does."""

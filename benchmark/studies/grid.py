@@ -24,12 +24,14 @@ from benchmark.reports.text import number, percent, times
 from benchmark.studies.neighbours import busy_neighbours
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.config import FEWEST_CONTEXT, HEADS, EngineConfig, Mode, SamplingParams
+from sharesd.cli.options import MIXING
+from sharesd.config import FEWEST_CONTEXT, EngineConfig, Mode, SamplingParams
+from sharesd.config import MODES as ALL_MODES
 
 if TYPE_CHECKING:
     from benchmark.studies.interleave import Comparison
 
-MODES = ("share", "suffix", "recycle", "classic", *HEADS, "hybrid")
+MODES = tuple(mode for mode in ALL_MODES if mode != "naive")
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 5
 LEAST_SPEEDUP = 0.98
 """Below this a cell counts as lost."""
@@ -84,7 +86,7 @@ def add_parser(subparsers: Any) -> None:
         dest="mode",
         default="all",
         metavar="LIST",
-        help=f"what is measured against naive, with commas; all: {', '.join(MODES)} (of heads the one that is given)",
+        help=f"what is measured against naive, with commas; all: {', '.join(MODES)} (of heads those that there are)",
     )
     group.add_argument(
         "--contexts", type=arguments.numbers, default="200,2000,6000", metavar="LIST", help="tokens of prompts"
@@ -251,19 +253,21 @@ def verdict_of(cells: Sequence[Cell]) -> list[str]:
     points: dict[tuple, dict[str, float]] = {}
     for cell, speedup in known:
         points.setdefault((cell.context, cell.batch, cell.temperature), {})[cell.mode] = speedup
-    shares = {
-        point: by_mode["hybrid"] / max(speedup for mode, speedup in by_mode.items() if mode != "hybrid")
-        for point, by_mode in points.items()
-        if "hybrid" in by_mode and len(by_mode) > 1
-    }
-    if shares:
+    for chooser in MIXING:
+        shares = {
+            point: by_mode[chooser] / max(single)
+            for point, by_mode in points.items()
+            if chooser in by_mode and (single := [by_mode[mode] for mode in by_mode if mode not in MIXING])
+        }
+        if not shares:
+            continue
         behind = [
             f"{context} tokens B={batch} T={temperature:g}: {share:.2f}"
             for (context, batch, temperature), share in shares.items()
             if share < LEAST_OF_BEST
         ]
         lines.append(
-            f"hybrid below {LEAST_OF_BEST} of the best single drafter at {len(behind)} of {len(shares)} points"
+            f"{chooser} below {LEAST_OF_BEST} of the best single drafter at {len(behind)} of {len(shares)} points"
             f"{': ' if behind else ''}{'; '.join(behind)}"
         )
     differing = [_place(cell) for cell in cells if not cell.identical]
@@ -339,7 +343,7 @@ def _report(args: argparse.Namespace, config: EngineConfig, modes: Sequence[Mode
             "model": model_name(config.target),
             "draft": config.draft,
             "modes": list(modes),
-            "hybrid_with": list(config.mixed),
+            "hybrid_with": list(config.drafters_of("hybrid")),
             "corpus": config.corpus_file.name if config.corpus_file else "empty",
             "recycle_table": config.table_file.name if config.table_file else "empty",
             "contexts": list(args.contexts),
