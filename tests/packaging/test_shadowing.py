@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sharesd import shadowing
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 REMEDY = "rename it, or run from another folder"
 SCRIPT = "import sharesd; print('imported', sharesd.__version__)"
 

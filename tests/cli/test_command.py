@@ -7,15 +7,13 @@ import importlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import sharesd_command
 from sharesd.cli import main as answering
 from sharesd_command import COMMANDS, HELP, main
-
-ROOT = Path(__file__).parents[1]
+from tests.helpers.paths import ROOT
 
 
 def run_python(code: str) -> str:

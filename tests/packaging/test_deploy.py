@@ -17,11 +17,11 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from tiny import make_checkpoint
 
 from serve.settings import Settings
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny import make_checkpoint
 
-ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "examples/deploy"
 
 pytestmark = pytest.mark.slow
