@@ -209,6 +209,8 @@ class LLM:
 
     def _complete(self, asked: list[list[int]], params: Params | None, mode: Mode | None) -> list[Completion]:
         call = self._call(asked, params, mode, whole=True)
+        if not asked:
+            return []
         chunks = list(self._calls.run(call))
         done = {request: Completion() for request in call.requests}
         for chunk in chunks:

@@ -53,7 +53,7 @@ from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import RowBits, check_rows
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of, slots_to_go_on
-from sharesd.device import device_of, prepare_cuda, use
+from sharesd.device import device_of, prepare_cuda, use, warn_untried
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
@@ -138,6 +138,8 @@ class Runtime:
         self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+            if group is None or not group.rank:
+                warn_untried(self.device)
             use(self.device)
         modes = tuple(modes or (config.mode,))
         self.auto: Choice | None = None

@@ -32,7 +32,10 @@ class Call:
         wanted before all has ended.
         """
         self.mode, self.asked, self.whole = mode, asked, whole
+        self.matches = all(params.acceptance == "match" for _, params, _ in asked)
+        """Whether drafts are accepted so that rows need not be sampled alike."""
         self.requests: list[Request] = []
+        """Those that the engine has got, in order."""
         self.pieces: deque[TokenChunk] = deque()
         """Chunks that the caller has not got."""
         self.num_left = len(asked)
@@ -46,6 +49,11 @@ class Call:
         """Whether there is something for the caller."""
         return self.error is not None or not self.num_left or (bool(self.pieces) and not self.whole)
 
+    @property
+    def num_asked(self) -> int:
+        """Prompts that the engine has not got."""
+        return len(self.asked) - len(self.requests)
+
 
 class Calls:
     """Runs calls on engines that share a KV cache. All methods may be called from any thread."""
@@ -54,8 +62,8 @@ class Calls:
         """`engines`, by mode, are used in no other way from now on."""
         self._engines: dict[str, Engine] = {mode: engine for mode, engine in engines.items()}
         self._new: deque[Call] = deque()  # in the order in which they came
-        self._owners: dict[Request, Call] = {}  # of requests that are decoded, or wait for a row
-        self._mode = ""  # theirs
+        self._running: deque[Call] = deque()  # all of one mode; the next one whose prompt gets a row comes first
+        self._owners: dict[Request, Call] = {}
         self._changed = Condition()
         self._leader: Call | None = None  # whose thread steps
         self._closed: BaseException | None = None
@@ -63,9 +71,11 @@ class Calls:
     def run(self, call: Call) -> Generator[TokenChunk, None, None]:
         """Chunks of a call as they come. Closing the iterator cancels what is left of it before the next step.
 
-        Raises what `Engine.add` raises; RuntimeError where another call has ended in the middle of a step.
+        Raises what `Engine.add` raises, before any work; RuntimeError where another call has ended in the middle of a
+        step.
         """
-        self._new.append(call)
+        with self._changed:
+            self._new.append(call)
         try:
             while call.num_left or call.pieces:
                 if not call.pieces or call.whole:
@@ -81,11 +91,10 @@ class Calls:
         with self._changed:
             while self._leader is not None:
                 self._changed.wait(PATIENCE)
-            for call in {*self._owners.values(), *self._new}:
+            for call in (*self._running, *self._new):
                 call.error = call.error or reason
-            self._owners.clear()
-            self._new.clear()
-            self._engines.clear()
+            for calls in (self._owners, self._running, self._new, self._engines):
+                calls.clear()
             self._changed.notify_all()
 
     def _wait(self, call: Call) -> None:
@@ -113,10 +122,12 @@ class Calls:
         try:
             with _STEP:
                 CREW.enter()
-                self._cancel_closed()
+                self._drop_ended()
                 self._admit()
-                if self._owners:
-                    for chunk in self._engines[self._mode].step():
+                if self._running:
+                    engine = self._engines[self._running[0].mode]
+                    self._fill_rows(engine)
+                    for chunk in engine.step():
                         self._hand_out(chunk)
         except BaseException as error:
             self._break_off(leader, error)
@@ -125,37 +136,52 @@ class Calls:
             with self._changed:
                 self._changed.notify_all()
 
-    def _cancel_closed(self) -> None:
-        for request in [request for request, call in self._owners.items() if call.closed]:
-            self._engines[self._mode].cancel(request)
-            del self._owners[request]
+    def _drop_ended(self) -> None:
+        """Cancel what nobody wants any more."""
+        for call in [call for call in self._running if call.closed or not call.num_left]:
+            for request in call.requests:
+                if self._owners.pop(request, None) is not None:
+                    self._engines[call.mode].cancel(request)
+            self._running.remove(call)
 
     def _admit(self) -> None:
-        """Add the calls that can be decoded with those that run, up to the first that cannot."""
+        """Let calls run that can be decoded with those that do, up to the first that cannot."""
         while self._new and (self._new[0].closed or self._goes_along(self._new[0])):
             call = self._new.popleft()
             if call.closed:
                 continue
-            self._mode, engine = call.mode, self._engines[call.mode]
             try:
-                for ids, params, index in call.asked:
-                    request = engine.add(ids, params, index)
-                    self._owners[request] = call
-                    call.requests.append(request)
+                sampling.check_alike([params for _, params, _ in call.asked])
+                for ids, params, _ in call.asked:
+                    self._engines[call.mode].check(ids, params)
             except ValueError as error:
                 call.error = error
-                for request in call.requests:
-                    engine.cancel(request)
-                    del self._owners[request]
+            else:
+                self._running.append(call)
 
     def _goes_along(self, call: Call) -> bool:
-        if not self._owners:
+        if not self._running:
             return True
+        first = self._running[0]
+        if call.mode != first.mode or call.matches != first.matches:
+            return False
         try:
-            sampling.check_alike([*(params for _, params, _ in call.asked), *(r.params for r in self._owners)])
+            sampling.check_alike([each.asked[0][1] for each in (first, call) if not each.matches])
         except ValueError:
             return False
-        return call.mode == self._mode
+        return True
+
+    def _fill_rows(self, engine: Engine) -> None:
+        """Give free rows to prompts of the calls in turn: a long list holds up nobody else's prompt."""
+        num_free = engine.cache.batch - engine.num_running - engine.num_waiting
+        for _ in range(min(num_free, sum(call.num_asked for call in self._running))):
+            while not self._running[0].num_asked:
+                self._running.rotate(-1)
+            call = self._running[0]
+            request = engine.add(*call.asked[len(call.requests)])
+            self._owners[request] = call
+            call.requests.append(request)
+            self._running.rotate(-1)
 
     def _hand_out(self, chunk: TokenChunk) -> None:
         call = self._owners[chunk.request]
@@ -166,8 +192,10 @@ class Calls:
 
     def _break_off(self, leader: Call, error: BaseException) -> None:
         """All that runs ends here: the device may be ahead of what was handed out."""
-        for call in {*self._owners.values()} - {leader}:
-            call.error = RuntimeError(f"another call was broken off in the middle of a step ({error!r}); ask again")
+        for call in self._running:
+            if call is not leader:
+                call.error = RuntimeError(f"another call was broken off in the middle of a step ({error!r}); ask again")
+        self._running.clear()
         self._owners.clear()
         for engine in self._engines.values():
             engine.cancel_all()

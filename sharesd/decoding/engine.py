@@ -180,8 +180,7 @@ class Engine:
         num_ahead = len(self._waiting) - len(self._slots.free) + 1
         if self.max_queue is not None and num_ahead > self.max_queue:
             raise QueueFull(f"{len(self._waiting)} requests wait and the queue holds {self.max_queue}; try again later")
-        ids = self._encode(prompt)
-        self._check(params)
+        ids = self.check(prompt, params)
         sampling.check_alike([params, *(request.params for request in self._requests)])
         if all(request.call is not None for request in self._requests):
             self._take_cache()
@@ -266,6 +265,12 @@ class Engine:
                     self.cancel(request)
 
     # ---- what comes in
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt that `add` would take with these parameters; ValueError as there."""
+        ids = self._encode(prompt)
+        self._check(params)
+        return ids
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

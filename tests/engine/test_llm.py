@@ -17,6 +17,7 @@ import torch
 from sharesd import LLM, Completion, EngineConfig, OffloadConfig, QuantConfig, SamplingParams, SplitConfig
 from sharesd import llm as llm_module
 from sharesd.config import Mode
+from sharesd.decoding.calls import Call
 from sharesd.decoding.engine import Engine
 from sharesd.load import Runtime
 from sharesd.models.weights import decoder_config
@@ -83,7 +84,7 @@ def test_all_modes_give_the_texts_of_the_engine(
                 done = made.generate(PROMPTS, params, mode=mode)
                 assert ids_of(done) == expected[params.seed], mode
                 [alone] = made.generate(PROMPTS[0], params, mode=mode)
-                assert alone == done[0], mode
+                assert (alone.token_ids, alone.text) == (done[0].token_ids, done[0].text), mode
                 pieces = list(made.stream(PROMPTS[0], params, mode=mode))
                 assert "".join(piece.text for piece in pieces) == alone.text
                 assert [i for piece in pieces for i in piece.token_ids] == alone.token_ids
@@ -266,6 +267,16 @@ def test_another_thread_takes_over_the_number_of_threads(llm: LLM, expected: dic
         assert pool.submit(torch.get_num_threads).result() == 1
     torch.set_num_threads(before)
     llm.generate("the", GREEDY)
+
+
+def test_a_long_list_holds_up_nobody_elses_prompt(llm: LLM, expected: dict[int, Any]) -> None:
+    """Rows go to calls in turn, not to all of the first one's prompts."""
+    call = Call("naive", [([9], LONG, place) for place in range(40)], whole=False)
+    long = llm._calls.run(call)
+    next(long)
+    assert ids_of(llm.generate(PROMPTS, GREEDY, mode="naive")) == expected[GREEDY.seed]
+    assert call.num_left > 30
+    long.close()
 
 
 # ---- what ends a call early
