@@ -10,6 +10,8 @@ import os
 
 if os.environ.get("TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: a GPU changes what "auto" means
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; tests of threads set their number
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
