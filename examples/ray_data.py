@@ -4,7 +4,7 @@
     python examples/ray_data.py prompts.jsonl answers --replicas 4 --gpus 1
 
 `prompts.jsonl` has a record with `prompt` on each line. The answer depends on the prompt, its place and the seed alone:
-any number of replicas gives the same texts as `python -m sharesd generate --prompts`.
+any number of replicas gives the same texts as `sharesd generate --prompts`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     serve run examples.ray_serve:app
     curl -d '{"prompt": "Why is the sky blue?", "max_new_tokens": 64, "seed": 1}' localhost:8000
 
-For one machine `python -m serve` speaks OpenAI's protocol and needs no Ray.
+For one machine `sharesd serve` speaks OpenAI's protocol and needs no Ray.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _section(command: Command, anchors: dict[tuple, str], differing: set[tuple[t
     if linked:
         parts.append("And " + ", ".join(f"[{group.title}](#{anchors[group.key]})" for group in linked) + ".")
     own_defaults = [
-        f"{row.flag} is {row.default or 'off'}"
+        f"`{row.flag.strip('`').split()[0]}` {row.default or 'off'}"
         for group in linked
         for row in group.rows
         if (group.key, row.flag) in differing
