@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import make_checkpoint
 
 from sharesd import device, load
 from sharesd.config import EngineConfig
+from tests.helpers.tiny import make_checkpoint
 
 CUDA = torch.device("cuda", 0)
 
