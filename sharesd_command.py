@@ -51,7 +51,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
     if name == "serve":
         from serve.command import main as serve
 
-        return serve(rest, f"{NAME} {name}")
+        return serve(rest, prog=f"{NAME} {name}")
     if name == "train":
         from train.__main__ import main as train
 

@@ -38,7 +38,7 @@ KEY_VARIABLE = "SHARESD_API_KEY"
 Load = Callable[[EngineConfig, Mode, int | None], "Model"]
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG, load: Load | None = None) -> int:
+def main(argv: Sequence[str] | None = None, load: Load | None = None, prog: str = PROG) -> int:
     """Serve; returns the exit status. `load` stands in for `load_model`."""
     return main_guard(lambda: _run(parse(make_parser(prog), argv), load or load_model))
 

@@ -29,7 +29,7 @@ def hidden(packages: Sequence[str]) -> str | None:
     """The file that hides one of these packages and the remedy; None where Python finds ShareSD's. Imports nothing."""
     for name in packages:
         found = _found(name)
-        if found is not None and os.path.realpath(found) != os.path.join(ROOT, name):
+        if found is not None and os.path.realpath(os.path.dirname(found)) != ROOT:
             remedy = "rename it, or run from another folder"
             return f"{found} hides the package {name} of ShareSD, which is in {ROOT}; {remedy}"
     return None

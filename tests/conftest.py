@@ -34,6 +34,7 @@ if INTERPRETED and find_spec("triton"):
 HERE = Path(__file__).parent
 MARKS: dict[str, tuple[str, ...]] = {
     "compile/cpu": ("kernels",),
+    "compile/cpu/test_guard.py": ("slow",),
     "compile/inductor": ("inductor",),
     "compile/cuda/interpreted": ("interpreted",),
     "serve/test_page.py": ("browser",),

@@ -69,7 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where their answers go, as JSON Lines in the same order; run it again to go on after an end of any kind",
     )
-    group.add_argument("--max-batch", type=int, metavar="N", help=f"prompts at once in each process ({MAX_BATCH})")
+    group.add_argument(
+        "--max-batch", type=int, metavar="N", help=f"prompts at once in a process (default: {MAX_BATCH})"
+    )
     options.add_replicas_option(group)
 
 

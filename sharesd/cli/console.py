@@ -72,6 +72,7 @@ def set_up_logging(level: str) -> None:
     if level.upper() not in LEVELS:
         raise ValueError(f"LOGLEVEL is {level!r}; choose one of {', '.join(LEVELS)}")
     handler = _Lines(level.upper())
+    handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name in PACKAGES:

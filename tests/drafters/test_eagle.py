@@ -32,7 +32,7 @@ from sharesd.models.heads.head import FeatureHead, Head
 from sharesd.models.heads.native import native_head
 from sharesd.models.weights import decoder_config
 from sharesd.sampling.sampler import Sampler
-from tests.compile.inductor.test_compile import compiled
+from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, kv_of, new_engine, placed, shapes_for, tiny_decoder
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import logits_of, make_head

@@ -15,7 +15,7 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.prefill import prefill
 from sharesd.decoding.tree import pack
 from sharesd.models.decoder import Decoder
-from tests.compile.inductor.test_compile import compiled
+from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, new_engine, switched, tiny_decoder
 from tests.speculation.test_trees import random_tree
 

@@ -75,7 +75,7 @@ def _apart(zeros_like: Callable) -> Callable:
 
     @wraps(zeros_like)
     def guarded_zeros_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return zeros_like(tensors) if _place == "off" else [torch.zeros_like(tensor) for tensor in tensors]
+        return zeros_like(tensors) if _place == "off" else [torch.zeros_like(t, device="cpu") for t in tensors]
 
     return guarded_zeros_like
 

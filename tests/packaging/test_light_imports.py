@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from sharesd.models.weights import decoder_config
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import make_head
 
-ROOT = Path(__file__).parents[2]
 HEAVY = ("transformers", "hqq", "bitsandbytes", "matplotlib")
 BLOCKER = f"""
 import sys

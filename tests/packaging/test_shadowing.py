@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sharesd import shadowing
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 REMEDY = "rename it, or run from another folder"
 SCRIPT = "import sharesd; print('imported', sharesd.__version__)"
 
@@ -103,14 +103,18 @@ def test_it_hides_what_an_editable_installation_finds(tmp_path: Path) -> None:
     assert run(tmp_path, "-m", "sharesd", "--version", path=(site,)).returncode == 0
 
 
-def test_an_archive_and_a_link_are_no_strangers(tmp_path: Path) -> None:
+def test_archives_and_links_are_no_strangers(tmp_path: Path) -> None:
     archive, link = tmp_path / "all.zip", tmp_path / "link"
     with zipfile.ZipFile(archive, "w") as packed:
         for package in ("sharesd", *shadowing.LOWER):
             for file in (ROOT / package).glob("*.py"):
                 packed.write(file, f"{package}/{file.name}")
     link.symlink_to(ROOT)
-    for place in (archive, link):
+    links = tmp_path / "links"
+    links.mkdir()
+    for package in ("sharesd", *shadowing.LOWER):
+        (links / package).symlink_to(ROOT / package)
+    for place in (archive, link, links):
         done = run(tmp_path, "-c", f"{SCRIPT}; print(sharesd.__file__)", path=(place,), flags=("-P",))
         assert done.stdout.startswith("imported") and str(place) in done.stdout, done.stderr
 

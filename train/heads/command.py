@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
-    group = parser.add_argument_group("what")
+    group = parser.add_argument_group("input and output")
     group.add_argument("--data", required=True, metavar="DIR", help="answers of the target, as `generate` wrote them")
     group.add_argument("--out-dir", required=True, metavar="DIR", help="for heads (last, best), log and curves")
     group.add_argument("--target", metavar="MODEL", help="its checkpoint (default: what wrote the answers)")

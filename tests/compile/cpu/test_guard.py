@@ -31,10 +31,7 @@ from tests.helpers import guard
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_heads import random_head
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.skipif(os.environ.get("GUARD_PAGES") == "off", reason="guard pages are off"),
-]
+pytestmark = pytest.mark.skipif(os.environ.get("GUARD_PAGES") == "off", reason="guard pages are off")
 Hand = Callable[[str, Tensor], Tensor]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CHAIN = Branches(torch.tensor([[0, 1, 2]]), torch.tensor([[[0, 0, 0], [0, 1, 0], [0, 1, 2]]]))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,27 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from compile.attention import CHUNK, SINKS, attend
-from compile.linear import PackedLinear, pack_linears
-from compile.regions import CompiledBlocks, CompiledModel, compile_step, no_recompiles, structure
-from compile.stack import NativeStack, Unsuited
+from compile.linear import pack_linears
+from compile.regions import CompiledModel, compile_step, no_recompiles, structure
 from quant.attach import quantize_linears
 from quant.config import QuantConfig
 from quant.linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
-from sharesd.decoding.selfcheck import check_rows
 from sharesd.load import Runtime
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.widths import fixed_width, shallow
+from tests.helpers.compiled import NUM_DRAFT, check_looking_back, compiled, wide_decoder
 from tests.helpers.oracle import (
     classic_engine,
-    kv_of,
     layer_of,
     new_engine,
-    put_kv,
     share_engine,
     switched,
     tiny_decoder,
 )
 from tests.helpers.tiny import make_checkpoint
 
-pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread", "own_cache")]
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
 PROMPTS: list[str | list[int]] = [
     "why is the sky blue",
@@ -54,7 +48,6 @@ PROMPTS: list[str | list[int]] = [
 ]
 GREEDY = SamplingParams(max_new_tokens=40)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95, seed=3)
-NUM_DRAFT = 3
 
 
 @pytest.fixture(scope="module")
@@ -150,30 +143,6 @@ def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Path) -> None:
 # ---- a drafter with the target's own weights
 
 
-def compiled(model: Decoder, how: str, switch: Switch | None = None) -> Decoder:
-    """The model as `load.Runtime` would run it on a CPU."""
-    low = (lambda: switch.low) if switch else (lambda: False)
-    pack_linears(model)
-    if how == "native":
-        ropes = [kind.rope for kind in model.config.layers]
-        model.run_stack = NativeStack(
-            model.blocks,
-            tables=model.rope_tables,
-            norm=model.norm,
-            ropes=ropes,
-            activation=model.config.activation,
-            low=low,
-        )
-    else:
-        model.step_widths = frozenset({1, 2, 1 + NUM_DRAFT})
-        model.run_block = CompiledBlocks({1, 2, 1 + NUM_DRAFT}, low)
-    return model
-
-
-def wide_decoder(seed: int = 3) -> Decoder:
-    return tiny_decoder(seed, dtype=torch.bfloat16, hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
-
-
 @pytest.mark.parametrize("how", ["native", "regional"])
 def test_drafts_by_the_targets_own_weights_are_all_accepted(how: str) -> None:
     """bfloat16, compiled, widths 1 and 4: a single bit that depends on the width would show up as a miss."""
@@ -264,98 +233,6 @@ def test_compiled_steps_read_and_write_the_cache_they_are_given(form: Callable[[
 # ---- the parts
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
-    "phi3": {
-        "model_type": "phi3",
-        "partial_rotary_factor": 0.5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
-    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "hidden_act": "gelu"},
-    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},
-    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
-}
-
-
-def family(name: str, dtype: torch.dtype) -> Decoder:
-    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
-    return tiny_decoder(1, dtype=dtype, **{**sizes, **FAMILIES[name]})
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
-    plain = family(name, dtype)
-    stack = compiled(copy.deepcopy(plain), "native")
-    tokens = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        caches = [m.new_cache(2, 64) for m in (plain, stack)]
-        for cache in caches:
-            cache.lengths += torch.tensor([0, 5])
-        wanted, ours = (m.forward(tokens, cache) for m, cache in zip((plain, stack), caches, strict=True))
-    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
-    for theirs, mine in zip((wanted, *caches[0].k, *caches[0].v), (ours, *caches[1].k, *caches[1].v), strict=True):
-        assert (mine - theirs).double().norm() < tolerance * theirs.double().norm()
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:
-    model = compiled(family(name, dtype), "native")
-    tokens = torch.randint(0, 40, (3, 17), generator=torch.Generator().manual_seed(0))
-    starts = torch.tensor([0, 9, 30])
-
-    def run(rows: slice, width: int, slots: int = 64) -> Tensor:
-        cache = model.new_cache(len(starts[rows]), slots)
-        values_S1 = torch.arange(cache.slots)[:, None] % 7 - 3
-        put_kv(cache, [values_S1.to(dtype).expand_as(tensor) for tensor in kv_of(cache)])
-        cache.lengths += starts[rows]
-        parts = []
-        for i in range(0, 17, width):
-            parts.append(model.forward(tokens[rows, i : i + width], cache))
-            cache.lengths += width
-        return torch.cat(parts, 1)
-
-    with torch.inference_mode():
-        together = run(slice(0, 3), 17)
-        for width in (1, 2, 4, 5, 16):
-            assert torch.equal(run(slice(0, 3), width), together)
-        for b in range(3):
-            for width in (1, 17):
-                assert torch.equal(run(slice(b, b + 1), width, 96), together[b : b + 1])
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(run(slice(0, 3), 5), together)
-        torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, checkpoint: Path) -> None:
-    """The kernel rounds activations, the reference does not: that must cost less than rounding the weights."""
-    quant, tokens = QuantConfig(bits=bits, group_size=32, head_bits=bits), torch.tensor([[3, 9, 27, 81, 5]])
-    ours, reference = (new_runtime(checkpoint, mode, ("share",), quant=quant) for mode in ("native", "off"))
-
-    def logits(runtime: Runtime) -> Tensor:
-        return runtime.target.forward(tokens, runtime.target.new_cache(1, 32)).float()
-
-    with torch.inference_mode():
-        full = logits(ours)
-        with ours._switch.use_low(), reference._switch.use_low():
-            low, wanted = logits(ours), logits(reference)
-    error = (low - wanted).norm() / full.norm()
-    assert error < (0.1 if bits == 8 else 0.5 * (low - full).norm() / full.norm())
-
-
-def test_the_stack_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(Unsuited, match="no linear of kind Linear"):
-        model = wide_decoder()
-        NativeStack(model.blocks, tables=model.rope_tables, ropes=[0, 0], activation="silu")
-
-
 def test_structure_tells_blocks_apart() -> None:
     model = tiny_decoder(0)
     same = structure(model.blocks[0])
@@ -397,122 +274,5 @@ def test_compiled_functions_are_their_own() -> None:
             assert form(module, torch.zeros(2 + amount)).tolist() == [amount] * (2 + amount)
 
 
-def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool, bool]:
-    first = shallow(model)
-    return check_rows(first, first.new_cache(2, 256), widths, trees=True)
-
-
-def test_the_self_check_tells_whether_rows_depend_on_the_width(
-    checkpoint: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = wide_decoder()
-    pack_linears(model)
-    assert rows_of(model) == (True, True), "packed linears and attention are row-invariant"
-    plain = PackedLinear.forward
-
-    def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = plain(self, x)
-        return y * (1 + 2**-6) if x.shape[1] == 5 else y
-
-    monkeypatch.setattr(PackedLinear, "forward", sloppy)
-    assert rows_of(model) == (False, False) and rows_of(model, (1, 8)) == (True, True)
-    for num_draft, width in ((3, 9), (8, 9), (12, 16)):
-        config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=num_draft, max_context=128)
-        runtime = Runtime(config, ("naive", "share"))
-        assert runtime.engine("naive").widths == runtime.engine("share").widths == [width]
-    assert "texts" not in caplog.text
-    assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
-
-
-def test_fixed_widths_do_not_follow_the_length_of_drafts() -> None:
-    assert {fixed_width("cuda", most) for most in range(16)} == {16} and fixed_width("cuda", 40) == 41
-    assert {fixed_width("cpu", most) for most in range(9)} == {9}, "the default"
-
-
-@pytest.mark.parametrize("place", ["compiled blocks", "far slots", "the last norm", "the head"])
-def test_the_self_check_looks_at_what_runs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that differ somewhere only."""
-    model = wide_decoder()
-    pack_linears(model)
-
-    def wrong(x: torch.Tensor, *, here: bool = True) -> torch.Tensor:
-        return x * (1 + 2**-6) if x.shape[1] == 8 and here else x
-
-    if place == "compiled blocks":
-        model.run_block = lambda block, *tensors, recent: wrong(block(*tensors, recent=recent))
-    elif place == "far slots":
-
-        def far(*tensors: Any, **options: Any) -> torch.Tensor:
-            return wrong(attend(*tensors, **options), here=bool(tensors[5].min() > 200))
-
-        monkeypatch.setattr("sharesd.models.decoder.attend", far)
-    else:
-        part: Any = model.norm if place == "the last norm" else model.head
-        forward = part.forward
-        monkeypatch.setattr(part, "forward", lambda x: wrong(forward(x)))
-    assert rows_of(model) == (False, False)
-
-
-def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def scattered(*tensors: Any, branches: Any = None, **options: Any) -> torch.Tensor:
-        out = attend(*tensors, branches=branches, **options)
-        return out if branches is None else out * (1 + 2**-6)
-
-    monkeypatch.setattr("sharesd.models.decoder.attend", scattered)
-    assert rows_of(wide_decoder()) == (True, False)
-    config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=4, max_context=128)
-    engine = Runtime(config, ("hybrid",)).engine("hybrid")
-    assert engine.widths is None and engine.drafter is not None and not engine.drafter.trees
-    grown = replace(config, tree=(2, 2, 4))
-    with pytest.raises(ValueError, match="do not have the bits of chains here; drop --tree, or add --no-exact"):
-        Runtime(grown, ("share",))
-    loose = Runtime(replace(grown, exact=False), ("share",)).engine("share")
-    assert loose.drafter is not None and loose.drafter.trees
-
-
-# ---- drafts that look back only so far
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("how", ["eager", "native", "regional"])
-def test_steps_that_look_back_see_the_first_slots_and_recent_chunks(how: str) -> None:
-    model = tiny_decoder(3, num_hidden_layers=1, max_position_embeddings=512)
-    model = model if how == "eager" else compiled(model, how)
-    text = torch.randint(0, 40, (1, 3 * CHUNK), generator=torch.Generator().manual_seed(0))
-    cache = model.new_cache(1, 4 * CHUNK)
-    model.forward(text, cache)
-    cache.lengths += text.shape[1]
-    row = torch.tensor([[7]])
-    whole = model.forward(row, cache)
-    recent = cache.ahead(5)
-    recent.lengths.copy_(cache.lengths)
-    near = model.forward(row, recent)
-    assert not torch.equal(near, whole)
-    held = kv_of(cache)
-    for tensor in held:
-        tensor[:, :, SINKS : 2 * CHUNK] += 1.0
-    put_kv(cache, held)
-    assert torch.equal(near, model.forward(row, recent))
-    for tensor in held:
-        tensor[:, :, :SINKS] += 1.0
-    put_kv(cache, held)
-    assert not torch.allclose(near, model.forward(row, recent))
-    assert cache.recent == 0 and not torch.allclose(whole, model.forward(row, cache))
-
-
-@pytest.mark.parametrize("how", ["eager", "native"])
-def test_texts_are_the_same_however_far_drafts_look_back(how: str) -> None:
-    model = tiny_decoder(3, max_position_embeddings=512)
-    prompt = [i * i % 37 for i in range(2 * CHUNK)]
-    params = SamplingParams(max_new_tokens=24)
-    context: Any = {"max_context": 3 * CHUNK}
-    [wanted] = new_engine(model, **context).generate([prompt], params)
-    taus = []
-    for window in (0, 4):
-        twin, switch = switched(model)
-        twin = compiled(twin, how, switch) if how == "native" else twin
-        engine = share_engine(twin, switch, window=window, **context)
-        [done] = engine.generate([prompt], params)
-        assert done.token_ids == wanted.token_ids
-        taus.append(engine.stats.tau)
-    assert taus[0] > taus[1], "drafts by the same weights that see less are worse"
+def test_compiled_steps_that_look_back_see_the_first_slots_and_recent_chunks() -> None:
+    check_looking_back("regional")

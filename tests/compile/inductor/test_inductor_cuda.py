@@ -25,7 +25,6 @@ SANDWICHED = [LINEAR, ATTEND, LINEAR, FUSED, LINEAR, LINEAR, FUSED]
 """Norms behind both halves of a layer, each with the sum that it goes into."""
 
 pytestmark = [
-    pytest.mark.inductor,
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here"),
     pytest.mark.skipif(
         torch.backends.cuda.is_built(), reason="this torch has a guard of its own, which asks the driver"

@@ -31,7 +31,7 @@ from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.tiny import make_checkpoint
 from tests.models.test_models import FALLBACK, save_random
 
-pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread", "own_cache")]
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 MODES = ("naive", "share", "suffix")
 PROMPTS: list[str | list[int]] = ["why is the sky blue", [7], [5, 6, 7, 5, 6, 7, 5], [9] * 33]
 GREEDY = SamplingParams(max_new_tokens=24)
