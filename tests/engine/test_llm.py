@@ -378,8 +378,9 @@ def test_close_frees_and_ends_all_calls(options: dict[str, Any]) -> None:
 
 PUBLIC = (
     "target mode hybrid_with auto_drafters ngram_min ngram_max ngram_recent corpus recycle_table draft heads "
-    "head_quant num_draft max_draft draft_window tree dtype device quant compile exact steady_cublas threads tensor_parallel "
-    "tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context trust_remote_code offload"
+    "head_quant num_draft max_draft draft_window tree dtype device quant compile exact steady_cublas threads "
+    "tensor_parallel tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context "
+    "trust_remote_code offload"
 )
 """Fields of EngineConfig, which are keywords of LLM: whoever renames one breaks programs of others."""
 SAMPLING = (
