@@ -1,4 +1,4 @@
-"""Values of options as people write them, for the command line and for `LLM`; ValueError for those that are none."""
+"""Values of options as texts, for flags and for the keywords of `LLM`; ValueError for what is none."""
 
 from __future__ import annotations
 
@@ -15,26 +15,34 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 """Short names of dtypes."""
 
 
+def whole(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
 def tree(text: str) -> str | tuple[int, ...]:
-    """`auto`, `off`, or the three numbers of K:DEPTH:BUDGET."""
+    """Three whole numbers, K:DEPTH:BUDGET, or `auto` or `off`."""
     if text in ("auto", "off"):
         return text
     parts = text.split(":")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"tree is {text!r}, which is not K:DEPTH:BUDGET, auto or off; for example 2:4:8")
-    return tuple(map(int, parts))
+    if len(parts) != 3:
+        raise ValueError(f"{text!r} is not K:DEPTH:BUDGET, auto or off; for example 2:4:8")
+    return tuple(map(whole, parts))
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names between commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    """Names with commas between."""
+    return tuple(name.strip() for name in text.split(","))
 
 
 def dtype(text: str) -> str:
-    """The full name of a dtype."""
+    """A dtype, by its long or its short name."""
     name = DTYPES.get(text, text)
     if name not in get_args(DType):
-        raise ValueError(f"dtype is {text!r}; choose one of {', '.join((*get_args(DType), *DTYPES))}")
+        raise ValueError(f"{text!r} is none of {', '.join((*get_args(DType), *DTYPES))}")
     return name
 
 
@@ -77,6 +85,7 @@ def _offload(when: str, given: Collection[str]) -> OffloadConfig:
 _TEXTS: dict[str, Callable[[str], Any]] = {
     "tree": tree,
     "hybrid_with": names,
+    "auto_drafters": names,
     "heads": lambda text: (text,),
     "dtype": dtype,
     "split": split,
@@ -93,6 +102,9 @@ def _converted(name: str, value: Any) -> Any:
         return tuple(str(each) if isinstance(each, Path) else each for each in value)
     if isinstance(value, Path):
         value = str(value)
-    if isinstance(value, str) and name in _TEXTS:
+    if not isinstance(value, str) or name not in _TEXTS:
+        return value
+    try:
         return _TEXTS[name](value)
-    return value
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

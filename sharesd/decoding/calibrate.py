@@ -330,7 +330,7 @@ def _read(file: Path) -> list[Costs]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is measured again, it cannot be read (%s: %s)", file, type(error).__name__, error)
+        log.warning("%s is measured again, it cannot be read (%s)", file, repr(error))
         return []
 
 

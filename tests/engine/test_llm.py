@@ -377,9 +377,10 @@ def test_close_frees_and_ends_all_calls(options: dict[str, Any]) -> None:
 
 
 PUBLIC = (
-    "target mode hybrid_with ngram_min ngram_max ngram_recent corpus recycle_table draft heads head_quant num_draft "
-    "max_draft draft_window tree dtype device quant compile exact steady_cublas threads tensor_parallel "
-    "tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context trust_remote_code offload"
+    "target mode hybrid_with auto_drafters ngram_min ngram_max ngram_recent corpus recycle_table draft heads "
+    "head_quant num_draft max_draft draft_window tree dtype device quant compile exact steady_cublas threads "
+    "tensor_parallel tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context "
+    "trust_remote_code offload"
 )
 """Fields of EngineConfig, which are keywords of LLM: whoever renames one breaks programs of others."""
 SAMPLING = (
@@ -427,9 +428,9 @@ def test_a_plan_leaves_alone_what_is_given() -> None:
         ({"max_contxt": 5}, "max_contxt is no option of LLM; take max_context"),
         ({"zzz": 5}, "zzz is no option of LLM; take one of target, "),
         ({"max_context": 5}, "max_context is 5; it must be at least 16"),
-        ({"tree": "2:4"}, "tree is '2:4', which is not K:DEPTH:BUDGET"),
+        ({"tree": "2:4"}, "tree: '2:4' is not K:DEPTH:BUDGET, auto or off; for example 2:4:8"),
         ({"quant": "hqq4"}, "quantization is 'hqq4'"),
-        ({"dtype": "int3"}, "dtype is 'int3'; choose one of"),
+        ({"dtype": "int3"}, "dtype: 'int3' is none of auto, bfloat16"),
         ({"offload": "never"}, "offload is 'never'; choose one of"),
         ({"device": "gpu"}, "device is 'gpu'; give cpu, cuda or cuda:N"),
     ],
