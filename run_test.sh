@@ -1,31 +1,51 @@
 #!/usr/bin/env bash
-# Smoke checks of every entry point, then the test suite. Flags go to pytest, e.g. -k lossless.
+# Lint, types, every entry point once, then the quick tests. Flags go to pytest, e.g. -k lossless.
+#   --all   also the slow tiers: more modes, guard pages, older processors, Inductor, Triton's interpreter, processes, browser
+#   --long  also whole products of parameters, fuzzing in full, second models
 # Whatever they make lies in folders of their own, which go away.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 source scripts/scratch.sh
 out=$scratch/out
 mkdir "$out"
+all=
+for flag in "$@"; do
+  case $flag in --all | --long) all=yes ;; esac
+done
 
 step "style and types"
 ruff check .
 ruff format --check .
 mypy sharesd compile quant offload multigpu benchmark train serve
 
-step "generate: five modes give one text"
-for mode in naive classic share eagle glide; do
-  python -m sharesd generate "Name three colours of the rainbow." --mode "$mode" --max-new-tokens 24 >"$out/$mode.txt"
+step "help of every command"
+for program in sharesd "sharesd generate" "sharesd chat" "sharesd cache" serve train benchmark; do
+  python -m $program --help >/dev/null
 done
-python -m sharesd generate "Name three colours of the rainbow." --mode classic --draft small --max-new-tokens 24 >"$out/small.txt"
-cat "$out/naive.txt"
-for name in classic small share eagle glide; do cmp "$out/naive.txt" "$out/$name.txt"; done
+if [ -f sharesd_command.py ]; then
+  sharesd --help
+  for name in generate chat serve train bench cache tune verify; do
+    sharesd "$name" --help >/dev/null
+  done
+fi
 
-step "draft trees and tables give it too"
-python -m sharesd generate "Name three colours of the rainbow." --mode share --tree 2:4:8 --num-draft 8 --max-new-tokens 24 >"$out/tree.txt"
-python -m sharesd generate "Name three colours of the rainbow." --mode hybrid --with share,suffix,recycle --max-new-tokens 24 >"$out/hybrid.txt"
-python -m sharesd generate "Name three colours of the rainbow." --mode hybrid --with eagle,suffix --max-new-tokens 24 >"$out/mixed.txt"
-cmp "$out/naive.txt" "$out/tree.txt"
-cmp "$out/naive.txt" "$out/hybrid.txt"
-cmp "$out/naive.txt" "$out/mixed.txt"
+step "generate: all modes give one text"
+generate() { python -m sharesd generate "Name three colours of the rainbow." --max-new-tokens 24 "$@"; }
+generate --mode naive >"$out/naive.txt"
+cat "$out/naive.txt"
+same() {
+  generate "$@" >"$out/other.txt"
+  cmp "$out/naive.txt" "$out/other.txt"
+}
+same --mode share
+same --mode eagle
+same --mode hybrid --with eagle,suffix,recycle
+if [ "$all" ]; then
+  same --mode classic
+  same --mode classic --draft small
+  same --mode glide
+  same --mode share --tree 2:4:8 --num-draft 8
+  same --mode hybrid --with share,suffix,recycle
+fi
 
 step "chat: two turns, a change of mode"
 printf 'Hello! Who are you?\n/mode naive\nSay that again, shorter.\n/stats\n/exit\n' |
@@ -51,5 +71,5 @@ for wrong in "sharesd generate hello --mode fast" "sharesd generate hello --targ
 done
 
 step "tests"
-command -v chromium >/dev/null || echo "chromium is not installed: tests/test_page.py is skipped"
+[ -z "$all" ] || command -v chromium >/dev/null || echo "chromium is not installed: tests/serve/test_page.py is skipped"
 python scripts/run_tests.py "$@"

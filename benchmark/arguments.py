@@ -6,17 +6,13 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.table import Table
 
-from sharesd.config import EngineConfig
-
 _T = TypeVar("_T")
-USUAL_CONTEXT = 2048
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -50,11 +46,6 @@ def out_folder(text: str | None, name: str) -> Path:
     except OSError as error:
         raise ValueError(f"--out-dir {folder} cannot be made ({error.strerror}); name another folder") from error
     return folder
-
-
-def known_context(config: EngineConfig, needed: int = 0) -> EngineConfig:
-    """The config with a number for `auto` contexts: 2,048 tokens, or those that are `needed`."""
-    return config if isinstance(config.max_context, int) else replace(config, max_context=max(USUAL_CONTEXT, needed))
 
 
 def command() -> str:

@@ -1,90 +1,95 @@
-"""The tests, in groups with processes of their own: a crash ends its group at most, and the test that ran is named.
+"""The tests by tiers, in groups that need settings of their own; a last line that sums all groups up.
 
-python scripts/run_tests.py [flags of pytest, for every group]
+python scripts/run_tests.py [--all | --long] [flags of pytest, for every group]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-TOGETHER = ["-n", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
-"""Flags of pytest-xdist for the many tests that compute little: several at once. `-n 0` ends it."""
-GROUPS: dict[str, dict[str, str]] = {
-    "compiled by Inductor": {"TEST_GROUP": "inductor"},
-    "Triton's kernels, interpreted": {"TEST_GROUP": "interpreted", "TRITON_INTERPRET": "1"},
-    "kernels, a guard page behind each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "behind"},
-    "kernels, a guard page before each region": {"TEST_GROUP": "kernels", "GUARD_PAGES": "before"},
-    "all others": {"TEST_GROUP": "others"},
-}
-"""What tells them apart is in tests/grouping.py."""
+Group = tuple[str, dict[str, str], str]
+"""A name, environment variables, and the markers of its tests as pytest's -m takes them."""
+LATER = "inductor or interpreted or cuda"
+QUICK: Group = "quick", {}, f"not ({LATER} or slow or subprocess or real_model or browser)"
+GROUPS: list[Group] = [
+    QUICK,
+    ("slow, processes, browser", {}, f"(slow or subprocess or real_model or browser) and not ({LATER})"),
+    ("compiled by Inductor", {}, "inductor and not cuda"),
+    ("Triton's kernels, interpreted", {"TRITON_INTERPRET": "1"}, "interpreted and not inductor"),
+    ("kernels, a guard page before each region", {"GUARD_PAGES": "before"}, f"kernels and not ({LATER})"),
+]
 OLDER = {"x86-64-v2": "before", "x86-64-v3": "behind"}
 """Processors without AVX-512, for which the kernels are built again where this one can run them, and where guard pages
 lie then."""
+CUDA: Group = "on a GPU", {"TEST_GPU": "1"}, "cuda"
 NO_TESTS = 5
 """What pytest returns where flags select none."""
 
 
-def main(flags: list[str]) -> int:
+def main(argv: list[str]) -> int:
+    """Run each group; 0 where some tests passed and none failed."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("-m", default="", dest="markers")
+    args, flags = parser.parse_known_args(argv)
+    groups = [*GROUPS, *older_processors(), *([CUDA] if shutil.which("nvidia-smi") else [])]
     started, counts = time.monotonic(), Counter[str]()
-    crashes: list[str] = []
-    for name, settings in {**GROUPS, **for_older_processors()}.items():
+    for name, settings, markers in groups if args.all or args.long else [QUICK]:
         print(f"\n-- {name}", flush=True)
-        status, summary, running = run(settings, [*(TOGETHER if settings["TEST_GROUP"] == "others" else []), *flags])
+        wanted = [markers, *([] if args.long else ["not long"]), *([args.markers] if args.markers else [])]
+        flags_of_group = [*flags, "-m", " and ".join(f"({each})" for each in wanted)]
+        status, summary = run(settings, [*(["-n", "0"] if name == CUDA[0] else []), *flags_of_group])
         counts.update({word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summary)})
         if status < 0:
-            crashes.append(f"{name}: {signal.Signals(-status).name} in {running}")
-            print(f"crashed: {crashes[-1]}", flush=True)
+            counts["failed"] += 1
+            print(f"crashed by signal {-status}: {name}", flush=True)
         elif status > 1 and status != NO_TESTS:
             return status  # interrupted, or flags that pytest does not know
-    print("\n== all groups")
-    for crash in crashes:
-        print(f"CRASHED {crash}")
-    counts["failed"] += len(crashes)
     order = ("failed", "passed", "skipped", "deselected", "xfailed", "warnings", "errors", "error")
     parts = [f"{counts[word]} {word}" for word in order if counts[word]]
+    print("\n== all groups")
     print(f"{', '.join(parts) or 'no tests ran'} in {time.monotonic() - started:.2f}s")
     return int(bool(counts["failed"] + counts["errors"] + counts["error"] or not counts["passed"]))
 
 
-def for_older_processors() -> dict[str, dict[str, str]]:
+def older_processors() -> list[Group]:
     """The kernels' tests for each of OLDER which this processor surpasses."""
     loader = Path("/lib64/ld-linux-x86-64.so.2")  # knows which of these levels the processor has
     if not loader.exists():
-        return {}
+        return []
     known = subprocess.run([loader, "--help"], capture_output=True, text=True).stdout
     flags = os.environ.get("SHARESD_CXXFLAGS", "")
-    return {
-        f"kernels, built for {level}": {
-            "TEST_GROUP": "kernels",
-            "GUARD_PAGES": place,
-            "SHARESD_CXXFLAGS": f"{flags} -march={level}".strip(),
-        }
+    return [
+        (
+            f"kernels, built for {level}",
+            {"GUARD_PAGES": place, "SHARESD_CXXFLAGS": f"{flags} -march={level}".strip()},
+            f"kernels and not ({LATER})",
+        )
         for level, place in OLDER.items()
         if f"{level} (supported" in known
-    }
+    ]
 
 
-def run(settings: dict[str, str], flags: list[str]) -> tuple[int, str, str]:
-    """Status (negative: a signal), the summary line, and the test that was begun last."""
-    with tempfile.TemporaryDirectory() as folder:
-        note = Path(folder) / "running"
-        environment = {**os.environ, **settings, "RUNNING_TEST": str(note)}
-        command = [sys.executable, "-X", "faulthandler", "-m", "pytest", *flags]
-        last = ""
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                last = line if " in " in line and re.search(r"\d+ [a-z]+", line) else last
-        return process.returncode, last.partition(" in ")[0], note.read_text() if note.exists() else "no test"
+def run(settings: dict[str, str], flags: list[str]) -> tuple[int, str]:
+    """Status (negative: a signal), and the summary line."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "pytest", *flags]
+    last = ""
+    environment = {**os.environ, **settings}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line if " in " in line and re.search(r"\d+ [a-z]+", line) else last
+    return process.returncode, last.partition(" in ")[0]
 
 
 if __name__ == "__main__":

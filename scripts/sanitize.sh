@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source scripts/scratch.sh
 
 step "barrier, with ThreadSanitizer"
-"${CXX:-g++}" -std=c++17 -O2 -g -fsanitize=thread -fopenmp -pthread -march=native tests/barrier.cpp -o "$scratch/barrier"
+"${CXX:-g++}" -std=c++17 -O2 -g -fsanitize=thread -fopenmp -pthread -march=native tests/helpers/barrier.cpp -o "$scratch/barrier"
 TSAN_OPTIONS=halt_on_error=1 "$scratch/barrier"
 
 export SHARESD_CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -15,8 +15,8 @@ export LD_PRELOAD="$("${CXX:-g++}" -print-file-name=libasan.so) $("${CXX:-g++}" 
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc
 
 step "tests of kernels"
-TEST_GROUP=kernels python -m pytest "$@"
+GUARD_PAGES=off python -m pytest -n 0 -m "kernels and not inductor" "$@"
 
 step "a generation in each mode"
-PYTHONPATH=. python tests/each_mode.py
+PYTHONPATH=. python -m tests.helpers.each_mode
 echo "clean"

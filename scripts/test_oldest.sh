@@ -9,7 +9,7 @@ step "the oldest versions, in .venv-oldest"
 import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-for needed in project["dependencies"] + [needed for extra in ("serve", "dev") for needed in project["optional-dependencies"][extra]]:
+for needed in project["dependencies"] + [needed for extra in ("serve", "bench", "dev") for needed in project["optional-dependencies"][extra]]:
     print(needed.replace(">=", "=="))
 PYTHON
 cat "$scratch/oldest.txt"
@@ -24,4 +24,4 @@ if ! cmp -s "$scratch/oldest.txt" .venv-oldest/made-from; then
 fi
 
 step "tests"
-.venv-oldest/bin/python scripts/run_tests.py "$@"
+.venv-oldest/bin/python scripts/run_tests.py --all "$@"

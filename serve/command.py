@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PROG = "python -m serve"
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The model that is served where no other is given."""
+PACKAGES = "fastapi uvicorn prometheus-client llguidance"
+"""Those of the extra `serve`."""
 KEY_VARIABLE = "SHARESD_API_KEY"
 """Environment variable that holds an API key, which others cannot read in the list of processes."""
 
@@ -156,9 +158,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
     try:
         from serve.server import Server, listen
     except ImportError as error:
-        raise ValueError(
-            f"{error}; the server needs more packages: pip install '.[serve]' in the folder of ShareSD's sources"
-        ) from error
+        raise ValueError(f"the server needs more packages ({error}); run: pip install {PACKAGES}") from error
     try:
         sock, url = listen(args.host, args.port)
     except OSError as error:

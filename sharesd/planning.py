@@ -118,7 +118,7 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
         log.warning("--cpu-memory-limit: no effect, all of the model stays on %s", device)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
-        config = replace(config, quant=quant or config.quant)
+        config = replace(config, quant=quant or config.quant, max_context=config.planned_context)
         if free_length and plan.nodes:
             config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
         elif free_length and model.tables_alone:  # whose guesses cost nothing, and are trees
@@ -151,7 +151,7 @@ def _limits(config: EngineConfig, home: Home) -> Limits:
 def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limit: float) -> bool:
     """Whether there is so much memory that nobody has to count: starts are to be short."""
     weights = sum(file.stat().st_size for file in weight_files(folder))
-    kv = len(shape.layers) * 2 * shape.num_kv_heads * shape.head_dim * config.max_context * config.max_batch * 8
+    kv = len(shape.layers) * 2 * shape.num_kv_heads * shape.head_dim * config.planned_context * config.max_batch * 8
     return 6 * weights + 3 * kv + 10**9 < limit
 
 

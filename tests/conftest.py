@@ -1,26 +1,84 @@
-"""What all tests share."""
+"""Tiers, markers by folder, and the fixtures that all tests share.
+
+`pytest` alone runs what is quick; pyproject.toml says which markers wait for later tiers (scripts/run_tests.py runs
+those). One test of a later tier: `pytest -m "" PATH::NAME`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+
+if os.environ.get("TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: a GPU changes what "auto" means
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; tests of threads set their number
+
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import guard
 import pytest
 import torch
-from grouping import *  # noqa: F403
-from grouping import INTERPRETED
 
 from compile import native
+from tests.helpers import guard
+from tests.helpers.covering import thin
+from tests.helpers.shared import Shared
 
+guard.install()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's kernels run on a CPU."""
 if INTERPRETED and find_spec("triton"):
-    import triton_cpu  # noqa: F401
+    from tests.helpers import triton_cpu  # noqa: F401
 
-if "GUARD_PAGES" in os.environ:
-    guard.install(os.environ["GUARD_PAGES"])
+HERE = Path(__file__).parent
+MARKS: dict[str, tuple[str, ...]] = {
+    "compile/cpu": ("kernels",),
+    "compile/cpu/test_guard.py": ("slow",),
+    "compile/inductor": ("inductor",),
+    "compile/cuda/interpreted": ("interpreted",),
+    "serve/test_page.py": ("browser",),
+}
+"""Markers of all tests under a path; tests that differ from their neighbours have theirs by hand."""
+
+
+@pytest.hookimpl(tryfirst=True)  # markers that are put here count for `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark by folder. Mark what a covering set leaves out of a product `long`. Skip what this machine cannot run.
+
+    What Triton's interpreter would run is marked `cuda`, and runs on the GPU, where there is one and no interpreter.
+    """
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        where = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else ""
+        for path, names in MARKS.items():
+            if where == path or where.startswith(f"{path}/"):
+                for name in names:
+                    item.add_marker(name)
+        if item.get_closest_marker("interpreted") is not None and not INTERPRETED:
+            if has_gpu:
+                item.add_marker(pytest.mark.cuda)
+            else:
+                why = "needs a CUDA GPU, or TRITON_INTERPRET=1, which Triton reads when it is imported"
+                item.add_marker(pytest.mark.skip(reason=why))
+        if item.get_closest_marker("cuda") is not None and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and TEST_GPU=1"))
+    for item in thin(items):
+        item.add_marker("long")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Put guard pages around what tests of kernels make, their fixtures included."""
+    kernels = item.get_closest_marker("kernels") is not None
+    guard.put(os.environ.get("GUARD_PAGES", "behind") if kernels else "off")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    guard.put("off")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +88,41 @@ def kernels(request: pytest.FixtureRequest) -> None:
         return  # nothing of them is wanted on a GPU
     with ThreadPoolExecutor() as pool:
         list(pool.map(native.library, ("bfloat16", "float16", "float32", "float64", "choice")))
+
+
+@pytest.fixture(autouse=True)
+def costs_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines time their rounds once, not for half a second, unless a test is marked `times_costs`."""
+    if request.node.get_closest_marker("times_costs") is None:
+        monkeypatch.setattr("sharesd.decoding.calibrate.SECONDS", 0.0)
+        monkeypatch.setattr("sharesd.decoding.calibrate.SWEEPS", (1, 1))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """What is made once for all workers of this run."""
+    folder = tmp_path_factory.getbasetemp()
+    return Shared(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shared: Shared) -> Callable[..., Path]:
+    """Folders of tiny random models by what `make_checkpoint` takes. Tests must not write there."""
+    return shared.checkpoint
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests of Triton's kernels make their tensors, and dice, where the kernels run; tensor operations, with which they
+    are compared, do not become kernels there."""
+    if request.node.get_closest_marker("interpreted") is None or INTERPRETED:
+        yield
+        return
+    dice = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device="cuda": dice(device))
+    monkeypatch.setattr("sharesd.sampling.logits.runs_triton", lambda device: False)
+    with torch.device("cuda", torch.cuda.current_device()):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,9 @@ def measure(job: Job) -> None:
 
 def run(job: Job, flags: Sequence[str]) -> None:
     """Note the outcome of each test as soon as it has one; all that pytest says goes to tests.txt."""
-    # -vv undoes the -q of our settings. Modules whose packages are missing here must not keep others from being tested.
-    options = ["-vv", "--tb=short", "-rs", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    # Not our settings, which are for CPUs. Modules whose packages are missing must not keep others from being tested.
+    options = ["-o", "addopts=--strict-markers", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider"]
+    options.append("--continue-on-collection-errors")
     command = [sys.executable, "-m", "pytest", *options, *flags]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     counts, last = Counter[str](), ""
@@ -33,7 +34,7 @@ def run(job: Job, flags: Sequence[str]) -> None:
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**environment, "PYTHONUNBUFFERED": "1"},
+            env={**environment, "PYTHONUNBUFFERED": "1", "TEST_GPU": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

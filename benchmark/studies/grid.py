@@ -25,14 +25,13 @@ from benchmark.studies.neighbours import busy_neighbours
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.options import MIXING
+from sharesd.config import FEWEST_CONTEXT, EngineConfig, Mode, SamplingParams
 from sharesd.config import MODES as ALL_MODES
-from sharesd.config import EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
     from benchmark.studies.interleave import Comparison
 
 MODES = tuple(mode for mode in ALL_MODES if mode != "naive")
-AUTO = "auto"
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 5
 LEAST_SPEEDUP = 0.98
 """Below this a cell counts as lost."""
@@ -81,7 +80,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
-    parser.set_defaults(max_context=AUTO)
     group = parser.add_argument_group("grid")
     group.add_argument(
         "--modes",
@@ -125,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     modes = tuple(mode for mode in options.modes_of(args, default=MODES) if mode != "naive")
     if not modes:
         raise ValueError("--modes is naive alone, which is what the others are measured against; add another mode")
-    plain = argparse.Namespace(**{**vars(args), "max_context": 16 if args.max_context == AUTO else args.max_context})
+    given = None if args.max_context == "auto" else args.max_context
+    plain = argparse.Namespace(**{**vars(args), "max_context": given or FEWEST_CONTEXT})
     config = options.engine_config(plain, modes=modes)
     samplings = [
         SamplingParams(temperature=temperature, seed=args.seed, max_new_tokens=args.max_new_tokens)
@@ -143,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
     out_dir = arguments.out_folder(args.out_dir, "grid")
     prompts, others = _prompts(config, questions, most, args.contexts, args.filler)
     needed = args.max_new_tokens + max(len(prompt) for group in prompts.values() for prompt in group)
-    if args.max_context != AUTO and args.max_context < needed:
-        raise ValueError(f"--max-context is {args.max_context} and {needed} are needed; drop it or raise it")
-    config = replace(config, max_context=needed if args.max_context == AUTO else args.max_context)
+    if given is not None and given < needed:
+        raise ValueError(f"--max-context is {given} and {needed} are needed; drop it or raise it")
+    config = replace(config, max_context=given or needed)
     cells: list[Cell] = []
     report: dict[str, Any] = {}
     for batch, num_asked in asked.items():
@@ -188,7 +187,7 @@ def measure(
 
     with loading_bars() as progress:
         runtime = Runtime(config, modes, progress=progress)
-    if runtime.max_context < config.max_context:
+    if runtime.max_context < config.planned_context:
         raise ValueError(
             f"prompts and answers take up to {config.max_context} tokens and the model's context is "
             f"{runtime.max_context}; lower --contexts"
@@ -344,7 +343,7 @@ def _report(args: argparse.Namespace, config: EngineConfig, modes: Sequence[Mode
             "model": model_name(config.target),
             "draft": config.draft,
             "modes": list(modes),
-            "hybrid_with": list(config.mixed),
+            "hybrid_with": list(config.drafters_of("hybrid")),
             "corpus": config.corpus_file.name if config.corpus_file else "empty",
             "recycle_table": config.table_file.name if config.table_file else "empty",
             "contexts": list(args.contexts),

@@ -315,7 +315,7 @@ def _with_ends(params: SamplingParams, tokenizer: Tokenizer, template: str | Non
 
 def _longest_context(config: EngineConfig, needed: int) -> int:
     """The usual context, or the longer one that is needed; never more than the draft model can take."""
-    context = max(arguments.known_context(config).max_context, needed)
+    context = max(config.planned_context, needed)
     if config.draft is None:
         return context
     return min(context, _outline(config.draft, config).max_context)
@@ -343,7 +343,7 @@ def _affordable_context(config: EngineConfig, fraction: float, needed: int) -> i
             f"{part}, which besides weights of {size(footprint.weight_bytes)} holds {max(context, 0)} tokens, and the "
             f"longest prompt needs {needed}; raise it or lower --max-new-tokens"
         )
-    return min(context, config.max_context)
+    return min(context, config.planned_context)
 
 
 def _device_memory(name: str) -> tuple[str, int]:

@@ -30,7 +30,7 @@ from sharesd.cli.options import (
     parse,
     sampling_params,
 )
-from sharesd.config import HEADS, MODES, Mode
+from sharesd.config import MODES, TABLES, Mode
 
 PROG = "python -m sharesd"
 INTERRUPTED = 130
@@ -173,10 +173,9 @@ def _read_prompts(given: Sequence[str]) -> list[str]:
 def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
-    # A model of its own is loaded where asked for, and so is a head.
-    asked = {"classic": mode == "classic" or hasattr(args, "draft")}
-    asked |= {name: name == mode or name in modes_of_heads(args) for name in HEADS}
-    modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
+    # Whatever needs weights besides the target's is loaded only where it is asked for.
+    asked = {mode, *modes_of_heads(args), *(["classic"] if hasattr(args, "draft") else ())}
+    modes: tuple[Mode, ...] = tuple(m for m in MODES if m in asked or m == "naive" or m in TABLES)  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 
     from sharesd.cli.start import load_runtime

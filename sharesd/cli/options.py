@@ -16,6 +16,7 @@ from sharesd.config import (
     HEADS,
     MODEL_DRAFTERS,
     MODES,
+    TABLES,
     EngineConfig,
     Mode,
     OffloadConfig,
@@ -42,7 +43,7 @@ __all__ = [
 MODE_ALIASES = {"sd-classic": "classic", "sd-share": "share"}
 """Second names of modes, which no help shows."""
 MIXING = ("hybrid", "auto")
-"""Modes that choose among drafters, which are those of `EngineConfig.mixed`."""
+"""Modes that choose among drafters (`EngineConfig.drafters_of`)."""
 
 
 def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> None:
@@ -120,7 +121,7 @@ def mode_of(args: argparse.Namespace) -> Mode:
     return modes[0]  # type: ignore[return-value]
 
 
-def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: bool = False) -> EngineConfig:
+def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineConfig:
     """The model options as a config; its mode is the last of `modes`.
 
     A flag that none of the modes has a use for is a warning. ValueError where what was asked for would not be done: a
@@ -133,8 +134,11 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         tensor_parallel=args.tensor_parallel,
         hybrid_with=tuple(dict.fromkeys(name.strip() for name in args.hybrid_with.split(",") if name)),
     )
-    drafting = {*modes, *(known.mixed if {*MIXING} & {*modes} else ())}
-    if draft is not None and "classic" not in modes:
+    known = replace(known, auto_drafters=known.hybrid_with)
+    drafting = {*modes, *known.drafters_of(*modes)}
+    if "auto" in modes and not known.hybrid_with:  # any of them, as long as nothing is chosen
+        drafting |= {*MODEL_DRAFTERS, *TABLES} - ({"classic"} if draft is None else set())
+    if draft is not None and "classic" not in drafting:
         raise ValueError(f"--draft-model is {draft!r} but no mode is classic; add --mode classic or drop --draft-model")
     if heads and not {*HEADS} & drafting:
         raise ValueError(
@@ -172,7 +176,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         )
     config = EngineConfig(
         target=getattr(args, "target", None),
-        mode="classic" if draft is not None else modes[-1],
+        mode="classic" if draft is not None and modes[-1] != "auto" else modes[-1],
         draft=draft,
         heads=heads,
         head_quant=head_quant if {*HEADS} & drafting else None,
@@ -181,6 +185,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
         draft_window=args.draft_window,
         tree=tree,
         hybrid_with=known.hybrid_with,
+        auto_drafters=known.auto_drafters,
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
         ngram_recent=args.ngram_recent,
@@ -208,7 +213,6 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode], progress: 
             choose_depth=max_draft is None,
             choose_trees=getattr(args, "acceptance", "match") == "match",
         ),
-        progress=progress,
     )
     if auto:
         from sharesd.settings import best_quant  # torch takes seconds, mistakes should not

@@ -6,12 +6,26 @@ import argparse
 import math
 import re
 from collections.abc import Callable
-from typing import get_args
+from typing import TypeVar
 
-from sharesd.config import DType
+from sharesd import option_values
+from sharesd.option_values import DTYPES
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-"""Short names of dtypes."""
+__all__ = [
+    "DTYPES",
+    "SIZES",
+    "dtype",
+    "names",
+    "number",
+    "size",
+    "sizes_of_gpus",
+    "tree",
+    "whole",
+    "whole_or_auto",
+    "window",
+]
+
+_T = TypeVar("_T")
 SIZES = "G and GiB are 2^30 bytes, GB is 10^9; so are M, T and K"
 """The units of `size`, for help texts."""
 
@@ -56,27 +70,19 @@ def window(text: str) -> int | str:
     return text if text in ("auto", "off") else whole(text)
 
 
-def tree(text: str) -> str | tuple[int, ...]:
-    """Three whole numbers, K:DEPTH:BUDGET, or `auto` or `off`."""
-    if text in ("auto", "off"):
-        return text
-    parts = text.split(":")
-    if len(parts) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not K:DEPTH:BUDGET, auto or off; for example 2:4:8")
-    return tuple(map(whole, parts))
+def _shown(convert: Callable[[str], _T]) -> Callable[[str], _T]:
+    """The same, with argparse's error."""
+
+    def shown(text: str) -> _T:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return shown
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Names with commas between."""
-    return tuple(name.strip() for name in text.split(","))
-
-
-def dtype(text: str) -> str:
-    """A dtype, by its long or its short name."""
-    name = DTYPES.get(text, text)
-    if name not in get_args(DType):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join((*get_args(DType), *DTYPES))}")
-    return name
+tree, dtype, names = _shown(option_values.tree), _shown(option_values.dtype), option_values.names
 
 
 def _checked(convert: Callable[[str], float], text: str, kind: str) -> float:

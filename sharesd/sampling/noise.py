@@ -132,7 +132,7 @@ def seeds_of_prompts(seed: int, indices_B: Tensor) -> Tensor:
 def _scramble(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     """A 32-bit hash of x and the keys: one round per key, which takes the middle word of a 63-bit product.
 
-    Five rounds pass the chi-square tests of tests/test_sampling.py at a hundred times their sample; three do not. A
+    Five rounds pass the chi-square tests of test_sampling.py at a hundred times their sample; three do not. A
     round uses its argument once, on purpose: Inductor writes out `x ^ (x >> 16)`, the step of the usual hashes, 2^n
     times after n of them, and then compiles for most of a minute.
     """

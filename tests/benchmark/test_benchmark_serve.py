@@ -1,0 +1,516 @@
+"""`benchmark serve`: figures of recorded answers, arrivals, what is asked, failures, comparisons, files, mistakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Callable
+from operator import truediv
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import pytest
+
+from benchmark.__main__ import main
+from benchmark.serve import spawn
+from benchmark.serve.arrivals import departures
+from benchmark.serve.client import FAILURES, Answer
+from benchmark.serve.figures import count_tokens, figures, same_texts
+from benchmark.serve.plot import picture
+from benchmark.serve.session import Run, Settings, compare, measure
+from benchmark.serve.speculation import read_counters, speculation
+from benchmark.serve.workload import RandomLengths, Request, from_file, from_questions, random_ids, random_words
+from tests.helpers.openai_server import GAP_S, RUNS, TOKENS, serving
+from tests.helpers.paths import HELPERS
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def answer(sent_s: float, *chunks_s: float, tokens: int, due_s: float = 0.0, text: str = "") -> Answer:
+    return Answer(
+        due_s=due_s, sent_s=sent_s, chunks_s=list(chunks_s), prompt_tokens=10, output_tokens=tokens, text=text
+    )
+
+
+TIMELINE = [
+    answer(0.0, 0.1, 0.2, 0.5, tokens=9),  # runs of several tokens in a chunk
+    answer(0.5, 0.3, tokens=1, due_s=0.25),
+    answer(1.0, 0.2, 0.7, tokens=2),
+    Answer(sent_s=0.0, chunks_s=[0.1], failure="error in stream", detail="gone"),
+]
+
+
+def test_figures_of_a_recorded_timeline() -> None:
+    found = figures(TIMELINE, 2.0, goodput={}, percentiles=(50, 99))
+    expected = {
+        "duration": 2.0,
+        "completed": 3,
+        "failed": 1,
+        "total_input_tokens": 30,
+        "total_output_tokens": 12,
+        "request_throughput": 1.5,
+        "request_goodput": None,
+        "output_throughput": 6.0,
+        "total_token_throughput": 21.0,
+        "mean_ttft_ms": 200.0,
+        "median_ttft_ms": 200.0,
+        "std_ttft_ms": 1e3 * pstdev([0.1, 0.2, 0.3]),
+        "p99_ttft_ms": 298.0,  # between the two largest, as numpy's linear percentile has it
+        "mean_tpot_ms": (400 / 8 + 500 / 1) / 2,  # the answer of one token has none
+        "mean_itl_ms": (100 + 300 + 500) / 3,
+        "median_itl_ms": 300.0,
+        "p50_itl_ms": 300.0,
+        "mean_e2el_ms": 500.0,
+        "p99_e2el_ms": 696.0,
+        "mean_client_queue_time_ms": (0 + 250 + 1000) / 3,
+        "max_concurrent_requests": 1,  # the second leaves when the first has ended
+        "max_output_tokens_per_s": 10.0,  # 9 + 1 in the first second; the third's come later
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert found["failures"] == {"error in stream": 1}
+
+
+def test_requests_at_once_are_counted_while_they_overlap() -> None:
+    overlapping = [answer(0.0, 1.0, tokens=1), answer(0.5, 1.0, tokens=1), answer(0.9, 0.05, tokens=1)]
+    assert figures(overlapping, 2.0, goodput={}, percentiles=(99,))["max_concurrent_requests"] == 3
+
+
+@pytest.mark.parametrize(
+    ("limits", "good"),
+    [
+        ({"ttft": 200.0}, 2),
+        ({"ttft": 199.0}, 1),
+        ({"ttft": 300.0, "tpot": 49.0}, 1),  # a single token has no tpot to exceed
+        ({"ttft": 300.0, "tpot": 50.0, "e2el": 500.0}, 2),
+        ({"e2el": 10.0}, 0),
+    ],
+)
+def test_goodput_counts_answers_within_all_limits(limits: dict[str, float], good: int) -> None:
+    assert figures(TIMELINE, 2.0, goodput=limits, percentiles=(99,))["request_goodput"] == good / 2.0
+
+
+def test_nothing_answered_has_no_statistics() -> None:
+    found = figures(TIMELINE[3:], 1.0, goodput={"ttft": 1.0}, percentiles=(99,))
+    assert found["completed"] == 0 and found["request_goodput"] == 0 and found["output_throughput"] == 0
+    assert found["mean_ttft_ms"] is None and found["p99_itl_ms"] is None
+
+
+def test_tokens_come_from_usage_or_ids_or_the_tokenizer_never_from_chunks() -> None:
+    def encode(text: str) -> list[int]:
+        return list(map(len, text.split()))
+
+    usage = Answer(chunks_s=[1.0], text="a b", prompt_tokens=3, output_tokens=5, num_ids=9)
+    ids = Answer(chunks_s=[1.0], text="a b", prompt_tokens=3, num_ids=7)
+    text = Answer(chunks_s=[1.0], text="a b c d")
+    requests = [
+        Request(prompt="x", output_len=1),
+        Request(prompt="x", output_len=1),
+        Request(prompt="x y", output_len=1),
+    ]
+    count_tokens([usage, ids, text], requests, encode)
+    assert [(a.prompt_tokens, a.output_tokens) for a in (usage, ids, text)] == [(3, 5), (3, 7), (2, 4)]
+    by_ids = Answer(chunks_s=[1.0], num_ids=2)
+    count_tokens([by_ids], [Request(prompt=[5, 6, 7], output_len=1)], None)
+    assert (by_ids.prompt_tokens, by_ids.output_tokens) == (3, 2)
+    with pytest.raises(ValueError, match="no usage.*--tokenizer"):
+        count_tokens([Answer(chunks_s=[1.0], text="a")], requests[:1], None)
+
+
+@pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
+def test_departures_end_at_their_rate(burstiness: float) -> None:
+    times = departures(500, 20.0, burstiness, seed=3)
+    assert times == sorted(times) and times[-1] == pytest.approx(25.0) and times[0] > 0
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    expected = 0.0 if burstiness == math.inf else 1 / math.sqrt(burstiness)  # of a Gamma distribution
+    assert pstdev(gaps) / fmean(gaps) == pytest.approx(expected, rel=0.15, abs=1e-9)
+    assert times == departures(500, 20.0, burstiness, seed=3)
+    assert burstiness == math.inf or times != departures(500, 20.0, burstiness, seed=4)
+
+
+def test_an_infinite_rate_sends_all_at_once() -> None:
+    assert departures(3, math.inf, 1.0, seed=0) == [0.0, 0.0, 0.0]
+
+
+def test_random_lengths_and_prompts() -> None:
+    lengths = RandomLengths(input_len=10, output_len=4, range_ratio=0.5)
+    drawn = random_ids(200, lengths, range(50, 80), seed=1)
+    assert {len(r.prompt) for r in drawn} == set(range(5, 16)) and {r.output_len for r in drawn} == {2, 3, 4, 5, 6}
+    assert {i for r in drawn for i in r.prompt} == set(range(50, 80))
+    assert drawn == random_ids(200, lengths, range(50, 80), seed=1) != random_ids(200, lengths, range(50, 80), seed=2)
+    fixed = RandomLengths(input_len=300, output_len=4)
+    words = random_words(3, fixed, seed=1)
+    assert {len(str(r.prompt).split()) for r in words} == {300} and len({r.prompt for r in words}) == 3
+    assert [r.prompt for r in random_words(2, fixed, seed=1)] == [r.prompt for r in words[:2]]
+
+
+def test_random_words_are_about_as_many_tokens() -> None:
+    from sharesd.models.resolve import resolve
+    from sharesd.models.tokenizer import load_tokenizer
+
+    [request] = random_words(1, RandomLengths(input_len=1000, output_len=1), seed=0)
+    assert len(load_tokenizer(resolve(None)).encode(str(request.prompt))) == pytest.approx(1000, rel=0.15)
+
+
+def test_questions_and_files_begin_again_at_their_end(tmp_path: Path) -> None:
+    asked = from_questions(200, None, 32)
+    assert len(asked) == 200 and {r.output_len for r in asked} == {32} and len({r.prompt for r in asked}) < 200
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Hello"}\n\n{"prompt": [1, 2], "output_tokens": 5}\n')
+    found = from_file(3, str(file), 9, ids=True)
+    assert [(r.prompt, r.output_len) for r in found] == [("Hello", 9), ([1, 2], 5), ("Hello", 9)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": [1, 2]}', "f.jsonl:1: field 'prompt' holds token ids.*--endpoint completions"),
+        ('{"text": "x"}', "f.jsonl:1: field 'prompt' is missing"),
+        ('{"prompt": 7}', "f.jsonl:1: field 'prompt' holds a number"),
+        ('{"prompt": "x", "output_tokens": true}', "f.jsonl:1: field 'output_tokens' is True"),
+        ("{", "f.jsonl:1: not JSON"),
+        ("", "holds no prompts"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "f.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        from_file(1, str(tmp_path / "f.jsonl"), 9, ids=False)
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [1, "2"]}')
+    with pytest.raises(ValueError, match="not one of token ids"):
+        from_file(1, str(tmp_path / "ids.jsonl"), 9, ids=True)
+
+
+def test_speculation_is_the_difference_of_two_counters() -> None:
+    def text(drafts: int, tokens: int, accepted: int, places: tuple[int, ...]) -> str:
+        lines = [f"vllm:spec_decode_num_drafts_total {drafts}", f"vllm:spec_decode_num_draft_tokens_total {tokens}"]
+        for engine in (0, 1):  # labels are summed
+            lines.append(f'vllm:spec_decode_num_accepted_tokens_total{{engine="{engine}"}} {accepted / 2}')
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(places)
+        ]
+        return "\n".join(lines) + "\nvllm:spec_decode_num_drafts_created 1e9\n"
+
+    before, after = read_counters(text(10, 40, 20, (10, 10))), read_counters(text(20, 80, 32, (18, 14)))
+    assert speculation(before, after) == {
+        "spec_decode_acceptance_rate": 30.0,
+        "spec_decode_acceptance_length": 2.2,
+        "spec_decode_num_drafts": 10,
+        "spec_decode_draft_tokens": 40,
+        "spec_decode_accepted_tokens": 12,
+        "spec_decode_per_position_acceptance_rates": [0.8, 0.4],
+    }
+    assert speculation(after, after) == {} and speculation(before, None) == {}
+    for other in (None, "", "some_metric 1\n", "<html>no metrics</html>"):
+        assert read_counters(other) is None
+
+
+def test_ratios_and_texts_over_naive() -> None:
+    def load(mode: str, scale: float, texts: str) -> Run:
+        answers = [answer(0.0, 0.1 * scale, 0.3 * scale, tokens=3, text=text) for text in texts]
+        answers[-1].failure = "refused" if mode == "share" else None
+        return Run(mode=mode, rate=2.0, answers=answers, result=figures(answers, scale, goodput={}, percentiles=(99,)))
+
+    naive, share = load("naive", 1.0, "abcd"), load("share", 0.5, "abXd")
+    compare(share, naive)
+    ratios = share.result["ratio_to_naive"]
+    assert ratios == pytest.approx(
+        {
+            "output_throughput": 1.5,  # three answers of four in half the time
+            "median_ttft_ms": 0.5,
+            "median_tpot_ms": 0.5,
+            "median_itl_ms": 0.5,
+            "median_e2el_ms": 0.5,
+            "p99_itl_ms": 0.5,
+        }
+    )
+    assert (share.result["same_texts_as_naive"], share.result["texts_compared"]) == (2, 3)
+    assert same_texts(naive.answers, naive.answers) == (4, 4)
+
+
+def serve(*argv: str) -> int:
+    return main(["serve", *argv])
+
+
+def load_of(server: Any, out: Path, *argv: str, status: int = 0) -> dict[str, Any]:
+    """The JSON of a load at rate inf on a running server."""
+    flags = ["--base-url", server.url, "--random-input-len", "5", "--random-output-len", str(TOKENS)]
+    assert serve(*flags, "--out-dir", str(out), *argv) == status
+    return json.loads((out / "rate-inf.json").read_text())
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_load_from_flags_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], endpoint: str) -> None:
+    flags = ["--endpoint", endpoint, "--num-prompts", "6", "--max-concurrency", "2"]
+    flags += ["--vocab-size", "9"] if endpoint == "completions" else []
+    flags += [
+        "--save-detailed",
+        "--goodput",
+        "ttft:600000",
+        "e2el:900000",
+        "--header",
+        "X-Mine=yes",
+        "--extra-body",
+        '{"x": 1}',
+    ]
+    with serving() as server:
+        found = load_of(
+            server, tmp_path, *flags, "--top-k", "5", "--temperature", "0.5", "--metric-percentiles", "99.9"
+        )
+    assert len(server.bodies) == 7  # with one to warm up
+    assert found["completed"] == found["num_prompts"] == 6 and found["failed"] == 0
+    assert found["total_output_tokens"] == 6 * TOKENS and found["total_input_tokens"] == 6 * 7
+    assert found["max_concurrent_requests"] == 2 and found["request_goodput"] == found["request_throughput"]
+    assert found["model_id"] == "fake-model" and found["request_rate"] == "inf" and found["max_concurrency"] == 2
+    assert found["backend"] == ("openai-chat" if endpoint == "chat" else "openai")
+    assert found["generated_texts"] == ["".join(RUNS)] * 6 and found["errors"] == [""] * 6
+    assert [len(gaps) for gaps in found["itls"]] == [len(RUNS) - 1] * 6  # the opening chunk of a chat holds no token
+    assert min(found["ttfts"]) >= 0.9 * GAP_S and found["mean_e2el_ms"] >= 0.9e3 * GAP_S * len(RUNS)
+    assert found["mean_tpot_ms"] == pytest.approx(1e3 * fmean(sum(gaps) / (TOKENS - 1) for gaps in found["itls"]))
+    assert "p99.9_e2el_ms" in found and "mean_client_queue_time_ms" not in found
+    body, headers = server.bodies[0], server.headers[0]
+    assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["ignore_eos"] is True
+    assert (body["x"], body["top_k"], body["temperature"]) == (1, 5, 0.5) and "min_p" not in body
+    assert headers["x-mine"] == "yes" and headers["x-request-id"].startswith("sharesd-bench-")
+    assert {body["seed"] for body in server.bodies} == set(range(6))
+    assert body["max_completion_tokens" if endpoint == "chat" else "max_tokens"] == TOKENS
+    if endpoint == "completions":
+        assert all(len(body["prompt"]) == 5 and max(body["prompt"]) < 9 for body in server.bodies)
+    out = capsys.readouterr().out
+    assert "time to first token" in out and "6/6" in out and "good/s" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rate-inf.json", "serve.md"]
+    assert "| 6/6 |" in (tmp_path / "serve.md").read_text()
+
+
+def test_greedy_requests_say_no_more_than_needed(tmp_path: Path) -> None:
+    with serving() as server:
+        load_of(server, tmp_path, "--num-prompts", "1", "--num-warmups", "0", "--no-ignore-eos", "--model", "mine")
+    assert server.bodies[0].keys() == {
+        *("model", "messages", "max_completion_tokens", "stream", "stream_options", "temperature")
+    }
+    assert server.bodies[0]["model"] == "mine"
+
+
+def test_ids_count_where_there_is_no_usage(tmp_path: Path) -> None:
+    with serving(usage=False, ids=True) as server:
+        flags = ["--endpoint", "completions", "--vocab-size", "9", "--num-prompts", "2"]
+        found = load_of(server, tmp_path, *flags)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (10, 2 * TOKENS)
+
+
+def test_without_any_counts_a_line_names_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(usage=False) as server:
+        assert serve("--base-url", server.url, "--num-prompts", "2") == 2
+        assert len(server.bodies) == 1
+    assert "sends no usage" in capsys.readouterr().err
+
+
+KINDS = {
+    "refused": "refused",
+    "full": "refused",
+    "rejected": "rejected",
+    "broken": "server error",
+    "cut": "disconnected",
+    "dropped": "disconnected",
+    "error": "error in stream",
+    "odd": "error in stream",
+    "silent": "no answer",
+}
+
+
+def test_failures_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    prompts = [*(f"!{name}" for name in KINDS), "fine"]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    flags = ["--dataset", str(file), "--num-warmups", "0", "--num-prompts", str(len(prompts))]
+    with serving() as server:
+        found = load_of(server, tmp_path / "out", *flags, "--save-detailed")
+    kinds = [error.partition(":")[0] for error in found["errors"]]
+    assert kinds == [*KINDS.values(), ""]
+    assert found["failures"] == {kind: list(KINDS.values()).count(kind) for kind in found["failures"]}
+    assert found["completed"] == 1 and found["failed"] == len(KINDS)
+    assert {*KINDS.values(), "timeout", "unreachable"} == set(FAILURES)
+    out = capsys.readouterr().out
+    assert "2 refused, the first: 429: it is refused really" in out
+
+
+def test_what_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "!slow"}\n')
+    flags = ["--dataset", str(file), "--num-warmups", "0", "--num-prompts", "2", "--timeout", "0.3"]
+    with serving() as server:
+        found = load_of(server, tmp_path / "out", *flags, status=1)
+    assert found["failures"] == {"timeout": 2} and found["completed"] == 0
+
+
+def test_a_failed_warm_up_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "!rejected"}\n')
+    with serving() as server:
+        assert serve("--base-url", server.url, "--dataset", str(file)) == 2
+    err = capsys.readouterr().err
+    assert "a warm-up request failed (rejected: 400: it is rejected really)" in err and err.count("\n") == 1
+
+
+def test_a_server_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        url = server.url
+    assert serve("--base-url", url) == 2
+    assert f"cannot ask {url} for its models" in capsys.readouterr().err
+    flags = ["--model", "x", "--num-warmups", "0", "--num-prompts", "2", "--out-dir", str(tmp_path)]
+    assert serve("--base-url", f"{url}/v1", *flags) == 1  # nothing was answered
+    assert json.loads((tmp_path / "rate-inf.json").read_text())["failures"] == {"unreachable": 2}
+
+
+def test_a_sweep_writes_a_file_per_rate_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts", "4", "--random-input-len", "3", "--out-dir", str(tmp_path)]
+    with serving() as server:
+        assert serve("--base-url", server.url, "--sweep", "40,8,inf", *flags) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("latency.png", "rate-40.json", "rate-8.json", "rate-inf.json", "serve.md")
+    ]
+    assert (tmp_path / "latency.png").read_bytes().startswith(PNG)
+    slow, fast = (json.loads((tmp_path / f"rate-{rate}.json").read_text()) for rate in ("8", "40"))
+    assert (slow["request_rate"], fast["request_rate"]) == (8, 40)
+    assert slow["duration"] >= 4 / 8
+    prompts = [body["messages"][0]["content"] for body in server.bodies]
+    assert len(set(prompts)) == len(prompts) == 15  # no rate asks what another has asked
+    assert "8/s" in capsys.readouterr().out
+
+
+def test_the_picture_shows_every_point() -> None:
+    def load(mode: str, rate: float, seconds: float) -> Run:
+        answers = [answer(0.0, seconds, 3 * seconds, tokens=3), answer(0.0, 9 * seconds, 30 * seconds, tokens=3)]
+        return Run(mode=mode, rate=rate, result=figures(answers, 1.0, goodput={}, percentiles=(90, 99)))
+
+    empty = Run(mode="share", rate=math.inf, result=figures([], 1.0, goodput={}, percentiles=(90, 99)))
+    runs = [load("naive", 1.0, 0.1), load("naive", math.inf, 0.5), load("share", 1.0, 0.05), empty]
+    found = picture("title", runs, (90, 99))
+    for place, lines in zip(found.axes, (4, 4, 4, 2), strict=True):
+        bottom, top = place.get_ylim()
+        assert len(place.lines) == lines and bottom == 0
+        assert all(0 <= y < top for line in place.lines for y in line.get_ydata())
+    assert [list(line.get_xdata()) for line in found.axes[0].lines] == [[0, 1], [0, 1], [0], [0]]
+    [legend] = found.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "naive median",
+        "naive p99",
+        "share median",
+        "share p99",
+    ]
+
+
+@pytest.fixture
+def fake_spawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`benchmark serve --spawn`, where our server is the fake one."""
+    program = str(HELPERS / "openai_server.py")
+    monkeypatch.setattr(spawn, "COMMAND", (sys.executable, program))
+
+    def run(*argv: str) -> int:
+        return serve("--num-prompts", "2", "--random-input-len", "3", *argv)
+
+    return run
+
+
+def test_modes_are_compared_with_naive(
+    fake_spawn: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fake_spawn("--spawn", "hybrid,sd-share", "--out-dir", str(tmp_path)) == 0
+    names = [f"{mode}-rate-inf.json" for mode in ("hybrid", "naive", "share")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "serve.md"])
+    hybrid, naive, _ = (json.loads((tmp_path / name).read_text()) for name in names)
+    assert "ratio_to_naive" not in naive and "spec_decode_num_drafts" not in naive and naive["label"] == "naive"
+    throughput = hybrid["output_throughput"] / naive["output_throughput"]
+    assert hybrid["ratio_to_naive"]["output_throughput"] == pytest.approx(throughput)
+    assert (hybrid["same_texts_as_naive"], hybrid["texts_compared"]) == (2, 2)
+    assert hybrid["spec_decode_acceptance_length"] == 2.5 and hybrid["spec_decode_num_drafts"] == 4  # no warm-up in it
+    assert hybrid["spec_decode_per_position_acceptance_rates"] == [0.5, 0.5, 0.5]
+    out = capsys.readouterr().out
+    assert "over naive" in out and out.count("2/2") >= 5
+
+
+def test_modes_take_turns(fake_spawn: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--turns", "3", "--dataset", "questions", "--num-warmups", "1", "--sweep", "50,inf", "--save-detailed")
+    assert fake_spawn("--spawn", "hybrid", *flags, "--out-dir", str(tmp_path)) == 0
+    files = [tmp_path / f"{mode}-rate-{rate}.json" for rate in ("50", "inf") for mode in ("naive", "hybrid")]
+    naive, hybrid, *_ = (json.loads(path.read_text()) for path in files)
+    assert naive["output_throughput"] == sorted(naive["output_throughputs"])[1]
+    ratios = sorted(map(truediv, hybrid["output_throughputs"], naive["output_throughputs"]))
+    assert hybrid["ratio_to_naive"]["output_throughput"] == pytest.approx(ratios[1])
+    assert (hybrid["same_texts_as_naive"], hybrid["texts_compared"]) == (6, 6)
+    assert "6/6" in capsys.readouterr().out
+
+
+def test_each_turn_has_prompts_of_its_own() -> None:
+    settings = Settings(
+        draw=lambda num, seed: [Request(prompt=f"number {i}", output_len=2) for i in range(num)],
+        num_prompts=2,
+        num_turns=2,
+        num_warmups=1,
+        endpoint="chat",
+        model=None,
+        tokenizer=None,
+        encode=None,
+        options={"temperature": 0.0},
+        headers={},
+        timeout_s=30.0,
+        burstiness=1.0,
+        max_concurrency=1,
+        goodput={},
+        percentiles=(99,),
+        seed=0,
+    )
+    with serving() as server:
+        for turn in range(2):
+            asyncio.run(measure(settings, server.url, rate=math.inf, mode=None, step=0, done=lambda _: None, turn=turn))
+    asked = [body["messages"][-1]["content"] for body in server.bodies]
+    assert asked == [f"number {i}" for i in (4, 0, 1, 2, 3)]  # one to warm up, two, and two
+
+
+def test_other_texts_are_found(fake_spawn: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake_spawn("--spawn", "suffix", "--", "--text", "changed") == 1
+    assert "0/2" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake_spawn("--spawn", "naive", "--", "--dies") == 2
+    assert "the server in mode naive ended with status 1: no such model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--request-rate", "0"], "'0' is not a number above 0, or inf"),
+        (["--burstiness", "nan"], "'nan' is not a number"),
+        (["--turns", "2"], "--turns is 2 and is for servers that --spawn starts; add --spawn or drop it"),
+        (["--sweep", "1,x"], "'x' is not a number"),
+        (["--sweep", "1", "--request-rate", "2"], "--sweep names the rates"),
+        (["--goodput", "itl:5"], "'itl:5' limits none of ttft, tpot, e2el"),
+        (["--goodput", "ttft:x"], "is not a time in milliseconds"),
+        (["--header", "nothing"], "'nothing' is not K=V"),
+        (["--extra-body", "[1]"], "is not a JSON object"),
+        (["--extra-body", '{"a": NaN}'], "is not a JSON object"),
+        (["--top-p", "nan"], "'nan' is not a number"),
+        (["--random-range-ratio", "1"], "from 0 to below 1"),
+        (["--metric-percentiles", "101"], "'101' is not a list of percentiles"),
+        (["--percentile-metrics", "ttft,speed"], "'speed' is none of"),
+        (["--num-prompts", "0"], "'0' is not a whole number from 1 on"),
+        (["--endpoint", "completions"], "name --tokenizer or --vocab-size"),
+        (["--vocab-size", "9"], "--vocab-size is 9 and is for random token ids"),
+        (["--questions", "x.jsonl"], "add --dataset questions"),
+        (["--dataset", "no-such-file.jsonl"], "cannot read questions from no-such-file.jsonl"),
+        (["--spawn", "fast"], "mode is 'fast'"),
+        (["--spawn", "naive", "--base-url", "http://x"], "drop one of the two"),
+        (["--", "--max-batch", "8"], "'--max-batch' is for the server that --spawn starts"),
+        (["--base-url", "localhost"], "cannot ask localhost for its models"),
+    ],
+)
+def test_wrong_flags_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = serve(*argv)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    err = capsys.readouterr().err
+    assert status == 2 and message in err and err.count("\n") == 1

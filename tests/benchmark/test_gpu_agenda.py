@@ -1,0 +1,296 @@
+"""`python -m benchmark gpu`: steps in processes of their own; one that dies or hangs is noted, and the next goes on."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmark.__main__ import main
+from benchmark.gpu import agenda, command, gpu_tests, own_kernels, report, tiles
+from benchmark.gpu.agenda import STEPS, Step, run_step
+from benchmark.gpu.worker import FAILED, Job, NotHere, the_only_gpu
+from compile.attention import Branches, attend_reference
+from compile.cuda import settings
+from compile.cuda.settings import Tile
+from quant.solver import QuantizedWeight, solve
+from sharesd.quantizing import solve_on_cpu
+from tests.helpers.tiny import make_checkpoint
+
+STEP = Step("trial", 60, "", "what is tried")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-X", "faulthandler", "-c", code]
+
+
+def writes(file: Path, rest: str) -> str:
+    """Code that finds something and goes on with the rest."""
+    return f"open({str(file)!r}, 'w').write('{{\"figure\": 7}}'); {rest}"
+
+
+@pytest.mark.parametrize(
+    ("rest", "state", "reason", "tail"),
+    [
+        ("print('well')", "done", None, None),
+        ("raise RuntimeError('out of memory')", "failed", "exit status 1", "RuntimeError: out of memory"),
+        ("import os; os.kill(os.getpid(), 11)", "failed", "ended by SIGSEGV", "Segmentation fault"),
+    ],
+)
+def test_what_a_process_found_counts_even_if_it_died(
+    tmp_path: Path, rest: str, state: str, reason: str | None, tail: str | None
+) -> None:
+    outcome = run_step(STEP, python(writes(tmp_path / "found", rest)), tmp_path / "found")
+    assert (outcome["state"], outcome.get("reason"), outcome["found"]) == (state, reason, {"figure": 7})
+    assert tail is None or tail in outcome["tail"]
+
+
+def test_a_process_that_hangs_says_where_and_is_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over when it has come to where it hangs."""
+
+    class Clocked(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != 3:
+                return super().wait(timeout)
+            while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
+                assert self.poll() is None
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(agenda.subprocess, "Popen", Clocked)
+    child = f"import subprocess, sys; p = subprocess.Popen({python('import time; time.sleep(900)')!r}); "
+    rest = f"{child} open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); p.wait()"
+    outcome = run_step(STEP, python(writes(tmp_path / "found", rest)), tmp_path / "found", limit_s=3)
+    assert outcome["reason"] == "not finished after 3 s" and outcome["found"] == {"figure": 7}
+    assert 'File "<string>", line 1 in' in outcome["tail"]  # the traceback of where it stood
+    pid = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 300
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for its parent to be told."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_the_steps_fit_into_29_minutes_and_their_functions_exist() -> None:
+    assert sum(step.limit_s for step in STEPS) <= command.BUDGET_S == 29 * 60
+    assert len({step.name for step in STEPS}) == len(STEPS)
+    for step in STEPS:
+        module, _, function = step.measure.partition(":")
+        assert callable(getattr(importlib.import_module(f"benchmark.gpu.{module}"), function))
+
+
+def test_three_calls_of_ten_minutes_make_up_the_agenda() -> None:
+    """As the documentation has them."""
+    text = (agenda.ROOT / "docs/gpu.md").read_text()
+    calls = re.findall(r"--step (\S+) +# (\d+) s", text)
+    assert len(calls) == 3
+    names = [names.split(",") for names, _ in calls]
+    assert sorted(sum(names, [])) == sorted(step.name for step in STEPS)
+    for each, (_, seconds) in zip(names, calls, strict=True):
+        assert sum(step.limit_s for step in agenda.named(each)) == int(seconds) <= 600
+
+
+def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: Any) -> None:
+    """On a CPU, in tiny sizes: a step that needs a GPU, one without time, two modes of a model widened in memory."""
+    options = ["--device", "cpu", "--target", target, "--out-dir", str(tmp_path / "out"), "--budget", "250"]
+    assert main(["gpu", *options, "--step", "7b,kernels,machine"]) == 0
+    steps = json.loads((tmp_path / "out/gpu.json").read_text())["steps"]
+    assert {name: outcome["state"] for name, outcome in steps.items()} == {
+        "machine": "done",
+        "kernels": "not here",
+        "7b": "skipped",
+    }
+    assert steps["machine"]["found"]["copy_bytes_per_second"] > 0
+    assert main(["gpu", *options, "--step", "classic"]) == 0
+    steps = json.loads((tmp_path / "out/gpu.json").read_text())["steps"]
+    assert list(steps) == ["machine", "kernels", "7b", "classic"], "in the order of the agenda, earlier ones too"
+    found = steps["classic"]["found"]
+    assert found["model"].endswith("widened to a little more")
+    assert [(row["mode"], row["identical"]) for row in found["modes"]] == [("naive", "1 of 1"), ("classic", "1 of 1")]
+    assert all(row["captures later"] == row["compiled later"] == 0 < row["tok/s"] for row in found["modes"])
+    text = (tmp_path / "out/gpu.md").read_text()
+    assert "| classic | T=0 |" in text and "| classic | done |" in text
+    assert "report:" in capsys.readouterr().out
+
+
+def test_one_that_fails_is_noted_and_the_next_goes_on(tmp_path: Path, capsys: Any) -> None:
+    options = ["--device", "cpu", "--target", "no/such/folder/here", "--out-dir", str(tmp_path)]
+    assert main(["gpu", *options, "--step", "machine,1b"]) == 1
+    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert steps["machine"]["state"] == "done" and steps["1b"]["state"] == "failed"
+    assert "no/such/folder/here does not exist" in (tmp_path / "gpu.md").read_text()
+    assert "1b failed: exit status 1" in capsys.readouterr().err
+
+
+class Library(nn.Module):
+    """A linear of the library, in place of one of ours; `low` as if its codes had been put in place."""
+
+    def __init__(self, linear: nn.Linear, most_rows: int) -> None:
+        super().__init__()
+        self.weight, self.nbytes = linear.weight, linear.weight.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+    @classmethod
+    def low(cls, solved: QuantizedWeight, bias: None, *, dtype: torch.dtype, most_rows: int) -> Library:
+        if solved.bits == 8:
+            raise RuntimeError("no kernel image")
+        linear = nn.Linear(1, 1, device="meta")
+        linear.weight = nn.Parameter(solved.dequantize().to(dtype), requires_grad=False)
+        return cls(linear, most_rows)
+
+
+def test_what_is_asked_of_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """With others in their place: attention is wrong in the rows of wide steps, and 8 bits fail; the rest goes on."""
+
+    def attend(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap):  # type: ignore[no-untyped-def]
+        branches = None if depth is None else Branches(depth, path)
+        sight = {"scale": scale, "window": window, "recent": recent, "branches": branches}
+        out = attend_reference(q, k, v, k_cache, v_cache, lengths, **sight)
+        return out * (1 + (q.shape[1] > 9))
+
+    kernels = SimpleNamespace(linear=Library, low=Library.low, attend=attend, one_by_one=nullcontext)
+    monkeypatch.setattr(own_kernels, "_kernels", lambda job: kernels)
+    monkeypatch.setattr(
+        own_kernels, "solve", lambda w, bits, group: (solve if bits == 8 else solve_on_cpu)(w, bits, group)
+    )
+    job, threads = Job("cpu", tmp_path / "found"), torch.get_num_threads()
+    torch.set_num_threads(1)  # operations this small are slower with more
+    own_kernels.measure(job)
+    torch.set_num_threads(threads)
+    differ = {row["kind"]: row["rows that differ"] for row in job.table("attention")}
+    assert differ.keys() == {"chain", "tree", "window", "recent"} and len(job.table("attention")) == 8
+    assert {differ.pop("tree")} == {"0 2 4 6 8 10 12 14 0 1 3 5 7 9 11 13 15"}
+    assert set(differ.values()) == {"1 2 3 4 5 8 9"}
+    assert all(row["error"] > 0.5 for row in job.table("attention")), "as many rows are wrong"
+    assert [row["linear"] for row in job.table("linears")] == ["o"] and len(job.table("low-bit linears")) == 1
+    assert all(row["error"] < 0.01 for row in job.table("linears") + job.table("low-bit linears"))
+    assert len(job.table("dependent launch")) == 1
+    assert job.table(FAILED) == [{"part": "o, 8 bits", "error": "RuntimeError: no kernel image"}]
+    assert "no kernel image" in capsys.readouterr().err
+
+
+def test_attention_that_is_right_is_said_to_be() -> None:
+    """The tree that is asked for has every row on one of the two paths that it is compared with."""
+    assert {node for path in own_kernels.PATHS[-2:] for node in path} == set(range(own_kernels.MOST))
+    for node, path in enumerate(own_kernels.PATHS):
+        assert path[-1] == node and path == own_kernels.PATHS[path[-2]] + (node,) if node else path == (0,)
+
+
+def test_tiles_are_measured_once_kept_and_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of a shape; what fails costs its own shape; another run measures what is not there yet."""
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    tune = importlib.import_module("compile.cuda.tune")
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    shapes = [("first", tune.Shape(96, 256)), ("second", tune.Shape(64, 512, 4, 64))]
+    tried: list[Any] = []
+
+    def measured(given: list[Any], device: torch.device) -> Any:
+        tried.extend(given)
+        if given[0].bits == 4 and len(tried) == 2:
+            raise RuntimeError("out of memory")
+        found = {given[0]: {Tile(32, 64, 1, 4, 4): 2e-6, Tile(64, 64, 1, 4, 4): 1e-6}}
+        settings.write_tiles(settings.own_file("interpreter"), tune.fastest(found))
+        return found
+
+    for run in (1, 2):
+        (tmp_path / f"{run}").mkdir()
+        job = Job("cpu", tmp_path / f"{run}" / "tiles.json")
+        tiles.run(job, measured, shapes, torch.device("cpu"))
+        kept = settings.read_tiles(tmp_path / f"{run}/measured/interpreter.json")
+        assert kept == {shape.key: Tile(64, 64, 1, 4, 4) for _, shape in shapes[:run]}
+        [row, *_] = job.table("tiles")
+        assert (row["linear"], row["us"], row["by rule"]) == (shapes[run - 1][0], 1.0, False)
+        assert len(job.table(FAILED)) == (run == 1)
+    assert tried == [shapes[0][1], shapes[1][1], shapes[1][1]]
+
+
+def test_every_shape_that_models_multiply_with_is_tuned() -> None:
+    names = [name for name, _ in tiles._sizes()]
+    assert len(set(names)) == len(names) == 3 * (5 + 4) and names[0] == "qkv, 7b, 16 bits"
+    assert ("gate_up, 7b, 4 bits", (22016, 4096, 4, 64)) in tiles._sizes()
+
+
+def test_outcomes_of_tests_are_noted_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
+    job = Job("cpu", tmp_path / "found.json")
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        gpu_tests.run(job, ["-c", str(agenda.ROOT / "pyproject.toml"), str(file)])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["passed"], found["failed"]) == (1, 1) and "1 failed, 1 passed" in found["summary"]
+    assert [row["test"].rpartition("::")[2] for row in found["tests that failed"]] == ["test_wrong"]
+    assert "assert 1 == 2" in (tmp_path / "tests.txt").read_text()
+
+
+def test_one_gpu_is_all_that_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [the_only_gpu(name) for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    the_only_gpu("cuda:1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_kernels_that_cannot_be_imported_are_said_not_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(own_kernels.importlib, "import_module", refuse)
+    with pytest.raises(NotHere, match="no compile.cuda.linear"):
+        own_kernels._kernels(Job("cuda", tmp_path / "found"))
+
+
+@pytest.mark.slow
+def test_all_steps_go_through_on_a_cpu(tmp_path: Path, target: str) -> None:
+    assert main(["gpu", "--device", "cpu", "--target", target, "--out-dir", str(tmp_path)]) == 0
+    values = json.loads((tmp_path / "gpu.json").read_text())
+    states = {name: outcome["state"] for name, outcome in values["steps"].items()}
+    assert states.keys() == {step.name for step in STEPS}
+    need_a_gpu = {"kernels", "tiles", "gemlite", "tests", "offload"}
+    assert {name for name, state in states.items() if state != "done"} == need_a_gpu
+    assert values["steps"]["135m"]["found"]["all_texts_identical"]
+    assert report.markdown(values) == (tmp_path / "gpu.md").read_text()
+
+
+def test_requests(capsys: Any) -> None:
+    assert main(["gpu", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"| {step.name} | {step.limit_s:g} s |" in listed for step in STEPS)
+    assert main(["gpu", "--step", "3b"]) == 2
+    assert "there is no step '3b'; choose from machine, cublas" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="there is no step"):
+        agenda.named(["machine", "7B"])
+    if not torch.cuda.is_available():
+        assert main(["gpu"]) == 2
+        assert "finds no GPU" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""`python -m sharesd generate --prompts`: the same file from any number of processes, whoever is killed when."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sharesd.cli.batch import read
+from sharesd.cli.main import main
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.load import Runtime
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_tokenizer import WORDS
+
+ENVIRONMENT = dict(os.environ)
+"""With the cache folder of all tests, in which kernels lie: processes of their own would build them anew."""
+NUM = 40
+TOO_LONG = 7
+"""Number of a prompt that does not fit."""
+SAMPLED = [
+    "--temperature",
+    "1",
+    "--seed",
+    "5",
+    "--max-new-tokens",
+    "12",
+    "--max-context",
+    "96",
+    "--max-batch",
+    "3",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, some of them equal, one conversation, and one text that is too long."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    records: list[Any] = [f"{WORDS[i % 5]} {WORDS[i // 5]} cat" if i % 4 else "the cat" for i in range(NUM)]
+    records[2] = {"prompt": "why is the sky blue"}
+    records[3] = {
+        "messages": [{"role": role, "content": "the mat"} for role in ("system", "user", "assistant", "user")]
+    }
+    records[TOO_LONG] = "how " * 200
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, prompts: Path, tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
+    """Answers of one process that nobody disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "answers.jsonl"
+    assert generate(model, prompts, out) == 1
+    return out
+
+
+def command(model: str, prompts: Path, out: Path, *more: str) -> list[str]:
+    given = ["--target", model, "--prompts", str(prompts), "--out", str(out), "--mode", "naive"]
+    return ["generate", *given, *SAMPLED, *more]
+
+
+def generate(model: str, prompts: Path, out: Path, *more: str) -> int:
+    return main(command(model, prompts, out, *more))
+
+
+def answers(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts: Path) -> None:
+    found = answers(whole)
+    assert [record["index"] for record in found] == list(range(NUM))
+    assert sorted(os.listdir(whole.parent)) == ["answers.jsonl", "answers.jsonl.settings.json"]
+    engine = Runtime(EngineConfig(target=model, mode="naive", max_context=96)).engine()
+    params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=12)
+    for record, (_, prompt) in zip(found, read(prompts, raw=False), strict=True):
+        assert record["prompt"] == prompt
+        if record["index"] == TOO_LONG:
+            assert "tokens and the context holds 96" in record["error"] and "text" not in record
+            continue
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        request = engine.add(engine.tokenizer.chat(messages), params, record["index"])
+        while request.finish_reason is None:
+            engine.step()
+        assert record["token_ids"] == request.tokens[len(request.prompt_ids) :]
+    assert len({record["text"] for record in found if record["prompt"] == "the cat"}) > 5, "each has noise of its own"
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
+def test_any_number_of_replicas_writes_the_same_file(
+    count: int, whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert generate(model, prompts, out, "--replicas", str(count), "--mode", "ngram") == 1
+    assert out.read_bytes() == whole.read_bytes()
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{NUM} prompts = {NUM - 1} answered + 1 failed (0 of them before)" in said
+    assert f"prompts.jsonl:{TOO_LONG + 1}: a prompt has " in said and f"the start of {count} replicas included" in said
+
+
+def test_a_whole_file_is_left_as_it_is(
+    whole: Path, model: str, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = whole.stat().st_mtime_ns
+    assert generate(model, prompts, whole, "--replicas", "2") == 1
+    assert whole.stat().st_mtime_ns == before and not whole.with_name("answers.jsonl.part").exists()
+    assert f"({NUM} of them before)" in capsys.readouterr().err
+
+
+def killed(given: list[str], part: Path, lines: int, whom: str, dice: random.Random) -> bool:
+    """Run it until so many answers are kept, kill the parent or a replica there, and wait for the end of all of it.
+    Returns whether it was killed in time."""
+    with subprocess.Popen([sys.executable, "-m", "sharesd", *given], cwd=ROOT, env=ENVIRONMENT) as process:
+        parent, family, deadline = psutil.Process(process.pid), [], time.monotonic() + 600
+        while process.poll() is None and (not family or num_lines(part) < lines):
+            with suppress(psutil.Error):  # one that just ended
+                family = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        in_time = process.poll() is None
+        for victim in [parent] if whom == "parent" else [dice.choice(family)] if family else []:
+            if victim.is_running():
+                victim.send_signal(signal.SIGKILL)
+        process.wait()
+        _, left = psutil.wait_procs(family, timeout=300)
+        assert not left, "replicas without a parent end by themselves"
+    return in_time
+
+
+def num_lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(
+    ("seed", "num_trials"), [(0, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
+def test_kills_at_random_moments_lose_and_double_nothing(
+    seed: int, num_trials: int, whole: Path, model: str, prompts: Path, tmp_path: Path
+) -> None:
+    """Of a replica and of the parent in turns; the slow ones are 20 trials."""
+    dice = random.Random(seed)
+    for trial in range(num_trials):
+        out = tmp_path / f"answers-{trial}.jsonl"
+        part = Path(f"{out}.part")
+        given = command(model, prompts, out, "--replicas", "2", "--threads", "1")
+        whom = ("replica", "parent")[trial % 2]
+        for _ in range(10):  # a busy machine may kill too late
+            if killed(given, part, dice.randint(0, NUM - 8), whom, dice):
+                break
+            out.unlink()
+        else:
+            pytest.fail("it was never killed in time")
+        kept = [json.loads(line) for line in part.read_bytes().split(b"\n")[:-1]] if part.exists() else []
+        assert whom == "parent" or out.read_bytes() == whole.read_bytes(), "the other replica has answered all"
+        assert generate(model, prompts, out) == 1
+        assert out.read_bytes() == whole.read_bytes() and not part.exists()
+        found = answers(out)
+        assert all(record == found[record["index"]] for record in kept)
+
+
+def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model, prompts, whole, "--seed", "6") == 2
+    assert "settings.json says sampling" in (said := capsys.readouterr().err) and "give another --out" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
+        (["why", "--out", "x"], "--out belongs to prompts in a file; add --prompts FILE"),
+        (["why", "--prompts", "a.txt", "--out", "b"], "--prompts is a.txt and a prompt 'why' is given"),
+        (["--prompts", "a.txt"], "--prompts is a.txt and there is no --out"),
+        (["--prompts", "none.txt", "--out", "b"], "none.txt cannot be read (No such file or directory)"),
+        (["--prompts", "none.json", "--out", "b"], "none.json cannot be read (No such file or directory)"),
+        (["--prompts", "/dev/null", "--out", "b"], "/dev/null: no prompts"),
+        (["--prompts", __file__, "--out", "b"], "is not JSON"),
+        (["--prompts", "p.jsonl", "--out", "no/b"], "--out is no/b, but there is no folder no"),
+        (["--prompts", "p.jsonl", "--out", "p.jsonl"], "--out is p.jsonl, which is there and has no p.j"),
+        (["--prompts", "p.jsonl", "--out", "b", "--replicas", "0"], "--replicas is 0; it must be at least 1"),
+        (["--prompts", "p.jsonl", "--out", "b", "--max-batch", "0"], "--max-batch is 0; it must be at least 1"),
+        (["--prompts", "bad.jsonl", "--out", "b"], "bad.jsonl:2 has no user's message"),
+        (["--prompts", "talk.json", "--raw", "--out", "b"], "talk.json, record 1 is a conversation, and --raw goes on"),
+        (["--prompts", "p.jsonl", "--out", "b", "--target", "none/x", "--replicas", "2"], "none/x"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('"why"\n')
+    Path("bad.jsonl").write_text('"why"\n{"messages": []}\n')
+    Path("talk.json").write_text(json.dumps([{"conversation": [{"role": "user", "content": "a"}] * 2}]))
+    assert main(["generate", *args]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("why\n\n how is it\u2028the cat \n", encoding="utf-8")
+    assert read(path, raw=True) == [(f"{path}:1", "why"), (f"{path}:3", " how is it\u2028the cat ")]
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
+def test_ranks_of_a_launcher_take_from_one_queue(
+    launcher: str, whole: Path, model: str, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    flags = ["--nproc-per-node", "2"] if launcher == "torch.distributed.run" else ["--num_processes", "2", "--cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", launcher, *flags, "-m", "sharesd", *command(model, prompts, out)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert out.exists() and out.read_bytes() == whole.read_bytes(), done.stderr[-3000:]
+    if launcher == "torch.distributed.run":  # the other one starts a single process where there are no GPUs
+        assert "the start of 2 replicas included" in done.stderr

@@ -1,0 +1,267 @@
+"""`cache info` and `cache clear`, and that nothing in the cache is trusted that is not what was written."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile import native
+from quant.store import read_store, store_path, write_store
+from sharesd.cli import cache as cache_command
+from sharesd.cli.cache import PARTS, contents
+from sharesd.cli.main import main
+from sharesd.models import convert
+from sharesd.models.convert import converted_folder
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.paths import ROOT
+
+KEY = "0123456789abcdef"
+OURS = {
+    "offload": (f"blocks-{KEY}.store", f"blocks-{KEY}.part"),
+    "native": (f"kernels-{KEY}.so", "tmpa1b2c3d4/kernels.so"),
+    "checkpoints": (f"tiny.Q4-{KEY}/model.safetensors", "partial-xy/checkpoint/config.json"),
+    "quant": (f"hqq-{KEY}.safetensors", f"hqq-{KEY}_x.tmp"),
+    "gguf": (f"tiny-{KEY}-F16.gguf",),
+    "settings": (f"share-{KEY}.json", f".share-{KEY}.json.123"),
+    "tiles": ("nvidia-h100.json", "low-bits-nvidia-h100.txt"),
+    "openvino": (f"tiny-{KEY}-F16-2026.1/model.bin",),
+}
+FOREIGN = ("notes.txt", "native/README", "checkpoints/my-training/model.safetensors", "quant/table.csv", "photos/a.png")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder, shared with other things, in which every entry has 1 MB."""
+    root = tmp_path / "cache"
+    for name in (*FOREIGN, *(f"{part}/{name}" for part, names in OURS.items() for name in names)):
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(10**6))
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(root))
+    return root
+
+
+def files_in(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_every_part_of_the_cache_is_known() -> None:
+    """Whoever adds a folder to the cache adds it to PARTS."""
+    sources = [
+        path for package in ("sharesd", "compile", "quant", "benchmark") for path in (ROOT / package).rglob("*.py")
+    ]
+    named = {name for path in sources for name in re.findall(r'cache_root\(\) / "(\w+)"', path.read_text("utf-8"))}
+    assert named == PARTS.keys() == OURS.keys()
+
+
+def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "info"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"cache folder: {cache}\n")
+    rows = {line.split()[0]: line.split()[-3:] for line in out.splitlines()[1:] if line.strip()}
+    assert rows["native"] == ["2", "2.0", "MB"] and rows["openvino"] == ["1", "1.0", "MB"]
+    assert rows["total"] == ["14", "14.0", "MB"]
+
+
+def test_info_of_a_cache_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "none"))
+    assert main(["cache", "info"]) == 0 and "0.0 MB" in capsys.readouterr().out
+    assert main(["cache", "clear", "--part", "quant"]) == 0 and "nothing to delete in" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+
+
+def test_clear_deletes_what_is_ours_and_nothing_else(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "clear", "--part", "quant", "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("to be deleted") < out.index("quantized weights") < out.index("deleted 2.0 MB")
+    assert not contents(cache, "quant").entries and contents(cache, "native").num_bytes == 2 * 10**6
+    assert main(["cache", "clear", "-y"]) == 0
+    assert files_in(cache) == set(FOREIGN)
+    assert not (cache / "gguf").exists()  # empty folders go, too
+
+
+def test_links_are_removed_and_their_targets_kept(cache: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(cache / f"checkpoints/tiny.Q4-{KEY}", elsewhere)
+    (cache / f"checkpoints/tiny.Q4-{KEY}").symlink_to(elsewhere)
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert (elsewhere / "model.safetensors").exists() and not (cache / f"checkpoints/tiny.Q4-{KEY}").is_symlink()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 19), ("", 1, 19), ("y", 0, 5), ("YES", 0, 5)])
+def test_clear_asks_at_a_terminal(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
+) -> None:
+    monkeypatch.setattr(sys, "stdin", _Terminal(f"{answer}\n"))
+    assert main(["cache", "clear"]) == status
+    assert len(files_in(cache)) == left
+
+
+def test_clear_deletes_nothing_where_nobody_can_be_asked(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main(["cache", "clear"]) == 2
+    assert capsys.readouterr().err == "error: stdin is no terminal, so nobody can be asked; add --yes to delete this\n"
+    assert len(files_in(cache)) == 19
+
+
+@pytest.mark.parametrize(
+    "argv", [["cache"], ["cache", "clear", "--part", "none"], ["cache", "info", "--part", "quant"]]
+)
+def test_mistakes_cost_a_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_sizes_are_readable() -> None:
+    assert [cache_command._size(n) for n in (0, 123_456, 1_234_567_890)] == ["0.0 MB", "0.1 MB", "1.23 GB"]
+
+
+# Damaged and stale entries
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "cut at the end": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "empty": lambda file: os.truncate(file, 0),
+    "one bit in the middle": lambda file: flip(file, file.stat().st_size // 2),
+    "the last bit": lambda file: flip(file, -1),
+    "zeros of the right size": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+}
+"""`zeros` is what a power cut leaves of a file whose name came to the disk before its contents."""
+damages = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+
+
+@damages
+def test_damaged_checkpoints_are_converted_again(
+    damage: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    source = write_gguf(tmp_path / "tiny.gguf")
+    folder = converted_folder(source)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != convert.MANIFEST}
+    for name in ("model.safetensors", "tokenizer.json", convert.MANIFEST):
+        damage(folder / name)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert converted_folder(source) == folder
+        if name != convert.MANIFEST:  # which may also say less than before, and be taken at its word
+            assert f"{folder} is damaged or outdated; converted tiny.gguf again" in caplog.text
+        assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole} == whole
+    caplog.clear()
+    assert converted_folder(source) == folder and not caplog.text
+
+
+def test_converted_files_are_read_only_where_size_or_time_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    source = write_gguf(tmp_path / "tiny.gguf")
+    folder, read, hashed = converted_folder(source), [], convert._sha256
+    monkeypatch.setattr(convert, "_sha256", lambda file: read.append(file.name) or hashed(file))
+    assert converted_folder(source) == folder and not read
+    os.utime(folder / "tokenizer.json", ns=(0, 12345))
+    assert converted_folder(source) == folder and read == ["tokenizer.json"]
+    assert converted_folder(source) == folder and read == ["tokenizer.json"]  # its new time is known now
+
+
+def test_a_checkpoint_made_of_another_file_is_converted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the same size, beginning and end: by its time and contents. A copy of the file needs no new conversion."""
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(convert, "_fingerprint", lambda file: KEY)
+    source = write_gguf(tmp_path / "tiny.gguf")
+    folder = converted_folder(source)
+    before = (folder / "model.safetensors").read_bytes()
+    os.utime(source, ns=(0, 12345))
+    assert converted_folder(source) == folder and not caplog.text
+    flip(source, source.stat().st_size // 3)
+    with caplog.at_level(logging.WARNING):
+        assert converted_folder(source) == folder
+    assert "is damaged or outdated" in caplog.text and (folder / "model.safetensors").read_bytes() != before
+
+
+@damages
+def test_damaged_quantized_weights_are_not_read(
+    damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {"a.q": torch.arange(64, dtype=torch.uint8), "a.scale": torch.rand(8)}
+    path = store_path(tmp_path, "key")
+    write_store(path, "key", tensors)
+    kept = read_store(path, "key")
+    assert kept is not None and all(torch.equal(kept[name], tensors[name]) for name in tensors) and not caplog.text
+    damage(path)
+    with caplog.at_level(logging.WARNING):
+        assert read_store(path, "key") is None
+    assert f"{path}" in caplog.text and "quantizing again" in caplog.text
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A compiler that hands out the library built before, and notes in `log` that it was asked."""
+    script = tmp_path / "c++"
+    script.write_text(
+        f'#!/bin/sh\necho asked >> "{tmp_path}/log"\nwhile [ "$1" != "-o" ]; do shift; done\n'
+        f'cp "{native.library("float32")._name}" "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    yield script
+    native.library.cache_clear()
+
+
+@damages
+def test_damaged_kernels_are_built_again(
+    damage: Callable[[Path], object],
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without ever being loaded: many of these libraries would load, and crash or compute something else."""
+
+    def load(folder: str) -> Path:
+        monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / folder))
+        native.library.cache_clear()
+        assert native.library("float32").attend_float32
+        return Path(native.library("float32")._name)
+
+    built = load("one")
+    kept = tmp_path / "two" / built.relative_to(tmp_path / "one")
+    kept.parent.mkdir(parents=True)
+    shutil.copy(built, kept)
+    assert load("two") == kept and not caplog.text
+    damaged = tmp_path / "three" / built.relative_to(tmp_path / "one")
+    damaged.parent.mkdir(parents=True)
+    shutil.copy(built, damaged)
+    damage(damaged)
+    with caplog.at_level(logging.WARNING):
+        assert load("three") == damaged
+    assert f"rebuilding {damaged}" in caplog.text
+    assert (tmp_path / "log").read_text().count("asked") == 2
+    assert damaged.read_bytes() == built.read_bytes()

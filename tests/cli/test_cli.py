@@ -1,0 +1,488 @@
+"""The commands, on a tiny random model: what they print, how they stop, what they say about mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sharesd
+from compile.native import cache_root
+from sharesd.cli import answer as answering
+from sharesd.cli import chat, show
+from sharesd.cli.main import main
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.output import Completion, Source, TokenChunk
+from sharesd.load import Runtime
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny import make_checkpoint
+
+PROMPTS = ("why is the sky blue", "the cat sat on the mat")
+FAST = ("--compile", "off", "--max-new-tokens", "40")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized weights go to a cache of the test's own, and logging stays as pytest set it up."""
+    for module in ("load", "quantizing"):
+        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
+    monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    def run(command: str, *args: str, status: int = 0) -> tuple[str, str]:
+        """What a command prints on stdout and stderr."""
+        assert main([command, *args, "--target", str(folder), *FAST]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+def objects(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# generate
+
+
+@pytest.mark.parametrize("mode", ["naive", "share", "classic"])
+def test_the_streamed_text_is_that_of_the_json(run: Callable, mode: str) -> None:
+    text, err = run("generate", PROMPTS[0], "--mode", mode)
+    out, _ = run("generate", PROMPTS[0], "--mode", mode, "--json", "--logprobs")
+    (found,) = objects(out)
+    assert text == found["text"] + "\n" and found["text"] and err == ""
+    assert found["mode"] == mode and found["prompt"] == PROMPTS[0] and found["finish_reason"] == "length"
+    assert len(found["token_ids"]) == len(found["sources"]) == len(found["logprobs"]) == 40
+    assert found["stats"]["new_tokens"] == 40
+    drafts = found["stats"]["acceptance_by_position"]
+    assert found["sources"].count("accepted") == round(sum(drafts) * found["stats"]["rounds"])
+    assert (mode == "naive") == (drafts == [])
+
+
+def test_all_modes_say_the_same(run: Callable) -> None:
+    sampled = ("--temperature", "0.9", "--seed", "7")
+    for how in ((), sampled):
+        texts = {run("generate", PROMPTS[0], "--mode", mode, *how)[0] for mode in ("naive", "share", "sd-classic")}
+        assert len(texts) == 1
+
+
+def test_prompts_go_through_the_chat_template_unless_raw(run: Callable, folder: Path, tmp_path: Path) -> None:
+    wrapped = run("generate", PROMPTS[0])[0]
+    written = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
+    assert run("generate", written, "--raw")[0] == wrapped
+    raw = run("generate", PROMPTS[0], "--raw")[0]
+    assert raw != wrapped
+    assert run("generate", PROMPTS[0], "--system", "be red")[0] not in (raw, wrapped)
+    plain = make_checkpoint(tmp_path / "plain", chat=False)
+    assert run("generate", PROMPTS[0], "--target", str(plain)) != ("", "")
+
+
+def test_several_prompts_are_answered_as_if_alone(run: Callable) -> None:
+    alone = [run("generate", prompt)[0] for prompt in PROMPTS]
+    together, _ = run("generate", *PROMPTS)
+    assert together == f"[1/2] {PROMPTS[0]}\n{alone[0]}\n[2/2] {PROMPTS[1]}\n{alone[1]}"
+    assert [found["text"] + "\n" for found in objects(run("generate", *PROMPTS, "--json")[0])] == alone
+
+
+def test_a_prompt_may_come_from_stdin(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run("generate", PROMPTS[1])[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
+    assert run("generate", "-")[0] == alone
+
+
+def test_verbose_ends_with_statistics_and_leaves_stdout_alone(run: Callable) -> None:
+    text = run("generate", PROMPTS[0])[0]
+    out, err = run("generate", PROMPTS[0], "-v")
+    assert out == text and "\x1b" not in err
+    for label in ("tok/s", "tau", "alpha", "by position", "draft", "verify", "overhead", "prefill", "loading"):
+        assert label in err
+
+
+@pytest.mark.parametrize("stop", [(), ("--stop", "sky")])
+def test_colors_change_nothing_but_colors(run: Callable, monkeypatch: pytest.MonkeyPatch, stop: tuple) -> None:
+    pinned = (
+        "--num-speculative-tokens",
+        "4",
+    )  # left to itself, the policy may find that drafts do not pay on a busy machine
+    text = run("generate", *PROMPTS, *stop, *pinned)[0]
+    monkeypatch.setattr(show, "shows_colors", lambda: True)
+    out, err = run("generate", *PROMPTS, "-v", *stop, *pinned)
+    assert "\x1b[32m" in out and "\x1b[33m" in out and "accepted draft" in err
+    for code in ("\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"):
+        out = out.replace(code, "")
+    assert out == text
+
+
+def test_every_piece_of_text_belongs_to_its_token() -> None:
+    class Letters:
+        """Token i is the i-th letter; 100 and 101 make one character together."""
+
+        has_bytes = False
+
+        def decode(self, ids: list[int], skip: bool) -> str:
+            text = "".join({100: "<", 101: ">"}.get(i, chr(97 + i)) for i in ids)
+            return text.replace("<>", "é").replace("<", "\ufffd").replace(">", "\ufffd")
+
+    def chunk(ids: list[int], sources: list[Source], text: str, end: Any = None) -> TokenChunk:
+        return TokenChunk(0, ids, sources, ["share" if x == "accepted" else None for x in sources], text, None, end)
+
+    pieces = show.SourcedText(Letters())  # type: ignore[arg-type]
+    assert pieces.take(chunk([0], ["target"], "a")) == [("a", "target")]
+    assert pieces.take(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted")]
+    last = chunk([101, 3, 4], ["accepted", "accepted", "bonus"], "céd", "stop")  # "e" began a stop string
+    assert pieces.take(last) == [("c", "accepted"), ("é", "accepted"), ("d", "accepted")]
+
+
+# chat
+
+
+class Talk:
+    """Runs `chat` on given lines, and keeps what the engine was asked and what it answered."""
+
+    def __init__(self, run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run, self._monkeypatch = run, monkeypatch
+        self.asked: list[list[int]] = []
+        self.kept: list[int] = []
+        self.answers: list[Completion] = []
+        admit = Engine._admit
+
+        def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, *, reuse: bool) -> list:
+            done = answering.answer(engine, prompts, params, shown, reuse=reuse)
+            self.asked += prompts
+            self.answers += done
+            return done
+
+        def noted(engine: Engine) -> Any:
+            request = admit(engine)
+            self.kept.append(request.cached_tokens)
+            return request
+
+        monkeypatch.setattr(chat, "answer", spy)
+        monkeypatch.setattr(Engine, "_admit", noted)
+
+    def __call__(self, *lines: str, args: tuple[str, ...] = (), status: int = 0) -> tuple[str, str]:
+        self._monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        return self._run("chat", *args, status=status)
+
+    @property
+    def texts(self) -> list[str]:
+        return [done.text for done in self.answers]
+
+
+@pytest.fixture
+def talk(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    return Talk(run, monkeypatch)
+
+
+def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, folder: Path) -> None:
+    out, _ = talk(*PROMPTS)
+    (first, second), kept = talk.answers, talk.kept[-1]
+    assert out == f"{first.text}\n{second.text}\n"
+    assert run("generate", PROMPTS[0])[0] == first.text + "\n"
+    runtime = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off"))
+    said = [("user", PROMPTS[0]), ("assistant", first.text), ("user", PROMPTS[1])]
+    asked = runtime.tokenizer.chat([{"role": role, "content": text} for role, text in said])
+    assert talk.asked[1] == asked
+    assert len(talk.asked[0]) <= kept < len(asked)
+    (fresh,) = runtime.engine().generate([asked], SamplingParams(max_new_tokens=40))
+    assert fresh.token_ids == second.token_ids
+
+
+def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
+    lines = [PROMPTS[0], "/mode naive", "/reset", PROMPTS[0], "/mode classic", "/reset", PROMPTS[0], "/mode share"]
+    _, err = talk(*lines, "/reset", PROMPTS[0], "/mode", "/stats", args=("--mode", "classic"))
+    assert len(set(talk.texts)) == 1 and len(talk.texts) == 4
+    assert "mode share; loaded are naive, classic, share, ngram, suffix, recycle, hybrid" in err
+    assert all(f"all {mode}" in err for mode in ("naive", "share", "classic"))
+
+
+def test_chat_goes_on_after_a_change_of_mode(talk: Talk, folder: Path) -> None:
+    elsewhere = ("/mode naive", "/reset", PROMPTS[1], "/mode share", "/reset")  # another text in the same cache
+    talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, PROMPTS[0], PROMPTS[1])
+    engine = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")).engine()
+    fresh = [engine.generate([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
+    assert [done.token_ids for done in fresh] == [done.token_ids for done in talk.answers]
+
+
+def test_chat_commands(talk: Talk) -> None:
+    out, err = talk(
+        "/stats", "/help", "/what", "/mode fast", "/mode classic", "", "/system be blue", PROMPTS[0], "/system",
+        "/reset", PROMPTS[0], "/exit", "never read",
+    )  # fmt: skip
+    assert "nothing was decoded yet" in err and "/reset" in err and "there is no command '/what'" in err
+    assert "there is no mode 'fast'; loaded are naive, share" in err
+    assert "mode classic is not loaded; start with --mode classic" in err
+    assert len(talk.answers) == 2 and talk.texts[0] != talk.texts[1]
+    assert out == "".join(text + "\n" for text in talk.texts)
+
+
+def test_a_line_that_ends_with_a_backslash_goes_on(talk: Talk, run: Callable) -> None:
+    talk("the cat \\", "sat")
+    assert run("generate", "the cat \nsat")[0] == talk.texts[0] + "\n"
+
+
+def test_a_full_context_is_told_in_one_line(talk: Talk) -> None:
+    _, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--max-context", "48"))
+    told = err.splitlines()[1:]
+    assert told[0].startswith("cut: the context holds 48 tokens; /reset")
+    assert told[1].startswith("the conversation has ") and told[1].endswith("makes room")
+    assert len(talk.answers) == 2 and talk.texts[0] == talk.texts[1]
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("mode", ["naive", "share", "classic"])
+def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    talk(PROMPTS[0], PROMPTS[1], args=("--mode", mode))
+    full, after_full = talk.answers
+    real = show.AnswerWriter.write
+    calls = 0
+
+    def write(writer: show.AnswerWriter, chunk: TokenChunk) -> None:
+        nonlocal calls
+        real(writer, chunk)
+        calls += 1
+        if calls == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(show.AnswerWriter, "write", write)
+    handler = signal.getsignal(signal.SIGINT)
+    out, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--mode", mode))
+    _, _, part, after_part, again = talk.answers
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "stopped" in err and out == f"{part.text}\n{after_part.text}\n{again.text}\n"
+    assert part.finish_reason is None and 4 <= len(part.token_ids) < 40
+    assert full.text.startswith(part.text) and again.token_ids == full.token_ids
+    assert len(talk.asked[3]) < len(talk.asked[1]) and talk.kept[-2] >= len(talk.asked[2])  # the part is remembered
+    assert after_part.finish_reason == after_full.finish_reason == "length"
+
+
+def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(EngineConfig(target=str(folder), compile="off"), ("naive", "share", "classic"))
+    params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=3)
+    for mode in runtime.modes:
+        engine = runtime.engine(mode)  # type: ignore[arg-type]
+        ids, other = (engine.tokenizer.encode(prompt) for prompt in PROMPTS)
+        (whole,), (whole_other,) = engine.generate([ids], params), engine.generate([other], params)
+        for fail_at in range(1, 30, 7):
+            engine.generate([other], params)
+            real, calls = type(engine.target).forward, 0
+
+            def forward(*args: Any, real: Callable = real, fail_at: int = fail_at, **named: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                logits = real(*args, **named)
+                if calls == fail_at:
+                    raise KeyboardInterrupt
+                return logits
+
+            with monkeypatch.context() as patch:
+                patch.setattr(type(engine.target), "forward", forward)
+                (part,) = answering.answer(engine, [ids], params, lambda chunk: None)
+            assert part.finish_reason is None and whole.text.startswith(part.text)
+            for prompt, expected in ((other, whole_other), (ids, whole)):
+                (again,) = engine.generate([prompt], params, reuse=True)
+                assert again.token_ids == expected.token_ids
+
+
+def test_ctrl_c_ends_generate_with_what_there_is(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run("generate", PROMPTS[0])[0]
+    real = show.AnswerWriter.write
+
+    def write(writer: show.AnswerWriter, chunk: TokenChunk) -> None:
+        real(writer, chunk)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(show.AnswerWriter, "write", write)
+    out, err = run("generate", PROMPTS[0], "-v", status=130)
+    assert text.startswith(out.removesuffix("\n")) and len(out) < len(text) and "tok/s" in err
+
+
+def test_two_ctrl_c_at_the_prompt_leave(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = iter(["", PROMPTS[0], "", ""])
+
+    def read() -> str:
+        key = next(keys)
+        if not key:
+            raise KeyboardInterrupt
+        return key
+
+    monkeypatch.setattr(chat, "read_message", read)
+    _, err = talk()
+    assert len(talk.answers) == 1 and err.count("Ctrl-C again leaves") == 2
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate"], "there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
+        ([], "the following arguments are required: command"),
+        (["generate", "hi", "--bogus"], "unknown argument '--bogus'; see `python -m sharesd generate --help`"),
+        (["generate", "hi", "--mode", "fast"], "mode is 'fast'; choose one of"),
+        (["generate", "hi", "--mode", "naive,share"], "--mode is 'naive,share'; give one mode"),
+        (["generate", "hi", "--mode", "all"], "--mode is 'all'; give one mode"),
+        (
+            ["generate", "hi", "--mode", "glide", "--draft-head", "no/such"],
+            "--draft-head is 'no/such', of mode eagle, and no mode is",
+        ),
+        (["generate", " "], "the prompt ' ' is empty"),
+        (["generate", "-", "-"], "the prompt - is given twice"),
+        (["generate", "-"], "stdin is empty"),
+        (["generate", "hi", "--raw", "--system", "x"], "--system is not heeded with --raw"),
+        (["generate", "hi", "--logprobs"], "--logprobs cannot be shown as plain text"),
+        (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["generate", "hi", "--tree", "2:4"], "'2:4' is not K:DEPTH:BUDGET, auto or off; for example"),
+        (["generate", "hi", "--tree", "2:4:99"], "tree is 2:4:99; K must be at least 2"),
+        (["generate", "hi", "--draft-window", "0"], "draft_window is 0; it must be at least 1"),
+        (["generate", "hi", "--draft-window", "few"], "'few' is not a whole number"),
+        (["generate", "hi", "--tree", "2:4:8", "--num-speculative-tokens", "3"], "num_draft is 3 and tree is 2:4:8"),
+        (["chat", "--target", "/no/where"], "/no/where does not exist; give a checkpoint folder"),
+        (["chat", "extra"], "unknown argument 'extra'"),
+    ],
+)
+def test_mistakes_cost_one_line_and_status_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    try:
+        status = main(args)
+    except SystemExit as leaving:  # argparse's own
+        status = leaving.code  # type: ignore[assignment]
+    out, err = capsys.readouterr()
+    assert status == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def test_mistakes_about_the_checkpoint(run: Callable, talk: Talk, tmp_path: Path) -> None:
+    plain = ("--target", str(make_checkpoint(tmp_path / "plain", chat=False)))
+    for args, message in (
+        (("generate", "hi " * 200, "--max-context", "64"), "a prompt has "),
+        (("generate", "hi", "--max-context", "64", "--num-speculative-tokens", "0"), "num_draft is 0"),
+    ):
+        out, err = run(*args, status=2)
+        assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert main(["generate", "hi", "--system", "x", *plain, *FAST]) == 2
+    assert main(["chat", *plain, *FAST]) == 2
+
+
+# As a program
+
+
+def program(*args: str, **options: Any) -> subprocess.Popen:
+    """`python -m sharesd`, as a user starts it."""
+    return subprocess.Popen([sys.executable, "-m", "sharesd", *args], cwd=ROOT, **options)
+
+
+def test_help_and_mistakes_come_without_torch() -> None:
+    code = (
+        "import sys, contextlib, sharesd.cli.main as c\n"
+        "with contextlib.suppress(SystemExit): c.main(['generate', '--help'])\n"
+        "assert c.main(['generate', 'hi', '--mode', 'fast']) == 2\n"
+        "from sharesd import SamplingParams, EngineConfig, QuantConfig\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "assert 'LLM' in dir(sharesd := sys.modules['sharesd'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--raw" in done.stdout
+
+
+@pytest.mark.subprocess
+def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path / "long", context=8192))
+    args = ("--target", model, "--mode", "naive", "--compile", "off", "--max-context", "8000")
+    running = program(
+        "generate", "the", *args, "--max-new-tokens", "7000", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stdout and running.stderr
+    assert len(running.stdout.read(5)) == 5
+    running.stdout.close()
+    assert running.stderr.read() == b""
+    running.stderr.close()
+    assert running.wait() == 141
+
+
+@pytest.mark.subprocess
+def test_chat_on_a_terminal(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path / "long", context=8192))
+    args = ("--target", model, "--mode", "naive", "--compile", "off", "--max-context", "8000")
+    ours, theirs = pty.openpty()
+    shown = ""
+
+    def wait_for(text: str) -> None:
+        nonlocal shown
+        while text not in shown:
+            assert select.select([ours], [], [], 600)[0], f"waited for {text!r} after {shown!r}"
+            shown += os.read(ours, 65536).decode()
+        shown = shown[shown.index(text) + len(text) :]
+
+    kernels = cache_root() / "native"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "native").symlink_to(kernels)  # built before; all else goes to a cache of the test's own
+    environment = {**os.environ, "TERM": "xterm", "SHARESD_CACHE_DIR": str(tmp_path)}
+    running = program(
+        "chat", *args, "--max-new-tokens", "7000", "-v", stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+        start_new_session=True, preexec_fn=_take_terminal,
+    )  # fmt: skip
+    os.close(theirs)
+    wait_for("> ")
+    os.write(ours, b"the cat\n")
+    wait_for("the cat\r\n")
+    wait_for(" ")
+    os.write(ours, b"\x03")
+    wait_for("stopped")
+    wait_for("> ")
+    os.write(ours, b"\x03")
+    while not select.select([ours], [], [], 0.5)[0]:
+        os.write(ours, b" ")  # readline shows its prompt before it listens; a signal in between waits for the next key
+    wait_for("Ctrl-C again leaves")
+    wait_for("> ")
+    os.write(ours, b"\x15\x04")  # the line is emptied
+    assert running.wait() == 0
+    os.close(ours)
+
+
+def _take_terminal() -> None:
+    """Make stdin the controlling terminal, so that Ctrl-C becomes a signal, which jobs in the background ignore."""
+    import fcntl
+    import signal
+    import termios
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+# The package
+
+
+def test_public_names() -> None:
+    assert all(getattr(sharesd, name) for name in sharesd.__all__)
+    assert set(sharesd.__all__) <= set(dir(sharesd))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project.get("version", sharesd.__version__) == sharesd.__version__
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = sharesd.Nothing  # type: ignore[attr-defined]

@@ -1,0 +1,341 @@
+"""Attention on CUDA: every row has the bits of plain decoding, only live slots are read, and every GPU can hold it.
+
+Triton's interpreter runs the kernels on a CPU (`triton_cpu.py` mends its bfloat16), unless there is a GPU.
+
+Legend: B rows of the batch, T new tokens, H query heads, K key/value
+heads, S slots, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile.attention import Branches, attend_reference, row_keeper, turns
+from compile.rotary import rotate
+from compile.sight import CHUNK, SINKS
+from sharesd.models.decoder import Attention, RMSNorm
+from tests.helpers.oracle import tiny_decoder
+
+pytest.importorskip("triton")
+from compile.cuda import attention as kernels  # noqa: E402
+from compile.cuda.attention import SPLIT, attend_live  # noqa: E402
+from compile.cuda.rows import keep_rows, move_kept  # noqa: E402
+from tests.helpers.ptx import SHARED, Binary, compile_for  # noqa: E402
+
+OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
+TREE = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5), (0, 2, 6))
+CHAIN = tuple(tuple(range(row + 1)) for row in range(7))
+
+
+class Step(NamedTuple):
+    """Inputs of one step; the caches are full of old values, live or not."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+
+    def fresh(self) -> Step:
+        return self._replace(k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
+
+    def alone(self, b: int, path: tuple[int, ...], slots: int) -> Step:
+        """The last row of a path in plain decoding: what is before it lies in the cache, in order; others are other."""
+        n, (_, K, _, d) = int(self.lengths[b]), self.k_cache.shape
+        caches = [torch.full((1, K, slots, d), fill, dtype=self.q.dtype) for fill in (7.5, -3.25)]
+        before = list(path[:-1])
+        for new, old, cache in zip(self[1:3], self[3:5], caches, strict=True):
+            cache[0, :, :n] = old[b, :, :n]
+            cache[0, :, n : n + len(before)] = new[b, before].transpose(0, 1)
+        one = (x[b : b + 1, path[-1] : path[-1] + 1] for x in self[:3])
+        return Step(*one, *caches, torch.tensor([n + len(before)]))
+
+
+def random_step(T: int, H: int, K: int, d: int, S: int, lengths: list[int], dtype: torch.dtype = torch.float32) -> Step:
+    dice, B = torch.Generator().manual_seed(d + T), len(lengths)
+    shapes = ((B, T, H, d), (B, T, K, d), (B, T, K, d), (B, K, S, d), (B, K, S, d))
+    return Step(*(torch.randn(shape, generator=dice).to(dtype) for shape in shapes), torch.tensor(lengths))
+
+
+def branches_of(paths: tuple[tuple[int, ...], ...], batch: int) -> Branches:
+    longest = max(map(len, paths))
+    padded = [[*path, *[0] * (longest - len(path))] for path in paths]
+    return Branches(torch.tensor([[len(path) - 1 for path in paths]] * batch), torch.tensor([padded] * batch))
+
+
+def live(
+    step: Step,
+    branches: Branches | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    *,
+    norms: tuple[RMSNorm, RMSNorm] | None = None,
+    window: int = 0,
+    recent: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    places, turn = branches or (None, None), rotary or (None, None)
+    sight = (step.q.shape[3] ** -0.5, window, recent, softcap)
+    how = () if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].gemma)
+    return attend_live(*step[:3], *turn, *step[3:], *places, *sight, *how)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_row_has_the_bits_of_plain_decoding(paths: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
+    step = random_step(7, 6, 2, 40, 3 * SPLIT, [SPLIT - 3, 2 * SPLIT + 50])
+    out = live(step.fresh(), None if paths is CHAIN else branches_of(paths, 2), **options)
+    for b, row in ((0, 0), (0, 3), (1, 6)):
+        alone = step.alone(b, paths[row], slots=(b + 2) * SPLIT)
+        assert torch.equal(live(alone, **options)[0, 0], out[b, row])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "T, H, K, d", [(1, 4, 4, 32), (9, 8, 2, 64), (7, 3, 1, 80), (2, 7, 1, 128), (7, 2, 1, 256), (1, 71, 1, 64)]
+)
+def test_values_are_those_of_float64(T: int, H: int, K: int, d: int, dtype: torch.dtype) -> None:
+    step = random_step(T, H, K, d, 2 * SPLIT, [SPLIT - 2], dtype)
+    for branches in [None, branches_of(TREE, 1)] if T == 7 else [None]:
+        ours, exact = step.fresh(), Step(*(x.double() for x in step[:5]), step.lengths)
+        out, wanted = live(ours, branches), attend_reference(*exact, scale=d**-0.5, branches=branches)
+        assert out.dtype == dtype
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+        torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
+        assert all(torch.equal(a.double(), b) for a, b in zip(ours[3:5], exact[3:5], strict=True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_sight_is_that_of_the_reference(options: dict[str, Any]) -> None:
+    step = random_step(7, 4, 2, 16, 3 * SPLIT, [5, 2 * SPLIT + 50])
+    for branches in (None, branches_of(TREE, 2)):
+        exact = Step(*(x.double() for x in step[:5]), step.lengths)
+        wanted = attend_reference(*exact, scale=0.25, branches=branches, **options)
+        torch.testing.assert_close(live(step.fresh(), branches, **options).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreted
+def test_long_texts_are_joined_in_groups() -> None:
+    S = (kernels.GROUP + 2) * SPLIT
+    step = random_step(3, 1, 1, 16, S, [S - SPLIT - 1])
+    exact = Step(*(x.double() for x in step[:5]), step.lengths)
+    for options in ({}, {"recent": 200}, {"window": 200}):
+        out = live(step.fresh(), **options)
+        wanted = attend_reference(*exact, scale=0.25, **options)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(live(step.alone(0, (0, 1, 2), S), **options)[0, 0], out[0, 2])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"recent": 40}], ids=str)
+def test_what_is_not_seen_is_not_read(options: dict[str, int]) -> None:
+    n, T, S = 4 * SPLIT + 20, 7, 6 * SPLIT
+    step = random_step(T, 4, 2, 16, S, [n])
+    hidden = torch.zeros(S, dtype=torch.bool)
+    hidden[n + T :] = True
+    if options:
+        hidden[SPLIT if "recent" in options else 0 : 3 * SPLIT] = True
+    for branches in (None, branches_of(TREE, 1)):
+        clean, poisoned = step.fresh(), step.fresh()
+        for cache in poisoned[3:5]:
+            cache[:, :, hidden] = math.nan
+        assert torch.equal(live(clean, branches, **options), live(poisoned, branches, **options))
+
+
+def heads_of(step: Step) -> Step:
+    """With queries, keys and values side by side, as a merged linear gives them."""
+    heads = torch.cat(step[:3], 2)
+    return Step(*heads.split([x.shape[2] for x in step[:3]], 2), *step[3:])
+
+
+def tables(positions: int, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(positions * r, dtype=torch.float32).view(positions, r)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("r, dtype", [(8, torch.bfloat16), (8, torch.float16), (5, torch.float16), (0, torch.float32)])
+def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
+    step = heads_of(random_step(7, 4, 2, 16, SPLIT, [5, 90], dtype))
+    rotary = tables(94, r, dtype) if r else None  # the last rows lie behind the last position
+    for branches in (None, branches_of(TREE, 2)):
+        ours, theirs = step.fresh(), step.fresh()
+        if rotary is not None:
+            turn = turns(rotary, 7, step.lengths, branches)
+            theirs = theirs._replace(q=rotate(step.q, *turn), k=rotate(step.k, *turn))
+        assert torch.equal(live(ours, branches, rotary), live(theirs, branches))
+        attend_reference(*theirs, scale=0.25, branches=branches)
+        assert all(torch.equal(a, b) for a, b in zip(ours[3:5], theirs[3:5], strict=True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize(
+    "d, dtype",
+    [(40, torch.bfloat16), (16, torch.float16), (40, torch.float16), (24, torch.float32)],
+)
+def test_norms_of_heads_round_as_separate_ones(dtype: torch.dtype, d: int, gemma: bool) -> None:
+    """The sums of squares may be added in another order, which halves seldom show; a row's bits are its own."""
+    step = heads_of(random_step(7, 4, 2, d, SPLIT, [5, 90], dtype))
+    step.q[0, 0, 0] = 0
+    norms = [RMSNorm(d, 1e-6, gemma, dtype=dtype, device="cpu").requires_grad_(False) for _ in range(2)]
+    for seed, norm in enumerate(norms):
+        norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=torch.Generator().manual_seed(seed)))
+    rotary, both = tables(97, d // 2, dtype), (norms[0], norms[1])
+    for branches in (None, branches_of(TREE, 2)):
+        ours = step.fresh()
+        theirs = step._replace(q=norms[0](step.q), k=norms[1](step.k)).fresh()
+        out, want = live(ours, branches, rotary, norms=both), live(theirs, branches, rotary)
+        for got, wanted in ((out, want), (ours.k_cache, theirs.k_cache)):
+            torch.testing.assert_close(got, wanted)
+            if dtype != torch.float32:
+                assert (got == wanted).double().mean() > 0.99
+        assert torch.equal(ours.v_cache, theirs.v_cache)
+    together, cut = step.fresh(), step.fresh()
+    whole = live(together, None, rotary, norms=both)
+    for first, end in ((0, 1), (1, 2), (2, 5), (5, 7)):
+        part = Step(*(x[:, first:end] for x in step[:3]), *cut[3:5], step.lengths + first)
+        assert torch.equal(live(part, None, rotary, norms=both), whole[:, first:end])
+    assert all(torch.equal(a, b) for a, b in zip(cut[3:5], together[3:5], strict=True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "dtype, gemma", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)], ids=str
+)
+def test_normalised_and_rotated_keys_are_those_of_float64(dtype: torch.dtype, gemma: bool) -> None:
+    """But for the roundings on the way: after the norm, its weight, the cosine, and the sum."""
+    n, T, d = 90, 5, 64
+    step, dice = random_step(T, 4, 2, d, SPLIT, [n], dtype), torch.Generator().manual_seed(1)
+    norm = RMSNorm(d, 1e-5, gemma, dtype=dtype, device="cpu").requires_grad_(False)
+    norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=dice))
+    rotary = tables(n + T, d // 2, dtype)
+    live(step, None, rotary, norms=(norm, norm))
+    wide, (cos, sin) = step.k.double(), (x[n:, None].double() for x in rotary)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+    wanted = rotate(wide, *(x.transpose(0, 1) for x in (cos, sin)))
+    a, b = wide.abs().chunk(2, -1)
+    large = torch.cat([a * cos.abs() + b * sin.abs(), b * cos.abs() + a * sin.abs()], -1)
+    error = (step.k_cache[:, :, n : n + T].transpose(1, 2).double() - wanted).abs()
+    roundings = 8 if dtype == torch.float32 else 4.1
+    assert (error <= roundings * torch.finfo(dtype).eps / 2 * large).all()
+
+
+@pytest.mark.interpreted
+def test_rows_behind_the_cache_are_not_written() -> None:
+    step = random_step(7, 4, 2, 16, SPLIT, [SPLIT - 3])
+    memory = torch.full((2, 3, 2, SPLIT, 16), 2.0)  # caches of three texts; ours is the middle one
+    caches = [both[1:2].copy_(cache) for both, cache in zip(memory, step[3:5], strict=True)]
+    live(step._replace(k_cache=caches[0], v_cache=caches[1]))
+    assert (memory[:, [0, 2]] == 2).all()
+    assert torch.equal(caches[0][0, :, SPLIT - 3 :], step.k[0, :3].transpose(0, 1))
+
+
+@pytest.mark.interpreted
+def test_kept_rows_are_moved_together_in_all_layers() -> None:
+    dice = torch.Generator().manual_seed(3)
+    caches = [torch.randn(2, 3, SPLIT, 24, generator=dice) for _ in range(4)]
+    lengths, num = torch.tensor([7, 40]), torch.tensor([4, 1])
+    path = torch.tensor([[0, 2, 3, 6, 6, 6, 6], [0, 4, 4, 4, 4, 4, 4]])
+    wanted = [cache.clone() for cache in caches]
+    for cache in wanted:
+        cache[0, :, 7:11] = cache[0, :, [7, 9, 10, 13]]
+    addresses = torch.tensor([cache.data_ptr() for cache in caches])
+    move_kept(caches, addresses, lengths, path, num)
+    assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
+
+
+# ---- on GPUs that are not there
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("d, G", [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)])
+def test_parts_fit_every_gpu(arch: int, d: int, G: int, tmp_path: Path) -> None:
+    D = 1 << (d - 1).bit_length()
+    ROWS, BLOCK = kernels.tile_of(G, D, torch.bfloat16)
+    sizes = {"K": 8, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK}
+    fits(kernels.parts, arch, tmp_path, {**sizes, "CAP": False}, warps=4, stages=3)
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_what_is_around_the_parts_fits_every_gpu(arch: int, tmp_path: Path) -> None:
+    heads = {"H": 32, "K": 8, "d": 128, "D": 128, "R": 64, "GEMMA": False}
+    fits(kernels.turn_and_write, arch, tmp_path, heads, warps=1, stages=3)
+    fits(kernels.turn_and_write, arch, tmp_path, heads | {"q_norm_ptr": None, "k_norm_ptr": None}, warps=1, stages=3)
+    fits(keep_rows, arch, tmp_path, {"K": 8, "d": 128, "D": 128}, warps=1, stages=3)
+    fits(kernels.join, arch, tmp_path, {"H": 32, "d": 256, "D": 256, "GROUP": kernels.GROUP}, warps=4, stages=3)
+
+
+def fits(kernel: Any, arch: int, folder: Path, sizes: dict[str, Any], *, warps: int, stages: int) -> None:
+    binary = binary_of(kernel, arch, folder, sizes, warps=warps, stages=stages)
+    assert binary.shared <= SHARED[arch] and binary.spilled == 0
+    assert ("griddepcontrol.wait" in binary.ptx) == (arch >= 90 and kernel is not keep_rows)
+
+
+def binary_of(
+    kernel: Any, arch: int, folder: Path, sizes: dict[str, Any], *, warps: int, stages: int, dtype: Any = torch.bfloat16
+) -> Binary:
+    constants = {**sizes, "SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS, "PDL": arch >= 90}
+    kinds: dict[str, Any] = {"address_ptr": torch.int64, "num_ptr": torch.int64, "length_ptr": torch.int64}
+    kinds |= {"depth_ptr": torch.int64, "path_ptr": torch.int64, "scale": "fp32", "eps": "fp32"}
+    kinds |= {name: None for name in sizes if name.endswith("_ptr")}
+    kinds |= {"top_ptr": torch.float32, "total_ptr": torch.float32, "part_ptr": torch.float32, "softcap": "fp32"}
+    arguments: dict[str, Any] = {}
+    for param in kernel.params:
+        if param.is_constexpr:
+            arguments[param.name] = constants[param.name]
+        elif param.name in kinds or param.name.endswith("_ptr"):
+            arguments[param.name] = kinds.get(param.name, dtype)
+        else:
+            assert param.do_not_specialize, f"a binary for each {param.name}"
+            arguments[param.name] = "i32"
+    return compile_for(arch, kernel, arguments, folder, warps=warps, stages=stages, dependent=arch >= 90)
+
+
+class Noting(TorchDispatchMode):
+    """The names of all operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens, tree", [(1, False), (7, True)])
+def test_a_step_attends_by_one_operator(tokens: int, tree: bool) -> None:
+    config = tiny_decoder(0).config
+    r = config.head_dim // 2
+    with torch.no_grad(), FakeTensorMode(), torch.device("cuda"):
+        branches = [torch.empty(shape, dtype=torch.int64) for shape in ((2, 7), (2, 7, 4))] if tree else []
+        attention = Attention(config, config.layers[0], dtype=torch.bfloat16, device="cuda")
+        x_BTD = torch.empty(2, tokens, config.hidden_size, dtype=torch.bfloat16)
+        turn = (torch.empty(99, r, dtype=torch.bfloat16) for _ in range(2))
+        caches = (torch.empty(2, config.num_kv_heads, 256, config.head_dim, dtype=torch.bfloat16) for _ in range(2))
+        with Noting() as noting:
+            out_BTD = attention(x_BTD, *turn, *caches, torch.empty(2, dtype=torch.int64), *branches)
+    assert out_BTD.shape == x_BTD.shape and out_BTD.device.type == "cuda"
+    assert noting.calls.count("sharesd::attend_") == 1
+    assert not {"aten::cat", "aten::mul", "aten::index_put_"} & set(noting.calls)
+
+
+def test_kept_rows_move_by_one_operator() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        caches = [torch.empty(2, 3, SPLIT, 24) for _ in range(6)]
+        keep = row_keeper(caches[:3], caches[3:], [24] * 3)
+        with Noting() as noting:
+            keep(*(torch.zeros(shape, dtype=torch.int64) for shape in ((2,), (2, 7), (2,))))
+    assert noting.calls.count("sharesd::keep_rows_") == 1 and "aten::index_put_" not in noting.calls

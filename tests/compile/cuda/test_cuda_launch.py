@@ -1,0 +1,88 @@
+"""Programmatic dependent launch: what makes it safe is seen in the code that is compiled for GPUs that have it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+from compile.cuda import attention, launch, notes, rows, walk  # noqa: E402
+from compile.cuda.gemm import row_gemm  # noqa: E402
+from tests.compile.cuda.test_cuda_attention import binary_of  # noqa: E402
+from tests.compile.cuda.test_cuda_linear import GATED, NORM, RESIDUAL, arguments  # noqa: E402
+from tests.helpers.ptx import compile_for  # noqa: E402
+
+MEMORY = re.compile(r"^\s*(@\S+ )?(ld|st|atom|red|cp|multimem)\.(?!param|shared)\S*", re.M)
+WAITS, LETS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
+def check(ptx: str) -> None:
+    """One wait, in everybody's way; nothing but prefetches before it; the next kernel may begin behind it alone."""
+    body = ptx[ptx.index(".entry") :]
+    assert body.count(WAITS) == body.count(LETS) == 1
+    before = body[: body.index(WAITS)]
+    assert not MEMORY.findall(before), "memory is read or written too early"
+    assert not re.search(r"\b(bra|ret|exit)\b", before), "somebody may end without having waited"
+    assert body.index(WAITS) < body.index(LETS)
+
+
+def test_what_is_checked() -> None:
+    good = (
+        f".entry k(){{ ld.param.b64 %r1, [p];\n prefetch.global.L2 [%r1];\n {WAITS};\n {LETS};\n ld.global.b32 %r2; }}"
+    )
+    check(good)
+    early = "\n ld.global.b32 %r3, [%r1];\n"
+    for bad in (
+        good.replace(f"{WAITS};\n {LETS}", f"{LETS};\n {WAITS}"),
+        good.replace(f" {WAITS}", f"{early} {WAITS}"),
+        good.replace(f" {WAITS}", f" @%p1 bra $L1;\n {WAITS}"),
+        good.replace(WAITS, "nop"),
+    ):
+        with pytest.raises(AssertionError):
+            check(bad)
+
+
+@pytest.mark.parametrize("kernel", ["turn_and_write", "parts", "join"])
+def test_attention_waits_before_it_touches_memory(kernel: str, tmp_path: Path) -> None:
+    sizes = {"H": 32, "K": 8, "G": 4, "d": 128, "D": 128, "R": 64, "GEMMA": False, "ROWS": 32, "BLOCK": 32}
+    sizes |= {"CAP": False, "GROUP": attention.GROUP}
+    warps = 1 if kernel == "turn_and_write" else 4
+    check(binary_of(getattr(attention, kernel), 90, tmp_path, sizes, warps=warps, stages=3).ptx)
+
+
+@pytest.mark.parametrize(
+    "W, K, bits, given",
+    [
+        (4096, 4096, 16, NORM),
+        (22016, 4096, 16, NORM | GATED),
+        (576, 1536, 16, RESIDUAL | {"bias_ptr": torch.bfloat16}),  # split
+        (576, 1536, 8, NORM),
+        (576, 1536, 4, NORM),
+        (151936, 1024, 16, NORM),
+    ],
+)
+def test_products_wait_before_they_touch_memory(W: int, K: int, bits: int, given: Any, tmp_path: Path) -> None:
+    tile, values = arguments(W, K, bits, 90, group=64 if bits == 4 else 0, **given)
+    made = compile_for(90, row_gemm, values, tmp_path, warps=tile.warps, stages=tile.stages, dependent=True)
+    check(made.ptx)
+    assert ("atom" in made.ptx) == (tile.split > 1)
+    if tile.split > 1:
+        assert "atom.global.gpu.acq_rel.add" in made.ptx, "parts would not be seen by the program that joins them"
+
+
+def test_other_kernels_have_no_part_in_it() -> None:
+    """They begin when all before them has ended."""
+    for kernel in (walk.walk, rows.keep_rows, notes.step_tokens_of, notes.note_token_of, notes.note_round_of):
+        assert "PDL" not in kernel.arg_names
+
+
+def test_only_gpus_that_can_launch_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device == gpu else (8, 9))
+    assert launch.launch_options(gpu) == {"PDL": True, "launch_pdl": True}
+    assert launch.launch_options(torch.device("cuda", 0)) == {"PDL": False, "launch_pdl": False}
+    assert launch.launch_options(torch.device("cpu")) == {"PDL": False}

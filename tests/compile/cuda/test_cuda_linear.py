@@ -1,0 +1,190 @@
+"""The row-invariant linears: compiled for GPUs that are not there, and how models use them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compile.cuda import settings
+from compile.cuda.linear import RowLinear, use_row_linears
+from compile.cuda.lowbit import LowRowLinear, pack4, unpack4
+from compile.cuda.settings import Device, Tile, by_rule
+from quant.solver import solve
+from sharesd import low_builders
+from sharesd.low_builders import rows_for_cuda
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+timing = importlib.import_module("compile.cuda.timing")
+PROCESSORS = {80: 108, 89: 128, 90: 132}
+
+
+def arguments(W: int, K: int, bits: int, arch: int, *, group: int = 0, **given: Any) -> tuple[Tile, dict[str, Any]]:
+    """The rule's tile, and the arguments with which `gemm.multiply` would call the kernel."""
+    from tests.helpers.ptx import SHARED
+
+    tile = by_rule(W, K, bits, group, Device("none", PROCESSORS[arch], SHARED[arch]))
+    split = torch.int32 if tile.split > 1 else None
+    return tile, {
+        "x_ptr": torch.bfloat16,
+        "w_ptr": {16: torch.bfloat16, 8: torch.int8, 4: torch.int16}[bits],
+        "y_ptr": torch.bfloat16,
+        "bias_ptr": None,
+        "norm_ptr": None,
+        "residual_ptr": None,
+        "scale_ptr": {16: None, 8: torch.float32, 4: torch.int32}[bits],
+        "parts_ptr": torch.float32 if split else None,
+        "counters_ptr": split,
+        **{"M": "i32", "N": "i32", "eps": "fp32", "K": K, "GROUP": group, "GATED": ""},
+        "COLUMNS": -(-K // (4 * group)) * group if bits == 4 else K,
+        **{"ROWS": 16, "BN": tile.outputs, "BK": tile.inputs, "SPLIT": tile.split, "STAGES": tile.stages},
+        **{"PDL": arch >= 90, "PACKED_MATH": True},
+        **given,
+    }
+
+
+NORM, RESIDUAL, GATED = {"norm_ptr": torch.bfloat16}, {"residual_ptr": torch.bfloat16}, {"GATED": "silu"}
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_compiles_without_a_gpu(arch: int, bits: int, tmp_path: Path) -> None:
+    """For a 7B's linears and a split one: within shared memory, nothing on the stack, sums by tensor cores."""
+    from compile.cuda.gemm import row_gemm
+    from tests.helpers.ptx import SHARED, compile_for
+
+    group = 64 if bits == 4 else 0
+    for W, K, given in (
+        (12288, 4096, NORM),
+        (22016, 4096, NORM | GATED),
+        (4096, 11008, RESIDUAL),
+        (576, 1536, RESIDUAL | {"bias_ptr": torch.bfloat16}),
+    ):
+        tile, values = arguments(W, K, bits, arch, group=group, **given)
+        made = compile_for(arch, row_gemm, values, tmp_path, warps=tile.warps, stages=tile.stages, dependent=arch >= 90)
+        assert made.spilled == 0 and made.shared <= SHARED[arch], (W, K, tile, made.shared, made.spilled)
+        assert "mma" in made.ptx and "cp.async" in made.ptx
+        if "norm_ptr" in given:  # nothing but scales of 8 bits is read behind the loop
+            assert made.ptx.count("ld.global") <= 4, "something in the loop is not fetched ahead of its use"
+        waits = made.ptx.find("griddepcontrol.wait")
+        if arch >= 90:
+            assert 0 < made.ptx.find("prefetch.global.L2") < waits < made.ptx.find("griddepcontrol.launch_dependents")
+            assert "ld.global" not in made.ptx[:waits] and "cp.async" not in made.ptx[:waits], "reads too early"
+        else:
+            assert waits == -1
+
+
+def test_one_binary_for_any_number_of_rows() -> None:
+    """Triton makes another for a number that is 1, or a multiple of 16, unless told that it does not matter."""
+    from compile.cuda.gemm import row_gemm
+
+    assert row_gemm.do_not_specialize == ["M"]
+    assert not any(p.is_constexpr for p in row_gemm.params if p.name == "M")
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_four_groups_share_words(group: int) -> None:
+    codes_NK = torch.randint(0, 16, (6, 5 * group), dtype=torch.uint8)
+    words = pack4(codes_NK, group)
+    assert words.dtype == torch.int16 and words.shape == (6, 2 * group)
+    assert torch.equal(unpack4(words, group)[:, : 5 * group], codes_NK.int())
+    assert unpack4(words, group)[:, 5 * group :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_low_linears_hold_what_was_solved(bits: int) -> None:
+    solved = solve(torch.randn(48, 256) / 16, bits, 64)
+    low = rows_for_cuda(solved, None, dtype=torch.bfloat16, most_rows=64)
+    assert isinstance(low, LowRowLinear)
+    want = solved.dequantize()
+    assert (low.full_weight(torch.float32) - want).norm() / want.norm() < 4e-3
+    assert low.nbytes * 8 / want.numel() == (8.125 if bits == 8 else 4.5)
+
+
+def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, until gemlite has been measured to be faster on this device."""
+    device, seconds = torch.device("cpu"), iter([2.0, 1.0, 1.0, 2.0])
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB")
+    monkeypatch.setattr(timing, "seconds_per_call", lambda calls: next(seconds))
+    monkeypatch.setattr(low_builders, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
+    solved = solve(torch.randn(48, 256), 8, 64)
+    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    assert low_builders.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
+    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is None
+    low_builders.choose_for_cuda(solved, device, torch.bfloat16)
+    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    assert low_builders.builder_for_cuda(device, torch.float64, 64) is None
+
+
+def test_groups_that_the_kernel_lacks_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups have 16 inputs; take one of 32, 64, 128, 256"):
+        LowRowLinear(
+            torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4), torch.ones(8, 4), None, 4, torch.bfloat16, 64
+        )
+
+
+def test_linears_are_replaced_in_place() -> None:
+    """Weights are shared, what the kernel does not take stays, prompts go to torch's own kernel."""
+    model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 32), nn.Linear(32, 8, dtype=torch.float64))
+    weight, odd = model[0].weight, model[1]
+    assert use_row_linears(model, most_rows=4) == 1
+    assert isinstance(model[0], RowLinear) and model[0].weight is weight and model[1] is odd
+    x = torch.randn(5, 64)
+    assert torch.equal(model[0](x), nn.functional.linear(x, weight, model[0].bias))
+
+
+def test_traced_as_one_operator() -> None:
+    """On a fake GPU: torch.compile sees shapes, and nothing of the kernel."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.no_grad():
+        full = nn.Linear(64, 96, bias=False, device="meta")
+        full.weight = nn.Parameter(torch.empty(96, 64, device="cuda", dtype=torch.bfloat16))
+        linear = RowLinear(full, 64)
+        x = torch.empty(2, 3, 64, device="cuda", dtype=torch.bfloat16)
+        y = linear(x, gated="silu", residual=torch.empty(2, 3, 48, device="cuda", dtype=torch.bfloat16))
+    assert y.shape == (2, 3, 48) and y.device.type == "cuda" and y.dtype == torch.bfloat16
+
+
+@pytest.mark.inductor
+def test_compiled_as_one_operator() -> None:
+    linear, seen = RowLinear(nn.Linear(64, 96), 64), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Any:
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *tensors: (torch.zeros(3, 48),)
+
+    torch.compile(linear, fullgraph=True, dynamic=False, backend=backend)(torch.randn(3, 64), gated="silu")
+    assert seen == [torch.ops.sharesd.row_linear]
+
+
+def test_tiles_depend_on_weights_and_device_only() -> None:
+    h100 = Device("h100", 132, 227 * 1024)
+    assert by_rule(4096, 4096, 16, 0, h100) == Tile(32, 256, 1, 4, 4)
+    assert by_rule(22016, 4096, 16, 0, h100) == Tile(64, 128, 1, 4, 4)
+    assert by_rule(576, 1536, 16, 0, h100) == Tile(32, 256, 3, 4, 4)
+    assert by_rule(576, 576, 4, 64, h100).inputs == 64
+
+
+def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(settings, "device", lambda index: Device("NVIDIA H100 80GB", 132, 227 * 1024))
+    shipped, key = tmp_path / "shipped", settings.key_of(96, 64, 16)
+    monkeypatch.setattr(settings, "SHIPPED", shipped)
+    for cached in (settings._measured, settings.tile_of):
+        monkeypatch.setattr(settings, cached.__name__, cached.__wrapped__)
+    rule = by_rule(96, 64, 16, 0, settings.device(0))
+    assert settings.tile_of(0, 96, 64, 16) == rule
+    settings.write_tiles(shipped / "nvidia-h100-80gb.json", {key: Tile(64, 64, 1, 3, 4)})
+    assert settings.tile_of(0, 96, 64, 16) == Tile(64, 64, 1, 3, 4)
+    settings.write_tiles(settings.own_file("NVIDIA H100 80GB"), {key: Tile(32, 64, 1, 3, 8)})
+    assert settings.tile_of(0, 96, 64, 16) == Tile(32, 64, 1, 3, 8)
+    settings.own_file("NVIDIA H100 80GB").write_text(json.dumps({key: [1, 2]}))
+    with pytest.raises(ValueError, match="does not hold tiles .* measure anew"):
+        settings.tile_of(0, 96, 64, 16)

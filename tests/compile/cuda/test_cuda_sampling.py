@@ -1,0 +1,187 @@
+"""Sampling on CUDA: what the kernels keep and walk is what tensor operations do; noise has a compiled form per stream.
+
+Triton's interpreter runs the kernels on a CPU. Legend: B rows of the batch, T logit rows of each, V vocabulary, N draft
+tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compile.logits import NUMBERS
+from compile.regions import CompiledForms
+from sharesd.config import SamplingParams
+from sharesd.decoding.tree import pack
+from sharesd.sampling import Kind, RowSampling, Stream, gumbel, process
+from sharesd.sampling import logits as logits_module
+from sharesd.sampling.acceptance import accept_tree_reference
+from tests.helpers.oracle import placed
+from tests.sampling.test_row_sampling import REQUESTS
+from tests.speculation.test_trees import random_tree
+
+pytest.importorskip("triton")
+from compile.cuda import sampling as kernels  # noqa: E402
+from compile.cuda import walk as walking  # noqa: E402
+from tests.helpers.ptx import SHARED, compile_for  # noqa: E402
+
+V = 2 * kernels.BLOCK + 77
+
+
+@pytest.fixture
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`process` as it runs on CUDA, whatever the device."""
+
+    def run(x_BTV: Tensor, kind: Kind, rows: RowSampling, **context: Any) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(logits_module, "runs_triton", lambda device: True)
+            patch.setattr(
+                logits_module,
+                "process_logits",
+                lambda x, numbers, **rest: kernels.process_logits(x, numbers, *rest.values()),
+            )
+            return process(x_BTV, kind, rows, **context)
+
+    return run
+
+
+WAYS = [
+    {},
+    {"top_k": 20},
+    {"top_p": 0.9},
+    {"top_p": 0.9999, "top_k": 300},
+    {"top_p": 0.3, "top_k": V},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_the_same_tokens_are_kept(settings: dict, by_kernel: Any) -> None:
+    dice = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 2, V, generator=dice) * 3
+    logits[0, 1] = logits[0, 1].round()  # ties
+    logits[1, 0, ::2] = -math.inf
+    logits[1, 1] *= 20
+    for temperature in (0.8, 0.001):
+        way = placed([SamplingParams(temperature=temperature, **settings)] * 2, V)
+        assert torch.equal(by_kernel(logits, *way), process(logits, *way))
+
+
+@pytest.mark.interpreted
+def test_ties_and_borders(by_kernel: Any) -> None:
+    few, exact = torch.tensor([[0.4, 0.2, 0.2, 0.2], [0.25, 0.5, 0.125, 0.125]]).log()
+    signs, banned = torch.tensor([[0.0, -0.0, -1.0, 1.0], [-math.inf, 1.0, -math.inf, 0.0]])
+    logits = torch.stack([few, exact, signs, banned])[None]
+    for p, k in product((0.41, 0.5, 1.0), (0, 2)):
+        way = placed([SamplingParams(temperature=1.0, top_p=p, top_k=k)], 4)
+        assert torch.equal(by_kernel(logits, *way), process(logits, *way)), (p, k)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("temperature, dtype", [(0.0, torch.float32), (0.8, torch.float16)])
+def test_bias_and_penalties_see_what_each_row_sees(temperature: float, dtype: torch.dtype, by_kernel: Any) -> None:
+    B, N, size = 2, 5, 61
+    dice = torch.Generator().manual_seed(1)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=30,
+        top_p=0.9,
+        min_p=0.03,
+        repetition_penalty=1.4,
+        presence_penalty=0.6,
+        frequency_penalty=-0.9,
+        logit_bias={2: 1.5, 5: -2.0, 7: -math.inf},
+    )
+    prompts = [torch.randint(0, size, (length,), generator=dice).tolist() for length in (9, 4)]
+    way = placed([params] * B, size, prompts)
+    way[1].counts.update(torch.randint(0, size, (B, 6), generator=dice), torch.tensor([6, 2]))
+    draft = torch.randint(-1, 4, (B, N), generator=dice)
+    logits = (torch.randn(B, N + 1, size, generator=dice) * 3).to(dtype)
+    seen = torch.rand(B, N + 1, N, generator=dice) < 0.5
+    for rows, context in ((6, {"draft_BN": draft}), (6, {"draft_BN": draft, "seen_BTN": seen}), (1, {})):
+        some = logits[:, :rows]
+        expected = process(some, *way, **context)
+        assert torch.equal(by_kernel(some, *way, **context), expected)
+    step = {"draft_BN": draft[:, :3]}  # a drafter's step sees all that was drafted
+    expected = process(logits[:, 3:4], *way, **step)
+    assert torch.equal(by_kernel(logits[:, 3:4], *way, **step), expected)
+
+
+@pytest.mark.interpreted
+def test_rows_are_processed_each_in_its_own_way(by_kernel: Any) -> None:
+    B, N, size = len(REQUESTS), 2, 203
+    dice = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 30, (3 + row,), generator=dice).tolist() for row in range(B)]
+    logits, draft = torch.randn(B, N + 1, size, generator=dice) * 3, torch.randint(-1, 30, (B, N), generator=dice)
+    kind, rows = placed(REQUESTS, size, prompts)
+    mixed = by_kernel(logits, kind, rows, draft_BN=draft)
+    assert torch.equal(mixed, process(logits, kind, rows, draft_BN=draft))
+    for row, params in enumerate(REQUESTS):
+        here = slice(row, row + 1)
+        own = by_kernel(logits[here], *placed([params], size, [prompts[row]]), draft_BN=draft[here])
+        assert torch.equal(own[0], mixed[row]), params
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("nodes", [1, 6, 15, 40])
+def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
+    dice = random.Random(nodes)
+    for _ in range(5):
+        guesses = [random_tree(dice, num, vocab=nodes + 1) for num in (nodes, max(1, nodes - 2))]
+        tree = pack(guesses, nodes, "")
+        if tree.branches is None:
+            continue
+        depth, path = tree.branches
+        target = torch.tensor([[dice.randrange(nodes + 1) for _ in range(nodes + 1)] for _ in guesses])
+        parent = path.gather(2, (depth - 1).clamp(min=0)[..., None])[..., 0][:, 1:]
+        target.scatter_(1, parent, tree.tokens.clamp(min=0))  # the last child of each is right
+        wanted = accept_tree_reference(tree, tree.branches, target)
+        out = walking.walk_drafts(tree.tokens, *tree.branches, target)
+        assert torch.equal(out, torch.cat([wanted.num_new[:, None], wanted.tokens, wanted.path], 1))
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_sampling_fits_every_gpu(arch: int, tmp_path: Path) -> None:
+    flags = ("BIAS", "PENALTIES", "PATHS", "SAMPLED", "TRUNCATED")
+    kinds: dict[str, Any] = {"BLOCK": kernels.BLOCK, **dict.fromkeys(flags, True), "ROWS": 64}
+    kinds |= {"F": len(NUMBERS), "numbers_ptr": torch.float64, "cold": "fp64"}
+    kinds |= {"logits_ptr": torch.bfloat16, "prompt_ptr": torch.int8, "count_ptr": torch.int32, "seen_ptr": torch.int8}
+    kinds |= dict.fromkeys(("bias_ptr", "spare_ptr", "out_ptr"), torch.float32)
+    for kernel, warps in ((kernels.process, kernels.WARPS), (walking.walk, 1)):
+        others = {"out_ptr": torch.int64} if kernel is walking.walk else {}
+        arguments = {}
+        for param in kernel.params:
+            pointer = param.name.endswith("_ptr")
+            assert pointer or param.is_constexpr or param.name in kinds or param.do_not_specialize
+            arguments[param.name] = others.get(param.name, kinds.get(param.name, torch.int64 if pointer else "i32"))
+        binary = compile_for(arch, kernel, arguments, tmp_path, warps=warps, stages=3)
+        assert binary.shared <= SHARED[arch] and binary.spilled == 0
+
+
+def test_sampling_on_cuda_calls_one_operator() -> None:
+    params = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1)
+    kind, rows = placed([params] * 2, 1003)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows.numbers_BF = torch.empty_like(rows.numbers_BF, device="cuda")
+        logits = torch.empty(2, 5, 1003, dtype=torch.bfloat16, device="cuda")
+        out = process(logits, kind, rows)
+    assert out.shape == logits.shape and out.dtype == torch.float32 and out.device.type == "cuda"
+
+
+@pytest.mark.inductor
+def test_compiled_noise_is_that_of_its_stream() -> None:
+    compiled = CompiledForms(gumbel)
+    seeds_B, positions_BT = torch.tensor([7, 2**40]), torch.tensor([[3], [900]])
+    for stream in (Stream.TARGET, Stream.RECOVER, Stream.TARGET):
+        noise = compiled(seeds_B, positions_BT, 200, stream=stream)
+        torch.testing.assert_close(noise, gumbel(seeds_B, positions_BT, 200, stream=stream), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,85 @@
+"""Steps on CUDA as Inductor compiles them, on a device that is made up: our operators and little else, over caches that
+stay where they are. No kernel is compiled, and none runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.paths import HELPERS, ROOT
+
+PROGRAM = HELPERS / "inductor_cuda.py"
+LAYERS = 3
+LINEAR, ATTEND, FUSED = "sharesd.row_linear", "sharesd.attend_", "triton"
+LAYER = [LINEAR, ATTEND, LINEAR, LINEAR, LINEAR]
+SANDWICHED = [LINEAR, ATTEND, LINEAR, FUSED, LINEAR, LINEAR, FUSED]
+"""Norms behind both halves of a layer, each with the sum that it goes into."""
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here"),
+    pytest.mark.skipif(
+        torch.backends.cuda.is_built(), reason="this torch has a guard of its own, which asks the driver"
+    ),
+    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Compiled forms by family and step."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path_factory.mktemp("guard"))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def launches(form: dict[str, Any]) -> list[str]:
+    """What a form launches; kernels that Inductor wrote by one name."""
+    return [FUSED if name.startswith("triton_") else name for name in form["launches"]]
+
+
+@pytest.mark.parametrize("family, layer, kinds", [("llama", LAYER, 1), ("qwen3", LAYER, 1), ("gemma2", SANDWICHED, 2)])
+@pytest.mark.parametrize("step", ["plain", "chain", "tree", "draft"])
+def test_a_block_is_our_operators(
+    family: str, layer: list[str], kinds: int, step: str, found: dict[str, dict[str, list[dict[str, Any]]]]
+) -> None:
+    """One form for all layers of a kind and all calls: with a window and without are kinds of their own."""
+    forms = found[family][step]
+    assert [launches(form) for form in forms] == [layer] * kinds
+
+
+@pytest.mark.parametrize("step", ["plain", "chain", "tree"])
+def test_a_whole_step_is_one_form(step: str, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    [form] = found["whole"][step]
+    assert launches(form) == [FUSED, *LAYER * LAYERS, LINEAR], "embedding, layers, the head with its norm"
+    assert len(set(form["caches"])) == 2 * LAYERS
+
+
+def test_noise_is_two_kernels(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    [form] = found["noise"]["noise"]
+    assert launches(form) == [FUSED, FUSED], "the keys of positions, and what they make of tokens"
+
+
+def test_caches_stay_where_they_are(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    """Attention writes into the tensors that a form is given, which are not copied, nor taken for parts of others."""
+    forms = [form for name, steps in found.items() if name != "noise" for forms in steps.values() for form in forms]
+    assert len(forms) == 4 + 4 + 8 + 3
+    for form in forms:
+        assert form["caches"] and all(name.startswith("arg") for name in form["caches"]), form["caches"]
+        assert not form["caches elsewhere"] and not form["views"]
+        assert form["largest buffer"] <= 16 * 1024, "none is as large as a cache"

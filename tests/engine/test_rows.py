@@ -1,0 +1,513 @@
+"""Requests that come and go: each one's text is what plain decoding gives it alone, whoever else is decoded.
+
+Legend: B rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile.linear import pack_linears
+from sharesd.config import SamplingParams
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.output import Completion
+from sharesd.decoding.prefill import CHUNK, slots_for
+from sharesd.decoding.request import QueueFull, Request
+from sharesd.decoding.tree import chains
+from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.share import ShareDrafter
+from sharesd.drafters.tables.ngram import NgramTable
+from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.tables.suffix import SuffixTable
+from tests.helpers.oracle import (
+    MAX_CONTEXT,
+    VOCAB,
+    classic_engine,
+    kv_of,
+    new_engine,
+    share_engine,
+    switched,
+    tiny_decoder,
+)
+
+MODEL = tiny_decoder(3)
+GREEDY = SamplingParams(max_new_tokens=12)
+MODES = ("naive", "share", "suffix", "hybrid", "classic", "hybrid classic", "ngram+recycle")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def new(mode: str, *, batch: int = 4, **options: Any) -> Engine:
+    """An engine of this mode, whose drafts are often right and often wrong."""
+    model, switch = switched(MODEL, 0.15)
+    near, slots = switched(MODEL, 0.1)[0], options.get("max_context", MAX_CONTEXT) + 40
+    options = {"batch": batch, "auto_length": True} | options
+    if mode == "naive":
+        return new_engine(model, **options)
+    if mode == "share":
+        return share_engine(model, switch, **options)
+    if mode == "classic":
+        return classic_engine(model, near, **options)
+    cache = model.new_cache(batch, slots)
+    inner: Any = None
+    if mode == "hybrid":
+        inner = ShareDrafter(model, cache, switch, shapes=chains(4), low_bytes=0)
+    if mode == "hybrid classic":
+        inner = ClassicDrafter(near, batch=batch, slots=slots, shapes=chains(4), weight_bytes=0)
+    tables: list[Any] = [SuffixTable()]
+    if mode == "ngram+recycle":
+        tables = [NgramTable(4, 1, 3), RecycleTable(VOCAB, 3)]
+    return new_engine(model, HybridDrafter(mode, tables, inner, num_nodes=4, trees=True), cache=cache, **options)
+
+
+def some_params(dice: random.Random) -> SamplingParams:
+    """Greedy, sampled, truncated, penalised, biased, with logprobs, without speculation, of any length."""
+    return SamplingParams(
+        max_new_tokens=dice.choice([1, 2, 5, 9, 14]),
+        temperature=dice.choice([0.0, 0.0, 0.7, 1.0, 1.3]),
+        top_k=dice.choice([0, 0, 12]),
+        top_p=dice.choice([1.0, 1.0, 0.8]),
+        min_p=dice.choice([0.0, 0.0, 0.03]),
+        repetition_penalty=dice.choice([1.0, 1.0, 1.4]),
+        presence_penalty=dice.choice([0.0, 0.0, 0.4]),
+        frequency_penalty=dice.choice([0.0, 0.0, 0.7]),
+        logit_bias=dice.choice([{}, {}, {7: 1.5, 3: -float("inf")}]),
+        stop_token_ids=dice.choice([(), (), (5, 11)]),
+        seed=dice.randrange(2**40),
+        logprobs=dice.random() < 0.3,
+        speculate=dice.random() < 0.8,
+    )
+
+
+def some_prompt(dice: random.Random, shared: Sequence[int]) -> list[int]:
+    """Short or long; some begin alike."""
+    own = [dice.randrange(VOCAB) for _ in range(dice.choice([1, 2, 6, 17, 30]))]
+    return [*shared[: dice.choice([0, 0, 10, 25])], *own]
+
+
+def drain(engine: Engine, done: dict[Request, Completion]) -> None:
+    """Step until nothing is left."""
+    while engine.num_running or engine.num_waiting:
+        for chunk in engine.step():
+            done.setdefault(chunk.request, Completion()).add(chunk)
+
+
+# ---- the promise
+
+
+def load(seed: int, count: int) -> list[tuple[list[int], SamplingParams, int]]:
+    """Requests: prompt, parameters, index."""
+    dice = random.Random(seed)
+    shared = [dice.randrange(VOCAB) for _ in range(25)]
+    return [(some_prompt(dice, shared), some_params(dice), dice.choice([0, 0, 1, 5])) for _ in range(count)]
+
+
+def alone(requests: Sequence[tuple[list[int], SamplingParams, int]]) -> list[Completion]:
+    """What each gives by itself, in an engine of one row without a drafter, with nothing to reuse."""
+    engine = new_engine(switched(MODEL, 0.15)[0])
+    found = []
+    for prompt, params, index in requests:
+        engine.forget()
+        engine.add(prompt, params, index)
+        done: dict[Request, Completion] = {}
+        drain(engine, done)
+        found.extend(done.values())
+    return found
+
+
+def same(a: Completion, b: Completion) -> bool:
+    logprobs = [round(x, 4) for x in a.logprobs or []] == [round(x, 4) for x in b.logprobs or []]
+    return (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason) and logprobs
+
+
+REQUESTS = load(1, 64)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Completion]:
+    return alone(REQUESTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_load_of_requests_gives_each_what_it_gets_alone(mode: str, wanted: list[Completion]) -> None:
+    check_load(mode, new(mode, batch=5, prefill_chunk=16, auto_length=False), wanted)
+
+
+def check_load(mode: str, engine: Engine, wanted: list[Completion]) -> None:
+    """In any order, some cancelled while they wait, are read or are decoded; every row is free at the end."""
+    dice = random.Random(mode)
+    todo = list(range(len(wanted)))
+    dice.shuffle(todo)
+    done: dict[Request, Completion] = {}
+    number: dict[Request, int] = {}
+    cancelled: set[Request] = set()
+    most = accepted = 0
+    while todo or engine.num_running or engine.num_waiting:
+        while todo and dice.random() < 0.8:
+            at = todo.pop()
+            number[engine.add(*REQUESTS[at])] = at
+        if dice.random() < 0.1 and number:
+            request = dice.choice(list(number))
+            if request.finish_reason is None:
+                engine.cancel(request)
+                cancelled.add(request)
+        for chunk in engine.step():
+            assert chunk.request not in cancelled, "no chunk follows"
+            done.setdefault(chunk.request, Completion()).add(chunk)
+            accepted += sum(source == "accepted" for source in chunk.sources)
+            assert chunk.request.params.speculate or set(chunk.sources) == {"target"}
+        most = max(most, engine.num_running)
+    assert most > 2 and engine.num_running == engine.num_waiting == 0 and len(engine._slots.free) == engine.cache.batch
+    assert 0 < len(cancelled) < len(wanted) // 2
+    for request, at in number.items():
+        if request in cancelled:
+            count = len(request.tokens) - len(request.prompt_ids)
+            assert request.tokens[len(request.prompt_ids) :] == wanted[at].token_ids[:count]
+        else:
+            assert same(done[request], wanted[at]), (mode, at, REQUESTS[at])
+            assert request.stats.new_tokens == len(done[request].token_ids)
+    assert any(request.cached_tokens > 5 for request in number), "beginnings are shared"
+    assert mode == "naive" or accepted > 10 * (mode in ("share", "classic", "hybrid")), "drafts hit"
+
+
+def test_kernels_keep_the_promise_too() -> None:
+    """All blocks in one call, in bfloat16: rounds over some rows, prompts in pieces, packed KV copied."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny_decoder(5, dtype=torch.bfloat16, **sizes)
+    pack_linears(model)
+    from compile.stack import NativeStack
+
+    model.run_stack = NativeStack(
+        model.blocks,
+        tables=model.rope_tables,
+        ropes=[kind.rope for kind in model.config.layers],
+        activation=model.config.activation,
+        norm=model.norm,
+    )
+    requests = [(prompt, replace(params, logprobs=False), index) for prompt, params, index in load(2, 24)]
+    single = new_engine(model)
+    wanted = []
+    for prompt, params, index in requests:
+        single.forget()
+        single.add(prompt, params, index)
+        done: dict[Request, Completion] = {}
+        drain(single, done)
+        wanted.extend(done.values())
+    drafter = HybridDrafter("suffix", [SuffixTable()], num_nodes=4, trees=True)
+    engine = new_engine(model, drafter, batch=4, auto_length=True, prefill_chunk=5)
+    assert engine.partial
+    done, waiting, dice = {}, list(requests), random.Random(0)
+    handles = []
+    while waiting or engine.num_running or engine.num_waiting:
+        if waiting and dice.random() < 0.4:
+            handles.append(engine.add(*waiting.pop(0)))
+        for chunk in engine.step():
+            done.setdefault(chunk.request, Completion()).add(chunk)
+    assert [done[request].token_ids for request in handles] == [each.token_ids for each in wanted]
+    assert sum(request.cached_tokens for request in handles) > 20
+
+
+# ---- joining and leaving
+
+
+def test_no_row_waits_for_another() -> None:
+    engine = new("share", batch=2)
+    long = engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=40))
+    short = [engine.add([4 + i], replace(GREEDY, max_new_tokens=4)) for i in range(4)]
+    ended: list[Request] = []
+    while engine.num_running or engine.num_waiting:
+        ended += [chunk.request for chunk in engine.step() if chunk.finish_reason]
+        assert engine.num_running == min(2, 5 - len(ended)) or engine.num_waiting
+    assert ended == [*short, long]
+
+
+def test_a_step_reads_a_piece_of_a_prompt_and_decodes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new("naive", prefill_chunk=8)
+    engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=40))
+    assert [len(chunk.token_ids) for chunk in engine.step()] == [1], "its first token goes out at once"
+    engine.step()
+    passes = spy(engine, monkeypatch)
+    late = engine.add(list(range(30)), GREEDY)
+    chunks = [engine.step() for _ in range(4)]
+    assert [(b, t) for b, t, _ in passes] == [(1, 8), (1, 1), (1, 8), (1, 1), (1, 8), (1, 1), (1, 6), (2, 1)]
+    assert [chunk.request is late for step in chunks for chunk in step] == [False] * 3 + [True, False, True]
+    assert late.cached_tokens == 0
+
+
+def spy(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, int, list[int]]]:
+    """(Rows, tokens, lengths) of every pass of the target from now on."""
+    passes: list[tuple[int, int, list[int]]] = []
+    forward = type(engine.target).forward
+
+    def noted(model: Any, tokens_BT: Tensor, cache: Any, *rest: Any, **named: Any) -> Tensor:
+        passes.append((*tokens_BT.shape, cache.lengths.tolist()))  # type: ignore[arg-type]
+        return forward(model, tokens_BT, cache, *rest, **named)
+
+    patch.setattr(type(engine.target), "forward", noted)
+    return passes
+
+
+def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds behind a piece of a prompt are plain; else several callers share drafts that are short enough."""
+    engine = new("share", prefill_chunk=8)
+    policy = engine.way(GREEDY).policy
+    policy._stops = False  # chains are as long as they are asked to be
+    policy.use(Costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1))
+    monkeypatch.setattr(policy.live, "learn", lambda *times: None)
+    request = engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=80))
+    passes = spy(engine, monkeypatch)
+    for _ in range(6):
+        engine.step()
+    assert max(t for _, t, _ in passes[1:]) == 5, "alone"
+    engine.add(list(range(30)), replace(GREEDY, max_new_tokens=80))
+    del passes[:]
+    for _ in range(4):
+        engine.step()
+    assert [t for _, t, _ in passes] == [8, 1, 8, 1, 8, 1, 6, 1]
+    policy.use(Costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 0.0))
+    monkeypatch.setattr(policy.live, "learn", lambda *times: None)
+    del passes[:]
+    for _ in range(6):
+        engine.step()
+    assert max(t for b, t, _ in passes if b == 2) == 3 and request.finish_reason is None, "more takes too long"
+
+
+def test_alone_a_prompt_is_read_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new_engine(tiny_decoder(3, max_position_embeddings=1024), max_context=900, prefill_chunk=8)
+    passes = spy(engine, monkeypatch)
+    engine.add([i % VOCAB for i in range(700)], GREEDY)
+    assert engine.step() == [] and engine.num_running == 1, "so that others are heard in between"
+    assert len(engine.step()) == 1 and len(engine.step()) == 1
+    assert [(b, t) for b, t, _ in passes] == [(1, CHUNK), (1, 700 - CHUNK), (1, 1)]
+
+
+def test_a_draft_that_was_interrupted_leaves_no_noise() -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=6.0, seed=5)
+    engine = new("share", batch=1, auto_length=False)
+    round_ = engine.way(params).round()
+    verify, rounds = round_.verify, []
+
+    def interrupted(tree: Any) -> Any:
+        rounds.append(tree)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        return verify(tree)
+
+    round_.verify = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3]], replace(params, seed=77))
+    want = new("naive", batch=1).generate([[4, 5, 6]], params)[0].token_ids
+    assert engine.generate([[4, 5, 6]], replace(params, speculate=False))[0].token_ids == want
+
+
+def test_a_step_that_fails_cancels_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has gone on, and nobody was told: texts would lack a token."""
+    engine = new("naive")
+    first = engine.add([1, 2, 3], GREEDY)
+    engine.step()
+    second = engine.add([4, 5], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "take", lambda request, ids: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert first.cancelled and second.cancelled and (engine.num_running, engine.num_waiting) == (0, 0)
+    engine.add([1, 2, 3], GREEDY)
+    assert len(engine.step()) == 1
+
+
+def test_what_is_added_ends_a_call_that_is_not_used_up() -> None:
+    engine = new("naive")
+    chunks = engine.stream([[1, 2, 3]], GREEDY)
+    next(chunks)
+    engine.add([7, 8], GREEDY)
+    with pytest.raises(RuntimeError, match="used the cache"):
+        list(chunks)
+
+
+def test_one_of_eight_rows_costs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever row it is: the one that has read its prompt before."""
+    engine = new("share", batch=8)
+    for first in range(8):
+        engine.add([first, 9, 9, 9], replace(GREEDY, max_new_tokens=3))
+    drain(engine, {})
+    passes = spy(engine, monkeypatch)
+    for first in (5, 2, 7):
+        request = engine.add([first, 9, 9, 9, 8], GREEDY)
+        drain(engine, {})
+        assert request.cached_tokens == 4 and {b for b, _, _ in passes} == {1}
+
+
+def test_neighbours_are_what_requests_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that rests far away comes along with its KV, and what it gives way to is not lost."""
+    engine, fresh = new("naive", batch=8), new("naive", batch=1)
+    texts = [[first, *range(9, 20)] for first in range(8)]
+    for text in texts:
+        engine.add(text, replace(GREEDY, max_new_tokens=2))
+    drain(engine, {})
+    for pair in ((0, 7), (3, 6), (7, 1), (5, 0)):
+        requests = [engine.add([*texts[which], 5], GREEDY) for which in pair]
+        passes, done = spy(engine, monkeypatch), dict[Request, Completion]()
+        drain(engine, done)
+        assert [request.cached_tokens for request in requests] == [12, 12]
+        assert max(b for b, _, _ in passes) == 2
+        for request in requests:
+            assert done[request].token_ids == fresh.generate([request.prompt_ids], GREEDY)[0].token_ids
+
+
+def test_cancelled_rows_are_free_before_the_next_round() -> None:
+    engine = new("hybrid", batch=2)
+    requests = [engine.add([first, 2, 3], replace(GREEDY, max_new_tokens=50)) for first in range(4)]
+    engine.step(), engine.step()
+    assert (engine.num_running, engine.num_waiting) == (2, 2)
+    for request in (requests[0], requests[3], requests[1]):
+        engine.cancel(request)
+        engine.cancel(request)  # twice does no harm
+    assert (engine.num_running, engine.num_waiting) == (0, 1)
+    assert {chunk.request for chunk in engine.step()} == {requests[2]}
+    engine.cancel(requests[2])
+    assert engine.step() == [] and all(request.finish_reason is None for request in requests)
+
+
+# ---- prefix reuse
+
+
+def test_beginnings_are_copied_from_rows_that_others_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was decoded, up to the root; copies are copies: both go on as they would alone."""
+    for mode in ("naive", "share", "classic", "hybrid classic"):
+        engine, fresh = new(mode), new("naive", batch=1)
+        text = list(range(1, 20))
+        first = engine.add(text, replace(GREEDY, max_new_tokens=30))
+        while first.num_emitted < 8:
+            engine.step()
+        longer, same_text = first.tokens[:-1] + [3, 4], list(text)
+        with pytest.MonkeyPatch.context() as patch:
+            passes = spy(engine, patch)
+            others = [engine.add(longer, GREEDY), engine.add(same_text, GREEDY), engine.add([1, 2, 9], GREEDY)]
+            done: dict[Request, Completion] = {}
+            drain(engine, done)
+        assert [request.cached_tokens for request in others] == [len(longer) - 2, len(text) - 1, 2]
+        assert (1, 2, [len(longer) - 2]) in passes
+        for request in others:
+            want = fresh.generate([request.prompt_ids], GREEDY)[0].token_ids
+            assert done[request].token_ids == want
+        assert first.tokens[19:] == fresh.generate([text], replace(GREEDY, max_new_tokens=30))[0].token_ids
+
+
+def test_copied_and_swapped_rows_hold_what_they_say() -> None:
+    cache = MODEL.new_cache(3, 64)
+    for tensor in (*cache.k, *cache.v):
+        tensor.copy_(torch.rand(tensor.shape, dtype=tensor.dtype))
+    cache.held[:] = [[1] * 37, [2] * 9, []]
+    before = [tensor.clone() for tensor in kv_of(cache)]
+    cache.copy_row(0, 2, 37)
+    cache.swap_rows(0, 1)
+    for then, now in zip(before, kv_of(cache), strict=True):
+        assert torch.equal(now[2, :, :37], then[0, :, :37])
+        assert torch.equal(now[1, :, :37], then[0, :, :37]) and torch.equal(now[0, :, :9], then[1, :, :9])
+    assert [len(held) for held in cache.held] == [9, 37, 0]
+
+
+def test_a_classic_drafter_stays_right_with_copied_rows() -> None:
+    """A copy of the target, in its own cache: it never errs, whatever rows were copied or swapped."""
+    engine = classic_engine(MODEL, copy.deepcopy(MODEL), batch=3)
+    text = list(range(1, 20))
+    requests = []
+    for turn in range(5):
+        requests += [engine.add([*text, turn, 7][: 19 + turn], replace(GREEDY, max_new_tokens=11)) for _ in range(2)]
+        engine.step(), engine.step()
+    drain(engine, {})
+    assert sum(request.cached_tokens > 15 for request in requests) > 5
+    assert all(set(request.stats.sources) <= {"target", "accepted", "bonus"} for request in requests)
+
+
+def test_where_steps_have_other_bits_only_chunks_are_reused() -> None:
+    model = tiny_decoder(3, max_position_embeddings=2048)
+    engine = new_engine(model, batch=2, max_context=1200, cache=model.new_cache(2, slots_for(1200)), reread=True)
+    text = [i % VOCAB for i in range(1100)]
+    for length, kept in ((1100, 0), (1100, 1024), (1025, 1024), (1024, 512), (600, 512), (300, 0)):
+        request = engine.add(text[:length], replace(GREEDY, max_new_tokens=2))
+        other = engine.add(text[:length], replace(GREEDY, max_new_tokens=2))
+        drain(engine, {})
+        assert request.cached_tokens == kept
+        assert other.cached_tokens == (length - 1) // CHUNK * CHUNK
+
+
+def test_calls_that_measure_reuse_nothing() -> None:
+    engine = new("classic", batch=2)
+    request = engine.add(list(range(20)), GREEDY)
+    drain(engine, {})
+    for reuse, kept in ((False, 0), (True, 19)):
+        first = next(engine.stream([list(range(20))], GREEDY, reuse=reuse))
+        assert first.request.cached_tokens == kept
+    assert request.cached_tokens == 0
+
+
+# ---- what is refused
+
+
+def test_the_queue_is_limited() -> None:
+    engine = new("naive", batch=2, max_queue=1)
+    requests = [engine.add([1], GREEDY) for _ in range(3)]
+    with pytest.raises(QueueFull, match="3 requests wait and the queue holds 1"):
+        engine.add([1], GREEDY)
+    engine.step(), engine.step()
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    with pytest.raises(ValueError, match="1 requests wait and the queue holds 1"):
+        engine.add([1], GREEDY)
+    engine.cancel(requests[0])
+    engine.add([1], GREEDY)
+    drain(engine, {})
+    assert len(engine.generate([[1]] * 7, GREEDY)) == 7, "a call is no queue"
+
+
+def test_wrong_requests_hurt_nobody() -> None:
+    engine = new("share", batch=2)
+    request = engine.add([1, 2], GREEDY)
+    engine.step()
+    for prompt, params, message in (
+        ([], GREEDY, "a prompt is empty"),
+        ([1] * MAX_CONTEXT, GREEDY, "the context holds"),
+        ([VOCAB], GREEDY, "outside the vocabulary"),
+        ([1], SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias names token"),
+        ([1], SamplingParams(acceptance="block", temperature=1.0), "sampled alike"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.add(prompt, params)
+    with pytest.raises(RuntimeError, match="end or cancel them before this call"):
+        engine.generate([[1]], GREEDY)
+    done: dict[Request, Completion] = {}
+    drain(engine, done)
+    assert request.finish_reason == "length" and request.num_emitted == 12
+
+
+def test_a_cache_has_one_user_at_a_time() -> None:
+    cache = MODEL.new_cache(2, MAX_CONTEXT + 10)
+    one, other = new_engine(MODEL, cache=cache), new_engine(MODEL, cache=cache)
+    lost = one.add([1, 2, 3], GREEDY)
+    one.step()
+    want = new_engine(MODEL).generate([[4, 5]], GREEDY)[0].token_ids
+    assert other.generate([[4, 5]], GREEDY)[0].token_ids == want
+    with pytest.raises(RuntimeError, match="another call has used the cache"):
+        one.step()
+    one.cancel(lost)
+    request = one.add([4, 5], GREEDY)
+    drain(one, {})
+    assert request.tokens[2:] == want
+
+
+def test_memory_of_what_has_ended_is_given_back() -> None:
+    engine = new("hybrid", batch=2)
+    for turn in range(30):
+        engine.add([turn], replace(GREEDY, max_new_tokens=2))
+        drain(engine, {})
+    assert engine.stats.accept_lengths == [] and engine.stats.new_tokens == 60

@@ -1,0 +1,51 @@
+"""Requests that come and go while rounds are replayed from graphs, recorded on a CPU: each text is its own, rounds may
+be launched ahead, and nothing is captured but in warm-up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from compile.graphs import no_captures
+from sharesd.decoding import calibrate
+from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.output import Completion
+from tests.engine.test_rows import GREEDY, REQUESTS, alone, check_load, new
+from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COUNT, WIDTH = 24, 5
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Completion]:
+    return alone(REQUESTS[:COUNT])
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("mode", ["naive", "share", "classic", "hybrid"])
+def test_a_load_of_requests_captures_nothing_after_warm_up(
+    mode: str, ahead: bool, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ahead and mode in ("classic", "hybrid"):
+        pytest.skip("the host decides about its drafts")
+    take_the_way_of_cuda(monkeypatch)
+    monkeypatch.setattr(
+        calibrate, "measure_costs", lambda *_: (Costs({1: 1.0, WIDTH: 1.1}, 0.2, 0.2, {1: 0.0, WIDTH: 0.0}), True)
+    )
+    graphs = RecordedGraphs()
+    options: dict[str, Any] = {"widths": [WIDTH], "prefill_chunk": 16, "auto_length": False, "ahead": ahead}
+    engine = new(mode, batch=3, graphs=graphs, **options)
+    warm_up(engine, GREEDY)
+    one = len(graphs.recorded)
+    warm_up_each_kind(engine)
+    assert engine.ahead == ahead and not engine.partial
+    assert len(graphs.recorded) == len(engine._ways) * one and len(engine._ways) == 8
+    before = graphs.num_replays
+    with no_captures():
+        check_load(mode, engine, wanted)
+    assert graphs.num_replays - before > 30

@@ -1,0 +1,101 @@
+"""The check at start: whether a row has the same bits at any width, and what follows where it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile.attention import attend
+from compile.linear import PackedLinear, pack_linears
+from sharesd.config import EngineConfig
+from sharesd.decoding.selfcheck import check_rows
+from sharesd.load import Runtime
+from sharesd.models.decoder import Decoder
+from sharesd.widths import fixed_width, shallow
+from tests.helpers.compiled import wide_decoder
+from tests.helpers.tiny import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool, bool]:
+    first = shallow(model)
+    return check_rows(first, first.new_cache(2, 256), widths, trees=True)
+
+
+def test_the_self_check_tells_whether_rows_depend_on_the_width(
+    checkpoint: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = wide_decoder()
+    pack_linears(model)
+    assert rows_of(model) == (True, True), "packed linears and attention are row-invariant"
+    plain = PackedLinear.forward
+
+    def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = plain(self, x)
+        return y * (1 + 2**-6) if x.shape[1] == 5 else y
+
+    monkeypatch.setattr(PackedLinear, "forward", sloppy)
+    assert rows_of(model) == (False, False) and rows_of(model, (1, 8)) == (True, True)
+    for num_draft, width in ((3, 9), (8, 9), (12, 16)):
+        config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=num_draft, max_context=128)
+        runtime = Runtime(config, ("naive", "share"))
+        assert runtime.engine("naive").widths == runtime.engine("share").widths == [width]
+    assert "texts" not in caplog.text
+    assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
+
+
+def test_fixed_widths_do_not_follow_the_length_of_drafts() -> None:
+    assert {fixed_width("cuda", most) for most in range(16)} == {16} and fixed_width("cuda", 40) == 41
+    assert {fixed_width("cpu", most) for most in range(9)} == {9}, "the default"
+
+
+@pytest.mark.parametrize("place", ["compiled blocks", "far slots", "the last norm", "the head"])
+def test_the_self_check_looks_at_what_runs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that differ somewhere only."""
+    model = wide_decoder()
+    pack_linears(model)
+
+    def wrong(x: torch.Tensor, *, here: bool = True) -> torch.Tensor:
+        return x * (1 + 2**-6) if x.shape[1] == 8 and here else x
+
+    if place == "compiled blocks":
+        model.run_block = lambda block, *tensors, recent: wrong(block(*tensors, recent=recent))
+    elif place == "far slots":
+
+        def far(*tensors: Any, **options: Any) -> torch.Tensor:
+            return wrong(attend(*tensors, **options), here=bool(tensors[5].min() > 200))
+
+        monkeypatch.setattr("sharesd.models.decoder.attend", far)
+    else:
+        part: Any = model.norm if place == "the last norm" else model.head
+        forward = part.forward
+        monkeypatch.setattr(part, "forward", lambda x: wrong(forward(x)))
+    assert rows_of(model) == (False, False)
+
+
+def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scattered(*tensors: Any, branches: Any = None, **options: Any) -> torch.Tensor:
+        out = attend(*tensors, branches=branches, **options)
+        return out if branches is None else out * (1 + 2**-6)
+
+    monkeypatch.setattr("sharesd.models.decoder.attend", scattered)
+    assert rows_of(wide_decoder()) == (True, False)
+    config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=4, max_context=128)
+    engine = Runtime(config, ("hybrid",)).engine("hybrid")
+    assert engine.widths is None and engine.drafter is not None and not engine.drafter.trees
+    grown = replace(config, tree=(2, 2, 4))
+    with pytest.raises(ValueError, match="do not have the bits of chains here; drop --tree, or add --no-exact"):
+        Runtime(grown, ("share",))
+    loose = Runtime(replace(grown, exact=False), ("share",)).engine("share")
+    assert loose.drafter is not None and loose.drafter.trees

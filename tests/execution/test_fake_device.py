@@ -1,0 +1,207 @@
+"""Whole rounds on a device that is no CPU: nothing mixes devices, nothing waits.
+
+Its tensors have shapes but no values (torch's meta device), so that reading one on the host would fail as well. (Fake
+CUDA tensors cannot be indexed where torch was built without CUDA.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from multigpu.tensor import WHOLE, Part
+from quant.linear import Switch, SwitchLinear
+from sharesd.config import SamplingParams
+from sharesd.decoding.buffers import DraftBuffers
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.prefill import prefill
+from sharesd.decoding.ranks import LeadingModel
+from sharesd.decoding.tree import PLAIN, DraftTree, chain, chains, pack, shapes_of
+from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.share import ShareDrafter
+from sharesd.drafters.tables.base import Guess
+from sharesd.models import hf
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.steps import Steps
+from tests.helpers.oracle import VOCAB, tiny_tokenizer
+
+DEVICE = torch.device("meta")
+GREEDY = SamplingParams()
+EVERYTHING = SamplingParams(
+    temperature=0.8,
+    top_k=7,
+    min_p=0.02,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    logprobs=True,
+    logit_bias={3: 1.0},
+)
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "top-p": SamplingParams(temperature=1.0, top_p=0.9),
+    "everything": EVERYTHING,
+    "rejection": SamplingParams(temperature=1.0, acceptance="rejection"),
+    "block": SamplingParams(temperature=1.0, acceptance="block"),
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},
+}
+
+
+class Watch(TorchDispatchMode):
+    """Notes operations that wait for the device, bring data to it, or read tensors of two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        if name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero"):
+            self.found.append(f"{name} waits for the device")
+        elif len({t.device.type for t in tensors if t.ndim}) > 1:
+            self.found.append(f"{name} of two devices: {[(t.device.type, tuple(t.shape)) for t in tensors]}")
+        return out
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def decoder(family: str, part: Part = WHOLE) -> Decoder:
+    config = DecoderConfig.from_hf(SIZES | FAMILIES[family])
+    return Decoder(config, dtype=torch.bfloat16, device=DEVICE, part=part).eval().requires_grad_(False)
+
+
+class FakeGroup:
+    """Rank 0 of two: what is exchanged is on the device, but for commands, which go from host to host."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.gathers, self.told = 0, []  # type: tuple[int, list[str]]
+
+    def all_gather(self, part: torch.Tensor, parts: torch.Tensor) -> None:
+        assert {part.device, parts.device} == {DEVICE} and parts.shape == (2, *part.shape)
+        self.gathers += 1
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.told.append(tensor.device.type)
+
+
+def switched(model: Decoder) -> Switch:
+    switch = Switch()
+    for path, linear in [(path, part) for path, part in model.named_modules() if isinstance(part, nn.Linear)]:
+        low = nn.Linear(linear.in_features, linear.out_features, bias=False, dtype=torch.bfloat16, device=DEVICE)
+        model.set_submodule(path, SwitchLinear(linear, low.requires_grad_(False), switch))
+    return switch
+
+
+def rounds(engine: Engine, params: SamplingParams, shapes: Any) -> list[str]:
+    """What was found in rounds with drafts of these shapes."""
+    way, batch = engine.way(params), engine.cache.batch
+    round_, drafter = way.round(), engine.drafter
+    with Watch() as prompt:
+        prefill(engine.target, engine.cache, [[1, 2, 3]] * batch, [0] * batch)
+    assert all("of two devices" in found for found in prompt.found), "prompts come from the host"
+    with Watch() as watch:
+        for shape in shapes:
+            no_draft = DraftTree(engine.state.root_B[:, None][:, :0])
+            tree = drafter.draft(round_.drafting, shape) if drafter and shape.nodes else no_draft
+            result = round_.verify(tree)
+            tensors = [t for t in tree_leaves(tuple(result)) if isinstance(t, torch.Tensor)]
+            assert {t.device.type for t in tensors} == {DEVICE.type}
+    return watch.found
+
+
+def new(model: Any, drafter: Any, cache: Any) -> Engine:
+    return Engine(
+        target=model,
+        tokenizer=tiny_tokenizer(),
+        cache=cache,
+        drafter=drafter,
+        max_context=200,
+        auto_length=True,
+        widths=[16],
+    )
+
+
+@pytest.mark.parametrize("tree", [None, (2, 3, 6)], ids=["chain", "tree"])
+@pytest.mark.parametrize("family, name", list(itertools.product(FAMILIES, ["share", "classic"])))
+def test_rounds_of_model_drafters_stay_on_the_device(family: str, name: str, tree: Any) -> None:
+    model = decoder(family)
+    cache = model.new_cache(2, 256)
+    shapes, top = (shapes_of(*tree), tree[0]) if tree else (chains(6), 1)
+    drafter: Any = (
+        ShareDrafter(model, cache, switched(model), shapes=shapes, low_bytes=0, top=top)
+        if name == "share"
+        else ClassicDrafter(model, batch=2, slots=256, shapes=shapes, weight_bytes=0, top=top)
+    )
+    engine = new(model, drafter, cache)
+    for params in SAMPLINGS.values():
+        if params.acceptance == "match" or not tree:
+            assert rounds(engine, params, (PLAIN, chain(3), shapes[-1])) == []
+
+
+@pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduce"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounds_of_ranks_stay_on_the_device(family: str, reduces: bool) -> None:
+    group: Any = FakeGroup()
+    model = decoder(family, Part(0, 2, reduces))
+    switch = switched(model)
+    Steps("off", asked="off", switch=switch, group=group).of(model, set(), lambda: cache, set())
+    leading: Any = LeadingModel(model, switch, group)
+    cache = leading.new_cache(2, 256)
+    engine = new(leading, ShareDrafter(leading, cache, switch, shapes=chains(4), low_bytes=0, top=1), cache)
+    for params in SAMPLINGS.values():
+        assert rounds(engine, params, (PLAIN, chain(4))) == []
+    group.gathers, group.told = 0, []
+    assert rounds(engine, GREEDY, [chain(4)]) == []
+    passes = 1 + 4 + 2  # of the round, and of a prompt for each row
+    assert group.gathers == passes * (1 + 2 * (2 if reduces else 4))
+    assert group.told == ["cpu", DEVICE.type] * passes
+
+
+def test_rounds_of_the_fallback_stay_on_the_device() -> None:
+    from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+
+    AttentionMaskInterface.register("eager", hf._per_row_mask)
+    sizes = {key: value for key, value in SIZES.items() if key != "eos_token_id"}
+    config = LlamaConfig(**sizes, attn_implementation="eager")
+    model = hf.HFModel(LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval().requires_grad_(False))
+    for params in (GREEDY, replace(EVERYTHING, logprobs=False)):
+        assert rounds(new(model, None, model.new_cache(2, 256)), params, (PLAIN, PLAIN)) == []
+
+
+def test_guesses_of_tables_come_over_in_one_copy() -> None:
+    buffers = DraftBuffers(2, 6, VOCAB, DEVICE)
+    tree = pack([Guess([1, 2, 3], [-1, -1, 0], [0.9, 0.5, 0.4])] * 2, 3, "")
+    with Watch() as watch:
+        buffers.put(tree)
+    [copied] = watch.found
+    assert copied.startswith("copy_ of two devices: [('meta', (")

@@ -1,0 +1,547 @@
+"""Rounds replayed as CUDA graphs, recorded on a CPU: the same tokens, and the same drafts accepted, as without."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from compile.graphs import Graphs, Replayed, between_graphs, no_captures
+from sharesd import hops
+from sharesd.config import SamplingParams
+from sharesd.decoding import calibrate
+from sharesd.decoding.calibrate import warm_up
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
+from sharesd.drafters.classic import ClassicDrafter
+from sharesd.drafters.eagle import EagleDrafter
+from sharesd.drafters.glide import GlideDrafter
+from sharesd.drafters.hybrid import HybridDrafter
+from sharesd.drafters.parallel import ParallelDrafter
+from sharesd.drafters.share import ShareDrafter
+from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.tables.suffix import SuffixTable
+from sharesd.sampling.sampler import Sampler
+from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
+from tests.helpers.recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
+from tests.helpers.staged_places import in_stages, watched
+from tests.helpers.tiny_heads import random_head
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(max_new_tokens=8)
+SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=5)
+PENALISED = replace(SAMPLED, temperature=0.7, top_p=1.0, top_k=9, repetition_penalty=1.3, presence_penalty=0.1)
+
+
+# ---- what captures do
+
+
+def counter() -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    number, seen = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+
+    def step() -> Tensor:
+        number.add_(1)
+        seen.copy_((number * 2).float())
+        return seen + 1
+
+    return number, seen, step
+
+
+def test_a_capture_runs_nothing_and_replays_do() -> None:
+    graphs, (number, seen, step) = RecordedGraphs(), counter()
+    replayed = Replayed(step, graphs)
+    for call in range(1, 6):
+        assert replayed().tolist() == [2 * call + 1] * 3
+        assert number.tolist() == [call] * 3 and seen.tolist() == [2 * call] * 3
+    [recording] = graphs.recorded
+    assert recording.num_replays == 3 and recording.operations.total() == 5  # add_, mul, _to_copy, copy_, add
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.item(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: [] if x > 7 else None,
+        lambda x: x.nonzero(),
+        lambda x: torch.tensor([1, 2]),
+    ],
+)
+def test_a_capture_that_needs_the_host_fails_once_and_calls_go_on(
+    read: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = torch.zeros(1)
+
+    def step() -> None:
+        number.add_(1)
+        read(number)
+
+    graphs = RecordedGraphs()
+    first, second = Replayed(step, graphs), Replayed(step, graphs)
+    for _ in range(5):
+        first(), second()
+    assert number.item() == 10 and not graphs.recorded
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and "without CUDA graphs" in record.message and "capture" in record.message
+
+
+def test_what_passes_between_graphs_other_than_by_results_is_poisoned() -> None:
+    graphs, start = RecordedGraphs(), torch.ones(2)
+    kept: list[Tensor] = []
+
+    def make() -> Tensor:
+        kept[:] = [start * 3]
+        return kept[0] + 1
+
+    def use() -> Tensor:
+        return kept[0] + made()  # type: ignore[operator]
+
+    first = Replayed(make, graphs)
+    for _ in range(3):
+        result = first()
+    made: Callable[[], Tensor] = lambda: result  # noqa: E731
+    second = Replayed(use, graphs)
+    sums = []
+    for _ in range(4):
+        first()
+        sums.append(second().tolist()[0])
+    assert first().tolist() == [4, 4], "what was returned stays"
+    assert sums[:2] != sums[2:], "a stale read shows"
+
+
+def test_no_captures_notices_one() -> None:
+    graphs, (_, _, step) = RecordedGraphs(), counter()
+    replayed = Replayed(step, graphs)
+    with no_captures():
+        replayed(), replayed()
+    with pytest.raises(RuntimeError, match="1 CUDA graphs were captured after warm-up"), no_captures():
+        replayed()
+    with no_captures():
+        replayed()
+
+
+def test_calls_between_graphs_are_made_by_every_replay() -> None:
+    """With what the graph before has made, and what the one behind it goes on with."""
+    graphs, (number, seen, step) = RecordedGraphs(), counter()
+    there, calls = torch.zeros(3), []
+
+    def in_pieces() -> Tensor:
+        made = step() * 2
+
+        def carry() -> None:
+            calls.append(number.tolist()[0])  # the host may look at tensors here
+            there.copy_(made)
+
+        between_graphs(carry)
+        seen.add_(there)
+        return there + made
+
+    replayed = Replayed(in_pieces, graphs)
+    for call in range(1, 6):
+        assert replayed().tolist() == [4 * (2 * call + 1)] * 3
+        assert seen.tolist() == [2 * call + 2 * (2 * call + 1)] * 3
+    assert calls == [1, 2, 3, 3, 4, 5]  # the third one is that of the capture, which is undone
+    assert [recording.num_replays for recording in graphs.recorded] == [3, 3]
+
+
+def test_what_fails_between_graphs_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    graphs, (number, _, step) = RecordedGraphs(), counter()
+
+    def fails() -> None:
+        raise RuntimeError("no way to there")
+
+    def in_pieces() -> None:
+        step()
+        between_graphs(fails)
+
+    assert graphs.capture(in_pieces) is None and "no way to there" in caplog.text
+    assert number.tolist() == [0] * 3
+    between_graphs(step)  # nothing is being captured
+    assert number.tolist() == [1] * 3
+
+
+def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, taken, streams = [], [], iter(range(9))
+
+    @contextmanager
+    def captures(graph: object, pool: object, stream: Any) -> Iterator[None]:
+        pools.append(pool)
+        taken.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", captures)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: next(streams))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    graphs, device = Graphs(), 0
+
+    def go_to(number: int) -> None:
+        nonlocal device
+        device = number
+
+    for _ in range(3):
+        assert graphs.capture(lambda: 7) is not None
+    Graphs().capture(lambda: 7)
+    assert len(pools) == 4 and len(set(pools[:3])) == 1 and pools[3] is not pools[0]
+    assert taken == [0, 0, 0, 1]
+
+    def in_pieces() -> None:
+        for number in (1, 0):
+            between_graphs(partial(go_to, number))
+
+    taken.clear()
+    assert graphs.capture(in_pieces) is not None
+    assert taken == [0, 2, 0] and len(pools) == 7 and len({*pools[:3], *pools[4:]}) == 1
+
+
+def test_without_cuda_capturing_is_reported_and_rounds_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA graphs can be captured here")
+    engine = new_engine(tiny_decoder(3), graphs=Graphs())
+    assert (
+        engine.generate([[1, 2]], GREEDY)[0].token_ids
+        == new_engine(tiny_decoder(3)).generate([[1, 2]], GREEDY)[0].token_ids
+    )
+    assert ["without CUDA graphs" in record.message for record in caplog.records] == [True]
+
+
+# ---- what rounds do
+
+
+PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1]]
+CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
+    ("naive", GREEDY, 1),
+    ("naive", PENALISED, 2),
+    ("share", GREEDY, 1),
+    ("share", SAMPLED, 2),
+    ("share", replace(SAMPLED, acceptance="rejection"), 1),
+    ("share", replace(SAMPLED, acceptance="block"), 2),
+    ("share tree", PENALISED, 2),
+    ("classic", replace(PENALISED, logprobs=True), 1),
+    ("classic tree", SAMPLED, 1),
+    ("eagle", SAMPLED, 2),
+    ("eagle3", replace(SAMPLED, acceptance="rejection"), 1),
+    ("eagle3 tree", GREEDY, 2),
+    ("glide", SAMPLED, 2),
+    ("glide tree", GREEDY, 1),
+    ("parallel", SAMPLED, 2),
+    ("parallel tree", PENALISED, 2),
+    ("suffix", SAMPLED, 2),
+    ("suffix", replace(SAMPLED, acceptance="rejection"), 2),
+    ("suffix", replace(SAMPLED, acceptance="block"), 1),
+    ("recycle", GREEDY, 1),
+    ("hybrid", GREEDY, 1),
+    ("hybrid classic tree", GREEDY, 1),
+    ("hybrid", replace(SAMPLED, acceptance="rejection"), 1),
+]
+
+
+@pytest.fixture
+def way_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_the_way_of_cuda(monkeypatch)
+
+
+def noisy(seed: int) -> Any:
+    model = tiny_decoder(seed)
+    dice = torch.Generator().manual_seed(7)
+    for tensor in model.parameters():
+        tensor.add_(0.05 * tensor.std() * torch.randn(tensor.shape, generator=dice, dtype=tensor.dtype))
+    return model
+
+
+Place = tuple[str, torch.dtype]
+CPU, GPU = ("cpu", torch.float64), ("cuda", torch.float32)
+"""Where models are, and in what: our kernels for GPUs take no float64."""
+
+
+def new(kind: str, batch: int, *, place: Place = CPU, num_blocks: tuple[int, ...] = (), **options: Any) -> Engine:
+    """An engine with drafts of up to 6 nodes. Its target has so many blocks in each stage; a second model is apart."""
+    name, tree = kind.split()[0], (2, 3, 6) if "tree" in kind else None
+    model, switch = switched(tiny_decoder(3), 0.2)
+    model.to(*place)
+    second = noisy(3).to(*place)
+    if num_blocks:
+        in_stages(model, num_blocks), in_stages(second, (2,), apart=len(num_blocks) - 1)
+    options = {"batch": batch, "auto_length": True} | options
+    if name == "naive":
+        return new_engine(model, **options)
+    if name == "share":
+        return share_engine(model, switch, num_draft=6, tree=tree, **options)
+    if name == "classic":
+        return classic_engine(model, second, num_draft=6, tree=tree, **options)
+    shapes, top = shapes_of(2, 3, 6) if tree else chains(6), 2 if tree else 1
+    if "eagle" in name or name in ("parallel", "glide"):
+        head = random_head(model, name, ids=range(3, 40, 2), draft_length=6)
+        if num_blocks:  # heads are at the last stage, the target's embedding at the first
+            head.embed = torch.nn.Embedding.from_pretrained(model.embed.weight.clone())
+        cache = model.new_cache(batch, 160, head.config.taps)
+        drafts: Any = {"parallel": ParallelDrafter, "glide": GlideDrafter}.get(name, EagleDrafter)
+        drafter = drafts(head, cache, shapes=shapes, weight_bytes=0, top=top)
+        return new_engine(model, drafter, cache=cache, **options)
+    cache = model.new_cache(batch, 160)
+    inner: Any = None
+    if name == "hybrid":
+        inner = (
+            ClassicDrafter(second, batch=batch, slots=160, shapes=shapes, weight_bytes=0, top=top)
+            if "classic" in kind
+            else ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
+        )
+    tables = [RecycleTable(40, 2)] if name == "recycle" else [SuffixTable()]
+    return new_engine(model, HybridDrafter(name, tables, inner, num_nodes=6, trees=True), cache=cache, **options)
+
+
+def outcome(engine: Engine, params: SamplingParams) -> Any:
+    """Texts, and what the drafts were worth: a stale draft changes no token, but is accepted less."""
+    done = engine.generate(PROMPTS[: engine.cache.batch], params)
+    texts = [each.token_ids for each in done]
+    logprobs = [each.logprobs for each in done]
+    return texts, logprobs, engine.stats.accept_lengths, engine.stats.drafted_tokens
+
+
+def pins(engine: Engine) -> list[Any]:
+    """Shapes that calls are held to, so that both engines draft alike."""
+    shapes = engine.drafter.shapes if engine.drafter else ()
+    return [*shapes[-1:], PLAIN, *shapes[2:3], *shapes[-1:]] if shapes else [PLAIN, PLAIN]
+
+
+IN_EACH = pytest.mark.parametrize(
+    "kind, params, batch",
+    CONFIGURATIONS,
+    ids=[f"{kind}, {'T=1' if params.temperature else 'T=0'}, B={batch}" for kind, params, batch in CONFIGURATIONS],
+)
+
+
+@IN_EACH
+def test_captured_rounds_equal_uncaptured_ones(
+    kind: str, params: SamplingParams, batch: int, way_of_cuda: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = RecordedGraphs()
+    compare(kind, params, batch, graphs, CPU)
+    assert graphs.num_replays > 6 and not caplog.records, "no capture failed"
+
+
+@pytest.mark.parametrize(
+    "kind, params, batch",
+    [
+        ("naive", PENALISED, 2),
+        ("share", SAMPLED, 2),
+        ("share tree", GREEDY, 1),
+        ("classic", SAMPLED, 1),
+        ("eagle3 tree", GREEDY, 2),
+        ("suffix", SAMPLED, 2),
+        ("hybrid classic tree", GREEDY, 1),
+    ],
+)
+def test_stages_are_captured_in_graphs_of_one_device_each(
+    kind: str, params: SamplingParams, batch: int, way_of_cuda: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hops lie between them; texts, and what is accepted, are those of rounds that are launched anew on one device."""
+    graphs = RecordedGraphs()
+    plain, captured = (
+        new(kind, batch, widths=[7], graphs=each, num_blocks=num) for each, num in ((None, ()), (graphs, (1, 1)))
+    )
+    with watched(captured.target, captured.cache) as places:  # type: ignore[arg-type]
+        for pin in pins(plain):
+            for engine in (plain, captured):
+                engine.way(params).policy.pinned = pin
+            with _disable_current_modes():
+                wanted = outcome(plain, params)
+            assert outcome(captured, params) == wanted
+    assert "classic" in kind or places.found == []  # nobody has said where second models are
+    assert graphs.num_replays > 6 and not caplog.records, "no capture failed"
+
+
+def test_a_hop_within_a_graph_is_noticed(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hops, "between_graphs", lambda function: function())
+    engine = new("naive", 1, widths=[7], graphs=RecordedGraphs(), num_blocks=(1, 1))
+    with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
+        outcome(engine, GREEDY)
+    assert "a capture goes on on 0, in a graph of 1" in places.found
+    assert "a graph has a copy from 0 to 1" in places.found
+
+
+@pytest.mark.cuda
+@IN_EACH
+def test_rounds_in_graphs_of_cuda_equal_uncaptured_ones(
+    kind: str, params: SamplingParams, batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Graphs.num_captures
+    compare(kind, params, batch, Graphs(), GPU)
+    assert Graphs.num_captures > before and not caplog.records
+
+
+def compare(kind: str, params: SamplingParams, batch: int, graphs: Graphs, place: Place) -> None:
+    """Outcomes with and without graphs are the same, whatever is drafted."""
+    plain, captured = (new(kind, batch, widths=[7], graphs=each, place=place) for each in (None, graphs))
+    for pin in pins(plain):
+        for engine in (plain, captured):
+            engine.way(params).policy.pinned = pin
+        assert outcome(captured, params) == outcome(plain, params), pin
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("kind, params", [("naive", PENALISED), ("share", GREEDY), ("share", SAMPLED)])
+def test_rounds_launched_ahead_change_nothing(
+    kind: str, params: SamplingParams, graphs: bool, way_of_cuda: None
+) -> None:
+    """Rows end in the middle and are refilled; what the next round made of them is dropped."""
+    prompts = [[*prompt, i] for i in range(3) for prompt in PROMPTS]
+    params = replace(params, stop_token_ids=(5, 9, 21), max_new_tokens=17, logprobs=True)
+    options: dict[str, Any] = {"widths": [7], "auto_length": False}
+    found = []
+    for ahead in (False, True):
+        engine = new(kind, 2, graphs=RecordedGraphs() if graphs else None, ahead=ahead, **options)
+        assert engine.ahead == ahead
+        for _ in range(2):
+            done = engine.generate(prompts, params)
+        found.append(([(c.token_ids, c.logprobs, c.sources) for c in done], engine.stats.accept_lengths))
+        assert engine.num_running == 0 and engine.stats.rounds == sum(map(len, engine.stats.accept_lengths))
+    assert found[0] == found[1]
+    assert len({len(tokens) for tokens, _, _ in found[0][0]}) > 2, "rows shall end at different times"
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("kind", ["naive", "share"])
+def test_a_round_is_launched_before_the_one_in_front_of_it_is_read(kind: str, ahead: bool, way_of_cuda: None) -> None:
+    graphs = RecordedGraphs()
+    engine = new(kind, 1, widths=[7], graphs=graphs, auto_length=False, ahead=ahead)
+    engine.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=30))  # captures
+    chunks = engine.stream(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
+    next(chunks)
+    launches: list[int] = []  # replays so far, at each read
+    before, each = graphs.num_replays, 1 + engine.num_draft
+    with host_reads(lambda name: launches.append(graphs.num_replays - before)):
+        for _ in range(3):
+            next(chunks)
+    chunks.close()
+    assert launches == [each * (number + ahead) for number in (1, 2, 3)]
+
+
+def new_pool(
+    kind: str, batch: int, params: SamplingParams, widths: list[int], patch: pytest.MonkeyPatch
+) -> tuple[Engine, RecordedGraphs]:
+    """An engine that is warmed up; its costs are made up, since measuring takes a while."""
+    patch.setattr(calibrate, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True))
+    graphs = RecordedGraphs()
+    engine = new(kind, batch, widths=widths, graphs=graphs)
+    warm_up(engine, params)
+    return engine, graphs
+
+
+@pytest.mark.parametrize(
+    "kind, widths, most",
+    [
+        ("naive", [7], 1),
+        ("naive", [1, 7], 1),
+        ("suffix", [7], 1),  # verify
+        ("suffix", [1, 7], 2),  # plain, verify
+        ("share", [7], 3),  # verify, a chain's first step, its others
+        ("hybrid", [1, 7], 4),
+        ("share tree", [7], 6),  # besides: a tree's first level, its others, the choice
+        ("hybrid classic tree", [7], 6),
+    ],
+)
+def test_few_graphs_are_captured_and_all_in_warm_up(
+    kind: str, widths: list[int], most: int, way_of_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, graphs = new_pool(kind, 1, GREEDY, widths, monkeypatch)
+    assert len(graphs.recorded) == most
+    policy, [plain] = engine.way(GREEDY).policy, new("naive", 1, widths=widths).generate(PROMPTS[:1], GREEDY)
+    with no_captures():
+        for pin in pins(engine):
+            policy.pinned = pin
+            [done] = engine.generate(PROMPTS[:1], GREEDY)
+            assert done.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("kind", ["naive", "share", "share tree", "classic", "suffix", "recycle"])
+def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, graphs = new_pool(kind, 1, GREEDY, [7], monkeypatch)
+    if engine.drafter is not None:
+        engine.way(GREEDY).policy.pinned = engine.drafter.shapes[-1]
+    reads: list[str] = []
+    chunks = engine.stream(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
+    next(chunks)
+    depth = 0 if engine.drafter is None or engine.drafter.on_host else engine.drafter.shapes[-1].depth
+    for _ in range(3):
+        before, reads[:] = graphs.num_replays, []
+        with host_reads(reads.append):
+            next(chunks)
+        assert reads == ["tolist"]
+        assert graphs.num_replays - before == 1 + depth + ("tree" in kind), "verify, steps or levels, the choice"
+    chunks.close()
+
+
+def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new("share", 1, widths=[7], graphs=RecordedGraphs())
+    first = weakref.ref(engine.way(GREEDY))
+    wishes: list[dict[str, Any]] = [{}, {"logprobs": True}, {"repetition_penalty": 1.2}, {"logit_bias": {1: 1.0}}]
+    for step in range(24):
+        params = replace(SAMPLED, temperature=step % 3 / 2, top_p=1 - step % 2 / 2, **wishes[step % 4])
+        engine.generate(PROMPTS[:1], replace(params, max_new_tokens=3))
+    assert 1 < len(engine._ways) <= 8, "kinds that are captured are few"
+    monkeypatch.setattr("sharesd.decoding.engine.MOST_WAYS", 2)
+    engine.generate(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.generate(PROMPTS[:1], SAMPLED)
+    gc.collect()
+    assert first() is None and len(engine._ways) < 9
+
+
+def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By replays: launched one by one, a draft step's operations take several times as long."""
+    measure = calibrate.measure_costs
+    engine, graphs = new_pool("share", 1, GREEDY, [7], monkeypatch)
+    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    ran: list[int] = []
+    timed = calibrate._timed
+
+    def counted(function: Callable[[], object]) -> float:
+        before = graphs.num_replays
+        took = timed(function)
+        ran.append(graphs.num_replays - before)
+        return took
+
+    monkeypatch.setattr(calibrate, "_timed", counted)
+    monkeypatch.setattr(calibrate, "SWEEPS", (1, 12))
+    with no_captures():
+        measure(engine, GREEDY)
+    assert set(ran) == {1, 3}, "a round, plain or with a draft that is there; a chain of half the longest"
+
+
+class KeepsNoise(Sampler):
+    """Has the verify step read the noise that a draft of four drew, instead of drawing it again."""
+
+    def _target_noise(self, positions_BD: Tensor, ids_V: Tensor | None = None) -> Tensor:
+        noise_BDV, kept = super()._target_noise(positions_BD, ids_V), self.__dict__.setdefault("kept", [])
+        if positions_BD.shape[1] > 1:
+            return torch.cat([*kept[-4:], noise_BDV[:, 4:]], 1)
+        kept.append(noise_BDV)
+        return noise_BDV
+
+
+def test_a_stale_read_planted_in_rounds_shows(way_of_cuda: None) -> None:
+    """What a draft left in Python: there it is right, and in a replay it is of the capture."""
+    right, plain, captured = (new("share", 1, widths=[7], graphs=graphs) for graphs in (None, None, RecordedGraphs()))
+    for engine in (plain, captured):
+        sampler = engine.way(SAMPLED).round().drafting.sampler
+        sampler._draw_together = True
+        sampler.__class__ = KeepsNoise
+    for engine in (right, plain, captured):
+        engine.way(SAMPLED).policy.pinned = chain(4)
+    outcomes = [[outcome(engine, SAMPLED) for _ in range(2)] for engine in (right, plain, captured)]
+    assert outcomes[0] == outcomes[1] != outcomes[2]

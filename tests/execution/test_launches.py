@@ -1,0 +1,161 @@
+"""How many kernels a GPU is given per round: every operation of each kind of capture, counted on a device without one.
+
+Tensors have shapes but no values (torch's meta device, taken for one that runs Triton): models, drafters and rounds run
+their code for CUDA on them, and every operation that would be launched is noted. With Llama's shapes a layer is to be
+at most 8 of them.
+
+What torch's operations are made of is not seen here: `topk` and `logsumexp` are several launches each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from compile import attention, grow, notes, walk
+from compile.cuda.linear import use_row_linears
+from compile.graphs import Graphs
+from quant.linear import Switch, SwitchLinear
+from sharesd.config import SamplingParams
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.tree import PLAIN, Shape, shapes_of
+from sharesd.drafters.share import ShareDrafter
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.sampling import logits
+from tests.helpers.oracle import VOCAB, tiny_tokenizer
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+DEVICE = torch.device("meta")
+LAYERS = 3
+LAUNCHES = {"attend_": 3}
+"""Of operators that are more than one."""
+TREE = (2, 3, 6)
+
+
+class Counting(TorchDispatchMode):
+    """Launches by name; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        name = func._schema.name.partition("::")[2]
+        is_view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in given for t in made)
+        if not is_view and name not in ("empty", "new_empty", "empty_strided"):
+            self.launches[name] += LAUNCHES.get(name, 1)
+        return out
+
+
+def decoder(**config: Any) -> Decoder:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None}
+    hf = DecoderConfig.from_hf({**sizes, "model_type": "llama", **config})
+    model = Decoder(hf, dtype=torch.bfloat16, device=DEVICE).eval().requires_grad_(False)
+    use_row_linears(model, 16, 2)
+    return model
+
+
+def switched(model: Decoder) -> Switch:
+    """Every linear drafts with another of its kind."""
+    switch = Switch()
+    for path, linear in [(path, part) for path, part in model.named_modules() if hasattr(part, "counters")]:
+        model.set_submodule(path, SwitchLinear(linear, linear, switch))
+    return switch
+
+
+@pytest.fixture(autouse=True)
+def takes_meta_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (attention, grow, logits, notes, walk):
+        monkeypatch.setattr(module, "runs_triton", lambda device: device == DEVICE)
+    with torch.inference_mode():
+        yield
+
+
+def engine_of(model: Decoder, drafter: Any, cache: Any) -> Engine:
+    return Engine(
+        target=model,
+        tokenizer=tiny_tokenizer(),
+        cache=cache,
+        drafter=drafter,
+        max_context=200,
+        auto_length=True,
+        widths=[1, 7],
+        graphs=Graphs(),
+    )
+
+
+def count(function: Callable[[], object]) -> Counter[str]:
+    function()  # as before a capture
+    with Counting() as counting:
+        function()
+    return counting.launches
+
+
+def captures(model: Decoder, drafter: Any, cache: Any) -> dict[str, Callable[[], object]]:
+    """What an engine captures, by what it is."""
+    round_ = engine_of(model, drafter, cache).way(SamplingParams()).round()
+    found: dict[str, Callable[[], object]] = {"plain": round_._plain._function}
+    if drafter is None:
+        return found
+    assert round_._full is not None
+    found["verify"] = round_._full._function
+    drafter.draft(round_.drafting, PLAIN._replace(depth=1, nodes=1))
+    [model_draft] = round_.drafting.kept.values()
+    chain, tree = model_draft._chain, model_draft.tree
+    found |= {"first draft step": chain._first._function, "next draft step": chain._next._function}
+    if drafter.trees:
+        found |= {"first level": tree._first._function, "next level": tree._next._function}
+        found["choice"] = tree._last._function
+    return found
+
+
+BLOCKS = {"row_linear": 4 * LAYERS, "attend_": 3 * LAYERS}
+"""7 a layer: QKV with its norm; turn and write, parts, join; output; gate and up with their norm; down."""
+STEP = Counter(BLOCKS) + Counter({"embedding": 1, "row_linear": 1})
+PLAIN_STEP = STEP + Counter({"argmax": 1, "mul": 1, "note_round_": 1})
+DRAFT_STEP = STEP + Counter({"add_": 1, "argmax": 1, "note_token_": 1})
+LEVEL = STEP + Counter({"add": 1, "topk": 1, "to": 1, "gather": 1, "logsumexp": 1, "sub": 1, "grow_": 1})
+WANTED: dict[str, Counter[str]] = {
+    "plain": PLAIN_STEP,
+    "verify": PLAIN_STEP + Counter({"where": 1, "step_tokens": 1, "walk": 1}),
+    "first draft step": DRAFT_STEP + Counter({"sub": 1, "copy_": 2}),
+    "next draft step": DRAFT_STEP,
+}
+TREES = {
+    "first level": LEVEL + Counter({"zero_": 1, "fill_": 3, "sub": 1, "add_": 1}),
+    "next level": LEVEL,
+    "choice": Counter({"choose_nodes_": 1}),
+}
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_each_capture_launches(batch: int, trees: bool) -> None:
+    model = decoder()
+    switch, cache = switched(model), model.new_cache(batch, 256)
+    shapes = shapes_of(*TREE) if trees else (Shape(1, 1), Shape(6, 6))
+    drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=TREE[0] if trees else 1)
+    wanted = WANTED | TREES if trees else WANTED
+    if trees:
+        wanted["verify"] = WANTED["verify"] + Counter({"keep_rows_": 1})
+    for name, function in captures(model, drafter, cache).items():
+        assert count(function) == wanted[name], name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_plain_step_launches_little_beside_its_layers(family: str) -> None:
+    """At most 8 a layer and 12, whatever the norms and biases of its heads."""
+    model = decoder(model_type=family, head_dim=16)
+    launches = count(captures(model, None, model.new_cache(1, 256))["plain"])
+    assert launches == PLAIN_STEP and launches.total() <= 8 * LAYERS + 12

@@ -1,0 +1,244 @@
+"""Ranks for the tests of tensor parallel: threads, or one of several processes (run with a task's name as argument)."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from itertools import count
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from multigpu.group import Group, ThreadGroup
+from multigpu.launch import join
+from multigpu.lifeline import RankLost
+from sharesd.cli.console import main_guard
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.decoding import calibrate
+from sharesd.load import Runtime, follow_rank_0
+from sharesd.models.weights import Tensors
+
+MODES: tuple[Mode, ...] = ("naive", "share", "suffix", "hybrid")
+PROMPTS = ([5, 6, 7] * 5, [9], [30, 31, 8, 2])
+GREEDY = SamplingParams(max_new_tokens=24)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
+SMALL: dict[str, Any] = {"device": "cpu", "mode": "naive", "max_context": 128, "threads": 1, "num_draft": 4}
+
+
+class Delayed:
+    """A group in which this rank comes late now and then."""
+
+    def __init__(self, group: Group, most: float) -> None:
+        """`most`: seconds of a delay at most."""
+        self._group, self._most, self._dice = group, most, random.Random(group.rank)
+        self.rank, self.size = group.rank, group.size
+
+    def _wait(self) -> None:
+        if self._dice.random() < 0.1:
+            time.sleep(self._dice.random() * self._most)
+
+    def all_gather(self, part: Tensor, parts: Tensor) -> None:
+        self._wait()
+        self._group.all_gather(part, parts)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._wait()
+        self._group.broadcast(tensor)
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        self._wait()
+        return self._group.broadcast_object(value)
+
+    def barrier(self) -> None:
+        self._wait()
+        self._group.barrier()
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class OwnTensors(TorchDispatchMode):
+    """Notes operations of a rank, in whose thread it is entered, on tensors that another rank has made: on devices of
+    their own they could not be. What passes through the group is copied.
+    """
+
+    def __init__(self, group: Group, makers: dict[int, tuple[int, UntypedStorage]], found: list[str]) -> None:
+        """`makers`: storage -> rank, of all ranks. It keeps storages alive, since addresses are used again. Tensors
+        would not: some get another storage.
+        """
+        super().__init__()
+        self._rank, self._makers, self._found = group.rank, makers, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in given:
+            maker, _ = self._makers.get(tensor.untyped_storage()._cdata, (self._rank, None))
+            if maker != self._rank:
+                self._found.append(f"{func._schema.name} on rank {self._rank} of a tensor of rank {maker}")
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._makers.setdefault(storage._cdata, (self._rank, storage))
+        return out
+
+
+class Unwatched(Delayed):
+    """A group whose own copies nobody notes."""
+
+    def _wait(self) -> None:
+        pass
+
+    def all_gather(self, part: Tensor, parts: Tensor) -> None:
+        with _disable_current_modes():
+            super().all_gather(part, parts)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        with _disable_current_modes():
+            super().broadcast(tensor)
+
+
+@contextmanager
+def threads(
+    config: EngineConfig,
+    modes: Sequence[Mode] = ("naive",),
+    *,
+    tensors: Tensors | None = None,
+    wrap: Callable[[Group], Group] = lambda group: group,
+    around: Callable[[Group], AbstractContextManager[Any]] = lambda group: nullcontext(),
+) -> Iterator[Runtime]:
+    """Rank 0 of as many threads as the config says; the others must end with it, for no other reason. `around` is
+    entered by each of them.
+    """
+    groups = [wrap(group) for group in ThreadGroup.new(config.tensor_parallel)]
+    failures: list[BaseException] = []
+
+    def rank(group: Group) -> None:
+        try:
+            with around(group):
+                follow_rank_0(group, tensors)
+        except RankLost:
+            return
+        except BaseException as failure:
+            failures.append(failure)
+            group.close()
+
+    others = [Thread(target=rank, args=(group,), daemon=True) for group in groups[1:]]
+    for other in others:
+        other.start()
+    try:
+        with around(groups[0]):
+            runtime = Runtime(config, modes, group=groups[0], tensors=tensors)
+            try:
+                yield runtime
+            finally:
+                runtime.close()
+    finally:
+        groups[0].close()
+        for other in others:
+            other.join(300)
+        assert not failures, failures
+        assert not any(other.is_alive() for other in others)
+
+
+@torch.inference_mode()
+def logits_of(runtime: Runtime) -> list[Tensor]:
+    """Of a prompt of three rows, and of a step behind it."""
+    cache, dice = runtime.cache, torch.Generator().manual_seed(0)
+    vocab = runtime.target.vocab_size
+    cache.lengths.zero_()
+    found = []
+    for num in (17, 5):
+        tokens_BT = torch.randint(vocab, (cache.batch, num), generator=dice)
+        found.append(runtime.step.forward(tokens_BT, cache))
+        cache.lengths += num
+    cache.lengths.zero_()
+    return found
+
+
+def texts_of(runtime: Runtime, mode: Mode, params: SamplingParams) -> list[list[int]]:
+    return [done.token_ids for done in runtime.engine(mode, warm=params).generate(PROMPTS, params)]
+
+
+def texts_of_moved_rows(runtime: Runtime) -> list[list[int]]:
+    """Requests join and leave, later prompts go on from what earlier ones left in other rows, and one is cancelled."""
+    first, other = [5, 6, 7] * 9, [9, 8, 7, 6]
+    engine = runtime.engine(runtime.modes[0], warm=GREEDY)
+    done = engine.generate([first, other], GREEDY, reuse=True)
+    later = [[*other, *done[1].token_ids, 3], [*first, *done[0].token_ids, 4], [*first, 12, 13]]
+    requests = [engine.add(prompt, SAMPLED) for prompt in later]
+    for step in range(200):
+        if step == 3:
+            engine.cancel(requests[2])
+            requests.append(engine.add([*first, 11], GREEDY))
+        engine.step()
+    found = [request.tokens for request in requests]
+    return [*found[:2], found[3]]
+
+
+def equal(folder: str, size: str, dtypes: str, compiles: str) -> None:
+    """Logits and texts are those of one process."""
+    for dtype in dtypes.split(","):
+        for compile in compiles.split(","):
+            config: dict[str, Any] = {**SMALL, "target": folder, "dtype": dtype, "compile": compile, "max_batch": 3}
+            alone = Runtime(EngineConfig(**config))
+            runtime = Runtime(EngineConfig(**config, tensor_parallel=int(size)), ("hybrid",))
+            assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
+            for params in (GREEDY, SAMPLED):
+                assert texts_of(runtime, "hybrid", params) == texts_of(alone, "naive", params), (dtype, compile)
+            runtime.close()
+
+
+def delayed(folder: str, rounds: str, most: str) -> None:
+    """One of several processes, each of which comes late now and then, for so many rounds."""
+    group = Delayed(join(torch.device("cpu")), float(most))
+    if group.rank:
+        with suppress(RankLost):
+            follow_rank_0(group)
+        return
+    config: dict[str, Any] = {**SMALL, "target": folder, "max_batch": 2}
+    alone = Runtime(EngineConfig(**config)).engine()
+    runtime = Runtime(EngineConfig(**config, tensor_parallel=group.size), ("hybrid",), group=group)
+    engine, num_rounds = runtime.engine("hybrid"), 0
+    for seed in count():
+        params = replace(SAMPLED, max_new_tokens=100, seed=seed)
+        prompts = [[seed % 300, 7, 8], [9]]
+        assert [done.token_ids for done in engine.generate(prompts, params)] == [
+            done.token_ids for done in alone.generate(prompts, params)
+        ]
+        num_rounds += engine.stats.steps
+        if num_rounds >= int(rounds):
+            break
+    runtime.close()
+
+
+def endless(folder: str, size: str) -> None:
+    """Decode until something happens."""
+    runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)), ("share",))
+    engine = runtime.engine("share")
+    for seed in count():
+        engine.generate(PROMPTS, replace(SAMPLED, seed=seed))
+        if seed == 0:
+            print("ready", flush=True)
+
+
+def idle(folder: str, size: str) -> None:
+    """Load, and do nothing."""
+    runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)))
+    runtime.engine()
+    print("ready", flush=True)
+    time.sleep(1800)
+
+
+if __name__ == "__main__":
+    calibrate.SECONDS = 0.0  # what rounds cost is nothing to these tasks
+    tasks = {"equal": equal, "delayed": delayed, "endless": endless, "idle": idle}
+    sys.exit(main_guard(lambda: tasks[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,96 @@
+"""A checkpoint folder of a tiny random Llama with a byte-level tokenizer and a chat template, made in milliseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
+
+
+def make_checkpoint(
+    folder: Path,
+    *,
+    vocab: int = 384,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    context: int = 512,
+    chat: bool = True,
+) -> Path:
+    """Write the checkpoint and return its folder. Models of different seeds share their tokenizer.
+
+    Sizes are multiples of 64, so that every quantization fits. The model says readable words, never the same one for
+    long, and hardly ever ends by itself. `vocab` below the tokenizer's size (about 320) is refused.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = make_backend()
+    assert vocab >= backend.get_vocab_size(), f"vocab is {vocab}, the tokenizer has {backend.get_vocab_size()}"
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "bos_token": SPECIAL[1]}
+    if chat:
+        tokenizer_config["chat_template"] = CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 16,
+        "num_key_value_heads": hidden // 32,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": backend.token_to_id(SPECIAL[1]),
+        "eos_token_id": backend.token_to_id(SPECIAL[2]),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_tensors(config, _spoken(backend), seed), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _spoken(backend: Tokenizer) -> list[int]:
+    """Tokens that make readable text: words and a few marks. Sorted: the tokenizer lists them in ever new orders."""
+    return sorted(i for token, i in backend.get_vocab().items() if token.lstrip("Ġ") in {*WORDS, *".,!?", "Ċ"})
+
+
+def _tensors(config: dict, spoken: list[int], seed: int) -> dict[str, torch.Tensor]:
+    """Random weights, large enough for the next token to depend on all of the text; only `spoken` ones get logits."""
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    kv = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+    dice = torch.Generator().manual_seed(seed)
+
+    def random(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=dice) * gain * columns**-0.5).bfloat16()
+
+    head = torch.zeros(config["vocab_size"], hidden, dtype=torch.bfloat16)
+    head[spoken] = random(len(spoken), hidden, 3.0)
+    tensors = {
+        "model.embed_tokens.weight": random(config["vocab_size"], hidden, hidden**0.5),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "lm_head.weight": head,
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes = {
+            "self_attn.q_proj": (hidden, hidden, 2.0),
+            "self_attn.k_proj": (kv, hidden, 2.0),
+            "self_attn.v_proj": (kv, hidden, 2.0),
+            "self_attn.o_proj": (hidden, hidden, 2.0),
+            "mlp.gate_proj": (mlp, hidden, 1.5),
+            "mlp.up_proj": (mlp, hidden, 1.5),
+            "mlp.down_proj": (hidden, mlp, 1.5),
+        }
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = random(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    return tensors

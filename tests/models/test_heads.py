@@ -1,0 +1,317 @@
+"""Trained heads: what they compute, written out from the papers; and the folders that they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compile.attention import Branches
+from compile.linear import pack_linears
+from sharesd.models.heads.config import HeadConfig, Kind
+from sharesd.models.heads.files import load_head, new_head, save_head
+from sharesd.models.heads.head import Head
+from sharesd.models.heads.native import native_head
+from tests.helpers.oracle import VOCAB, tiny_decoder
+from tests.helpers.tiny_heads import logits_of, make_head, random_head
+
+KINDS = ("eagle", "eagle3")
+IDS = sorted({7, 3, 31, 12, 0, 39, 22})
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def loaded(folder: Path, kind: str, **options) -> Head:
+    target = tiny_decoder(3)
+    return load_head(make_head(folder, target.config, kind, **options), target)
+
+
+# ---- the papers
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def rotated(x: Tensor, first: int = 0) -> Tensor:
+    """Vectors of a head [T, 8] at positions `first` and behind it."""
+    angles = torch.arange(first, first + len(x))[:, None] * (1 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
+    turn = torch.complex(angles.cos().double(), angles.sin().double())  # tables are made in float32
+    z = torch.complex(x[:, :4].contiguous(), x[:, 4:].contiguous()) * turn
+    return torch.cat([z.real, z.imag], 1)
+
+
+def self_attention(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
+    """Over a whole text [T, D], head by head and place by place."""
+    q, k, v = (inputs @ t[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    out = torch.zeros(len(x), 32, dtype=x.dtype)
+    for h in range(4):
+        of_q, of_kv = slice(8 * h, 8 * h + 8), slice(8 * (h // 2), 8 * (h // 2) + 8)
+        queries, keys = rotated(q[:, of_q]), rotated(k[:, of_kv])
+        for i in range(len(x)):
+            weights = (keys[: i + 1] @ queries[i] / 8**0.5).softmax(0)
+            out[i, of_q] = weights @ v[: i + 1, of_kv]
+    return x + out @ t["self_attn.o_proj.weight"].T
+
+
+def mlp(t: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    normed = rms(x, t["post_attention_layernorm.weight"])
+    gate, up = (normed @ t[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return x + (torch.nn.functional.silu(gate) * up) @ t["mlp.down_proj.weight"].T
+
+
+def block(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
+    return mlp(t, self_attention(t, x, inputs))
+
+
+def chain(folder: Path, embed: Tensor, tokens: list[int], features: Tensor, guessed: int) -> Tensor:
+    """The state [D] behind a text whose last tokens were guessed: those have no features."""
+    t = load_file(folder / "model.safetensors")
+    layer = {name.split(".", 2 if name[0] == "l" else 1)[-1]: v for name, v in t.items() if "layer" in name}
+    embeds, eagle3 = embed[tokens], "norm.weight" in t
+    states = list(features @ t["fc.weight"].T if eagle3 else features)
+    for _ in range(guessed + 1):
+        before = torch.stack(states)
+        e = embeds[: len(before)]
+        if eagle3:
+            inputs = torch.cat([rms(e, layer["input_layernorm.weight"]), rms(before, layer["hidden_norm.weight"])], 1)
+            after = block(layer, before, inputs)
+        else:
+            x = torch.cat([e, before], 1) @ t["fc.weight"].T + t["fc.bias"]
+            after = block(layer, x, x)
+        states.append(after[-1])
+    return states[-1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_and_logits_are_those_of_the_papers(kind: str, tmp_path: Path) -> None:
+    head, dice = loaded(tmp_path, kind, ids=IDS), torch.Generator().manual_seed(1)
+    target = tiny_decoder(3)
+    tokens = torch.randint(VOCAB, (1, 6), generator=dice)
+    features = torch.randn(1, 6, 64 if kind == "eagle3" else 32, generator=dice, dtype=torch.float64)
+    unrolled = head.unroll(tokens, features, steps=3)
+    for step, states in enumerate(unrolled):
+        for place in range(step, 6):
+            text = tokens[0, : place + 1].tolist()
+            known = features[0, : place + 1 - step]
+            want = chain(tmp_path, target.embed.weight, text, known, step)
+            torch.testing.assert_close(states[0, place], want)
+    t = load_file(tmp_path / "model.safetensors")
+    last = unrolled[0][0, -1]
+    narrow = (rms(last, t["norm.weight"]) if kind == "eagle3" else last) @ t["lm_head.weight"].T
+    wide = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+    wide[IDS] = narrow
+    torch.testing.assert_close(logits_of(head, unrolled[0])[0, -1], wide)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("how", ["off", "native"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_steps_agree_with_training(kind: str, how: str, tmp_path: Path) -> None:
+    """Texts in two pieces, the second shorter in one row; then a chain, and the same as the path of a tree."""
+    head, dice = loaded(tmp_path, kind, own_embed=True, ids=IDS), torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (2, 64), generator=dice)
+    features = torch.randn(2, 64, 64 if kind == "eagle3" else 32, generator=dice, dtype=torch.float64)
+    unrolled = head.unroll(tokens[:, 1:10], features[:, :9], steps=3)
+    if how == "native":
+        pack_linears(head)
+        head.native = native_head(head)
+    cache, ends = head.new_cache(2, 64), torch.tensor([7, 6])
+    states = torch.randn(2, 5, 32, generator=dice, dtype=torch.float64)
+    assert head.read(tokens, features, 4, cache) is None
+    cache.lengths.fill_(4)
+    logits = head.read(tokens, features, 3, cache, ends, states)
+    assert logits is not None
+
+    def check(step: int, state: int, logits: Tensor) -> None:
+        want = torch.stack([unrolled[step][row, end - 1 + step] for row, end in enumerate(ends.tolist())])
+        torch.testing.assert_close(states[:, state], want)
+        torch.testing.assert_close(logits, head.draft_logits(want))
+
+    check(0, 0, logits[:, 0])
+    root = states.clone()
+    rows = torch.arange(2)
+    for step in (1, 2):
+        cache.lengths.copy_(ends + step - 1)
+        logits = head.go_on(tokens[rows, ends + step][:, None].contiguous(), states, cache)
+        check(step, 0, logits[:, 0])
+    states.copy_(root)
+    cache.lengths.copy_(ends)
+    level = torch.stack([torch.full_like(ends, 5), tokens[rows, ends + 1]], 1)
+    paths = torch.tensor([[[0, 0], [1, 0]]] * 2)
+    check(1, 2, head.go_on(level, states, cache, Branches(torch.zeros(2, 2, dtype=torch.int64), paths))[:, 1])
+    branches = Branches(torch.ones(2, 1, dtype=torch.int64), torch.tensor([[[1, 2]]] * 2))
+    check(2, 3, head.go_on(tokens[rows, ends + 2][:, None].contiguous(), states, cache, branches)[:, 0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_same_bits_however_they_are_read(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Alone or with others, in one piece or several, as a chain or in a tree, by any number of threads."""
+    target = tiny_decoder(3, dtype=dtype)
+    head, dice = random_head(target, kind, ids=IDS, dtype=dtype), torch.Generator().manual_seed(1)
+    pack_linears(head), pack_linears(target)
+    head.native = native_head(head)
+    tokens = torch.randint(VOCAB, (3, 64), generator=dice)
+    features = torch.randn(3, 64, 64 if kind == "eagle3" else 32, generator=dice).to(dtype)
+
+    def drafted(rows: slice, cuts: list[int], threads: int, tree: bool) -> list[Tensor]:
+        """Logits behind a text of 40 tokens, and behind a chain of two guesses."""
+        torch.set_num_threads(threads)
+        B = len(tokens[rows])
+        cache, states = head.new_cache(B, 64), torch.zeros(B, 7, 32, dtype=dtype)
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            cache.lengths.fill_(first)
+            ends = torch.full((B,), end) if end == cuts[-1] else None
+            logits = head.read(tokens[rows], features[rows], end - first, cache, ends, states if end == 40 else None)
+        assert logits is not None
+        made = [logits[:, 0]]
+        for step in range(2):
+            branches = None
+            cache.lengths.fill_(40 if tree else 40 + step)
+            guess = torch.full((B, 1), 7 + step)
+            if tree:
+                guess = torch.tensor([[3, 7 + step, 9]] * B)
+                path = torch.tensor([[[0, 0], [1, 0], [2, 0]], [[0, 3], [1, 4], [2, 5]]][step]).repeat(B, 1, 1)
+                branches = Branches(torch.full((B, 3), step), path)
+            made.append(head.go_on(guess, states, cache, branches)[:, 1 if tree else 0])
+        return made
+
+    before = torch.get_num_threads()
+    want = drafted(slice(0, 3), [0, 40], 1, False)
+    for rows, cuts, threads, tree in (
+        (slice(0, 3), [0, 17, 39, 40], 2, True),
+        (slice(1, 2), [0, 31, 40], 3, False),
+        (slice(2, 3), [0, 40], 2, True),
+    ):
+        for ours, whole in zip(drafted(rows, cuts, threads, tree), want, strict=True):
+            assert torch.equal(ours, whole[rows])
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_reach_every_parameter(kind: str, tmp_path: Path) -> None:
+    head = loaded(tmp_path, kind, ids=IDS).requires_grad_(True)
+    features = torch.randn(1, 5, 64 if kind == "eagle3" else 32, dtype=torch.float64)
+    states = head.unroll(torch.tensor([[1, 2, 3, 4, 5]]), features, steps=2)
+    head.draft_logits(states[1]).logsumexp(-1).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("options", [{}, {"ids": IDS}, {"own_embed": True, "bias": False}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_read_is_written_again(kind: str, options: dict, tmp_path: Path) -> None:
+    head = loaded(tmp_path / "a", kind, **options)
+    save_head(head, tmp_path / "b")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in "ab"]
+    assert configs[0] == configs[1]
+    torch.save(after, tmp_path / "b" / "pytorch_model.bin")
+    (tmp_path / "b" / "model.safetensors").unlink()
+    again = load_head(tmp_path / "b", tiny_decoder(3))
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "glide"])
+def test_an_lm_head_of_the_targets_rows_is_not_written(kind: Kind, tmp_path: Path) -> None:
+    """And is found again in the target."""
+    target = tiny_decoder(3)
+    ids_K = torch.tensor(IDS)
+    head = load_head(make_head(tmp_path / "own", target.config, kind, ids=IDS), target)
+    shared = new_head(head.config, target, ids_K=ids_K)
+    shared.load_state_dict(head.state_dict() | {"lm_head.weight": target.head.weight[ids_K]})
+    save_head(shared, tmp_path / "shared")
+    assert "lm_head.weight" in load_file(tmp_path / "own" / "model.safetensors")
+    assert "lm_head.weight" not in load_file(tmp_path / "shared" / "model.safetensors")
+    again = load_head(tmp_path / "shared", target)
+    states = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert again.lm_head is not None and not again.lm_head.weight.requires_grad
+    torch.testing.assert_close(again.draft_logits(states), again.before_logits(states) @ target.head.weight[ids_K].T)
+
+
+def test_names_of_other_engines_are_known(tmp_path: Path) -> None:
+    """The block as `layers.0`, all under `model`, sizes in a config of their own."""
+    head = loaded(tmp_path, "eagle3", ids=IDS, taps=(2, 1))
+    assert head.config.taps == (1, 2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {f"model.{name.replace('midlayer', 'layers.0')}": value for name, value in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eagle_config"]
+    outer = {"draft_vocab_size": len(IDS), "eagle_aux_hidden_state_layer_ids": [1, 2], "norm_before_residual": True}
+    (tmp_path / "config.json").write_text(json.dumps({"transformer_layer_config": config, **outer}))
+    again = load_head(tmp_path, tiny_decoder(3))
+    assert again.config.taps == (1, 2) and again.config.norm_before_residual
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+
+
+def test_new_heads_have_the_sizes_of_the_target(tmp_path: Path) -> None:
+    target = tiny_decoder(3, num_hidden_layers=8)
+    raw = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64}
+    raw |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = HeadConfig.new("eagle3", raw, draft_vocab_size=len(IDS))
+    assert config.taps == (2, 4, 5)
+    with torch.no_grad():
+        head = new_head(config, target, ids_K=torch.tensor(IDS))
+        for parameter in head.parameters():
+            parameter.normal_()
+    save_head(head, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"] and written["draft_vocab_size"] == len(IDS)
+    again = load_head(tmp_path, target)
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("eagle", {"vocab_size": 41}, "knows 41 tokens and the target 40"),
+        ("eagle", {"hidden_size": 64}, "hidden size of 64 and the target has 32"),
+        ("eagle3", {"target_hidden_size": 64}, "hidden size of 64 and the target has 32"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "behind 1, 6 blocks"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "which are other layers"),
+        ("eagle3", {"num_hidden_layers": 2}, "has 2 layers"),
+        ("eagle3", {"draft_vocab_size": 9}, "draft_vocab_size is 9"),
+        ("eagle", {"quantization_config": {}}, "quantized"),
+        ("eagle", {"model_type": "mamba"}, "mamba"),
+    ],
+)
+def test_heads_of_other_targets_are_refused(kind: str, changes: dict, message: str, tmp_path: Path) -> None:
+    loaded(tmp_path, kind, ids=IDS)
+    edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path, tiny_decoder(3))
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    loaded(tmp_path, "eagle3", ids=IDS)
+    good, target = load_file(tmp_path / "model.safetensors"), tiny_decoder(3)
+
+    def refused(changes: dict[str, Tensor | None], message: str) -> None:
+        tensors = {name: value for name, value in (good | changes).items() if value is not None}
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_head(tmp_path, target)
+
+    refused({"norm.weight": None}, "missing norm.weight")
+    refused({"fc.weight": None}, "no tensor fc.weight")
+    refused({"gate.weight": good["norm.weight"].clone()}, "unexpected gate.weight")
+    refused({"midlayer.mlp.up_proj.weight": good["fc.weight"].clone()}, "midlayer.mlp.up_proj.weight has shape")
+    refused({"d2t": None, "t2d": None}, "there is no d2t")
+    refused({"d2t": good["d2t"] + 100}, "different ones of 40 tokens")
+    refused({"t2d": ~good["t2d"]}, "t2d and d2t name other tokens")

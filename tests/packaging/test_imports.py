@@ -1,0 +1,143 @@
+"""Who imports whom, that every module imports on a machine without a GPU, and that the options are quick to import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+LOW = {"compile", "quant", "offload", "multigpu"}
+ALLOWED = {package: {package} for package in LOW} | {
+    "sharesd": {"sharesd", *LOW},
+    "benchmark": {"benchmark", "sharesd", *LOW},
+    "train": {"train", "sharesd", *LOW},
+    "serve": {"serve", "sharesd", *LOW},
+}
+"""Package -> packages of this project that it may import: arrows go down only (docs/explanation/architecture.md)."""
+FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in FILES
+    if path.name != "__main__.py" and (find_spec("triton") or not re.search(r"^import triton", path.read_text(), re.M))
+]
+
+
+def imports_of(source: str, path: str) -> Iterator[tuple[int, str, bool]]:
+    """Line, module and whether names are taken from it, of every import, wherever it stands."""
+    for node in ast.walk(ast.parse(source, path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, False
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} has a relative import; write the package's name"
+            assert node.module is not None
+            yield node.lineno, node.module, True
+
+
+def wrong_imports(source: str, path: str, allowed: set[str]) -> list[str]:
+    """What a file imports and may not."""
+    wrong = []
+    for line, module, takes_names in imports_of(source, path):
+        package = module.partition(".")[0]
+        if package in ALLOWED and package not in allowed:
+            wrong.append(f"{path}:{line} imports {module}")
+        if module == "compile" or (package == "compile" and not takes_names):
+            wrong.append(f"{path}:{line} hides the builtin compile; write `from compile.x import y`")
+    return wrong
+
+
+def test_imports_go_down_only() -> None:
+    wrong: list[str] = []
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        wrong += wrong_imports(path.read_text(encoding="utf-8"), name, ALLOWED[name.split("/")[0]])
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("source", "package", "num"),
+    [
+        ("import torch\nfrom compile.graphs import Replayed\nfrom quant.linear import Switch\n", "sharesd", 0),
+        ("from quant.linear import Switch", "compile", 1),
+        ("def f():\n    from sharesd.decoding.engine import Engine", "quant", 1),
+        ("if True:\n    import benchmark.mtbench", "sharesd", 1),
+        ("import compile", "sharesd", 1),
+        ("import compile.graphs", "sharesd", 1),
+        ("from compile import graphs", "sharesd", 1),
+        ("import quantiles, sharesdx", "compile", 0),
+    ],
+)
+def test_wrong_imports_are_found(source: str, package: str, num: int) -> None:
+    assert len(wrong_imports(source, "file.py", ALLOWED[package])) == num
+
+
+def test_relative_imports_are_found() -> None:
+    with pytest.raises(AssertionError, match="file.py:1 has a relative import"):
+        wrong_imports("from . import engine", "file.py", ALLOWED["sharesd"])
+
+
+def test_no_modules_import_each_other() -> None:
+    """In a circle of any length, late imports included; `__init__` files, which only pass names on, apart."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    uses = {
+        name: {
+            module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom)
+            for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            if module in modules
+        }
+        for name, path in modules.items()
+    }
+    assert len(list(TopologicalSorter(uses).static_order())) == len(modules)
+    with pytest.raises(CycleError):
+        TopologicalSorter({**uses, "benchmark.studies.wide_shapes": {"benchmark.studies.widen"}}).prepare()
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints, run from the repository root."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.subprocess
+def test_every_module_imports_without_a_gpu() -> None:
+    """In one process in which CUDA shows no device. GPU-only packages must not be touched by an import."""
+    assert len(MODULES) > 30
+    code = (
+        "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+        "import importlib, sys\n"
+        f"for name in {MODULES!r}: importlib.import_module(name)\n"
+        "print([name for name in ('gemlite', 'bitsandbytes', 'openvino_genai', 'llama_cpp') if name in sys.modules])"
+    )
+    assert run_python(code) == "[]"
+
+
+@pytest.mark.parametrize("module", ["sharesd", "sharesd.config", "quant.config", "sharesd.cli.options", "serve.server"])
+def test_options_are_quick_to_import(module: str) -> None:
+    """`--help` and a mistyped flag shall not wait for torch, and a server shall listen before it is there."""
+    heavy = ("torch", "transformers", "numpy", "hqq")
+    assert run_python(f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])") == "[]"
+
+
+@pytest.mark.subprocess
+def test_loading_waits_for_nothing_that_native_decoders_do_not_need() -> None:
+    """Each of these takes a second or more to import."""
+    heavy = ("transformers", "torch._dynamo", "sympy", "hqq", "triton")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    code = (
+        "import sys, sharesd.load\n"
+        "from sharesd.models.decoder import Decoder, DecoderConfig\n"
+        f"Decoder(DecoderConfig.from_hf({ {'model_type': 'llama', 'num_attention_heads': 1, **sizes}!r}))\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    assert run_python(code) == "[]"

@@ -1,0 +1,451 @@
+"""Ranks that share a model: the logits and texts of one, whatever comes late, and an end for all when one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from multigpu.group import ThreadGroup
+from multigpu.tensor import Part, require_even, sum_parts
+from sharesd.config import EngineConfig, OffloadConfig
+from sharesd.load import Runtime
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.weights import Tensors, check_cuts, decoder_slots
+from sharesd.sharing import EAGER_TILE
+from tests.helpers.paths import ROOT
+from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
+from tests.helpers.tensor_ranks import (
+    GREEDY,
+    MODES,
+    PROMPTS,
+    SAMPLED,
+    SMALL,
+    Delayed,
+    OwnTensors,
+    Unwatched,
+    logits_of,
+    texts_of,
+    texts_of_moved_rows,
+    threads,
+)
+from tests.helpers.tiny import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+
+REDUCED: dict[str, Any] = {"tensor_parallel": 2, "tensor_parallel_style": "reduce"}
+DTYPES = ("bfloat16", "float32", "float64")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},  # biases of q, k, v
+    "qwen3": {"head_dim": 32},  # norms of heads
+    "phi3": {},  # merged linears
+    "gemma2": {"head_dim": 32, "sliding_window": 5},  # norms behind attention and MLP, tied head, capped logits
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounds cost decides how far is drafted, and nothing here."""
+    monkeypatch.setattr("sharesd.decoding.calibrate.SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight heads, four of keys and values."""
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", hidden=128)
+
+
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(**{**SMALL, "target": str(folder), **options})
+
+
+@pytest.mark.parametrize("compile", ["native", "off"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_are_those_of_one_rank(folder: Path, size: int, dtype: str, compile: str) -> None:
+    config = config_of(folder, dtype=dtype, compile=compile, max_batch=3)
+    with threads(replace(config, tensor_parallel=size)) as runtime:
+        assert runtime.target.blocks[0].attn.num_kv_heads == 4 // size  # type: ignore[union-attr, index]
+        assert all(map(torch.equal, logits_of(runtime), logits_of(Runtime(config))))
+
+
+def make_family(folder: Path, tmp_path: Path, family: str, mlp: int) -> Tensors:
+    """A model of this family in `tmp_path`, with a tokenizer from `folder`; returns its tensors."""
+    raw = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": mlp, "num_hidden_layers": 3}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2}
+    raw |= {"model_type": family, **FAMILIES[family]}
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((folder / file).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    whole, dice = Decoder(DecoderConfig.from_hf(raw)), torch.Generator().manual_seed(0)
+    for parameter in whole.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=dice) * parameter.shape[-1] ** -0.5)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return decoder_slots(whole)
+
+    return tensors
+
+
+@pytest.mark.parametrize("compile", ["native", "off"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_each_family(folder: Path, tmp_path: Path, family: str, compile: str) -> None:
+    mlp = {"native": 96, "off": 128}[compile]  # torch's activations round by whole vectors
+    tensors = make_family(folder, tmp_path, family, mlp)
+    config = config_of(tmp_path, dtype="float32", compile=compile, max_batch=2)
+    with threads(replace(config, tensor_parallel=2), tensors=tensors) as runtime:
+        assert all(map(torch.equal, logits_of(runtime), logits_of(Runtime(config, tensors=tensors))))
+
+
+@pytest.mark.parametrize("options", [{"max_draft": 4, "num_draft": None}, {"num_draft": 6, "tree": (2, 3, 6)}])
+def test_texts_of_all_modes_are_those_of_one_rank(folder: Path, options: dict[str, Any]) -> None:
+    """With lengths that clocks decide, and with trees."""
+    config = config_of(folder, max_batch=3, **options)
+    alone = Runtime(config, ("naive",))
+    with threads(replace(config, tensor_parallel=2), (*MODES, "classic")) as runtime:
+        for params in (GREEDY, SAMPLED):
+            wanted = texts_of(alone, "naive", params)
+            for mode in runtime.modes:
+                assert texts_of(runtime, mode, params) == wanted, mode
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_draft": 4, "num_draft": None},
+        {"num_draft": 6, "tree": (2, 3, 6)},
+        {"num_draft": 6, "tree": (2, 3, 6), "compile": "off"},
+    ],
+)
+def test_texts_of_all_modes_where_sums_are_split(folder: Path, options: dict[str, Any]) -> None:
+    config = config_of(folder, **REDUCED, max_batch=3, **options)
+    with threads(config, (*MODES, "classic")) as runtime:
+        for params in (GREEDY, SAMPLED):
+            wanted = texts_of(runtime, "naive", params)
+            for mode in runtime.modes:
+                assert texts_of(runtime, mode, params) == wanted, mode
+
+
+@pytest.mark.parametrize("compile", ["native", "off"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_sums_are_those_of_one_rank_but_for_rounding(
+    folder: Path, tmp_path: Path, family: str, compile: str
+) -> None:
+    """Biases, which are added once, and linears that are merged, too."""
+    tensors = make_family(folder, tmp_path, family, 128)
+    config = config_of(tmp_path, dtype="float64", compile=compile, max_batch=2)
+    with threads(replace(config, **REDUCED), tensors=tensors) as runtime:
+        assert runtime.target.part.reduces  # type: ignore[union-attr]
+        for split, whole in zip(logits_of(runtime), logits_of(Runtime(config, tensors=tensors)), strict=True):
+            torch.testing.assert_close(split, whole, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_split_sums_are_as_near_to_the_truth_as_whole_ones(folder: Path, size: int) -> None:
+    config = config_of(folder, max_batch=3)
+    truth, whole = (logits_of(Runtime(replace(config, dtype=dtype))) for dtype in ("float64", "bfloat16"))
+    with threads(replace(config, **{**REDUCED, "tensor_parallel": size})) as runtime:
+        for split, one, exact in zip(logits_of(runtime), whole, truth, strict=True):
+            assert (split - exact).norm() < 1.2 * (one - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_sums_are_the_same_on_all_ranks_and_in_steps_of_any_width(dtype: torch.dtype) -> None:
+    parts_RMN = torch.randn(4, 5, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def summed(rows: slice) -> list[torch.Tensor]:
+        with ThreadPoolExecutor(4) as ranks:
+            return list(ranks.map(lambda group: sum_parts(group, parts_RMN[group.rank, rows]), ThreadGroup.new(4)))
+
+    first, *others = summed(slice(None))
+    assert all(torch.equal(other, first) for other in others)
+    assert torch.equal(summed(slice(2, 3))[1], first[2:3])
+    torch.testing.assert_close(first, parts_RMN.double().sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("style", ["gather", "reduce"])
+def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for addresses, which kernels for CPUs read. Other ranks read nothing but what rank 0 tells them to do."""
+    take_the_way_of_cuda(monkeypatch)
+    options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off"}
+    with threads(config_of(folder, **options), ("share",)) as runtime:
+        chunks = runtime.engine("share", warm=GREEDY).stream([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
+        next(chunks)
+        reads: list[tuple[bool, str]] = []
+        for _ in range(3):
+            reads.clear()
+            with host_reads(lambda name: reads.append((current_thread() is main_thread(), name))):
+                next(chunks)
+            assert [name for by_rank_0, name in reads if by_rank_0 and name != "data_ptr"] == ["tolist"]
+            told = [name for by_rank_0, name in reads if not by_rank_0 and name != "data_ptr"]
+            assert told == ["tolist"] * len(told)
+        chunks.close()
+
+
+@pytest.mark.parametrize("style", ["gather", "reduce"])
+@pytest.mark.parametrize("exempt", [True, False], ids=["group exempt", "group watched, too"])
+def test_ranks_share_no_tensor_but_through_the_group(
+    folder: Path, style: str, exempt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices of their own, in the way of CUDA; what the group itself does is noticed where it is watched."""
+    take_the_way_of_cuda(monkeypatch)
+    found: list[str] = []
+    makers: dict[int, tuple[int, Any]] = {}
+    trees = {"tree": (2, 3, 6), "num_draft": 6} if style == "gather" else {}
+    options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off", **trees}
+    with threads(
+        config_of(folder, **options),
+        ("share",),
+        wrap=(lambda group: Unwatched(group, 0)) if exempt else (lambda group: group),
+        around=lambda group: OwnTensors(group, makers, found),
+    ) as runtime:
+        texts_of(runtime, "share", SAMPLED)
+    assert {rank for rank, _ in makers.values()} == {0, 1}
+    assert (found == []) == exempt, found[:3]
+
+
+def test_split_sums_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with threads(config_of(folder, **REDUCED)):
+        assert [record.message for record in caplog.records] == [
+            "tensor_parallel_style is reduce: sums are split, so texts may be others than with another number of ranks"
+        ]
+
+
+def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """And know them again at the next start: rows of another rank would be the wrong ones."""
+    for module in ("load", "quantizing"):
+        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
+    taus = []
+    for size in (1, 2, 2):
+        with threads(config_of(folder, tensor_parallel=size), ("share",)) as runtime:
+            engine = runtime.engine("share", warm=GREEDY)
+            engine.generate([PROMPTS[0]], replace(GREEDY, max_new_tokens=100))
+            taus.append(engine.stats.tau)
+            assert runtime.report("share").quant.from_cache == (len(taus) == 3)  # type: ignore[union-attr]
+    assert taus[1] == taus[2] == pytest.approx(taus[0], rel=0.15)
+
+
+def test_rows_that_move_move_on_all_ranks(folder: Path) -> None:
+    config = config_of(folder, max_batch=2)
+    with threads(replace(config, tensor_parallel=2), ("hybrid",)) as runtime:
+        shared = texts_of_moved_rows(runtime)
+    assert shared == texts_of_moved_rows(Runtime(config, ("naive",)))
+
+
+def test_late_ranks_change_nothing(folder: Path) -> None:
+    params = replace(SAMPLED, max_new_tokens=60)
+    config = config_of(folder, max_batch=3)
+    wanted = texts_of(Runtime(config, ("naive",)), "naive", params)
+    with threads(replace(config, tensor_parallel=2), ("hybrid",), wrap=lambda group: Delayed(group, 0.002)) as runtime:
+        for _ in range(3):
+            assert texts_of(runtime, "hybrid", params) == wanted
+
+
+def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
+    with threads(config_of(folder, tensor_parallel=2)) as runtime:
+        engine = runtime.engine(warm=GREEDY)
+        runtime._group.close()  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="another rank has ended"):
+            engine.generate([[5]], GREEDY)
+        with pytest.raises(RuntimeError, match="a step was broken off on rank 0"):
+            engine.generate([[5]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be at least 1"),
+        (
+            {"tensor_parallel": 3},
+            "is 3, and the model's 4 key/value heads cannot be shared out evenly; take 2 or 4, or",
+        ),
+        ({"tensor_parallel_style": "reduce"}, "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks"),
+        ({"tensor_parallel": 2, "tensor_parallel_style": "sum"}, "tensor_parallel_style is 'sum'; choose one of"),
+        ({"tensor_parallel": 2, "compile": "regional"}, "compile is 'regional' and tensor_parallel is 2"),
+        ({"tensor_parallel": 2, "mode": "eagle", "heads": (".",)}, "trained heads run on one device; drop mode eagle"),
+        (
+            {"tensor_parallel": 2, "offload": OffloadConfig(host_memory=10**9)},
+            "tensor_parallel is 2, and ranks keep all of their weights; drop one of the two",
+        ),
+    ],
+)
+def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Runtime(config_of(folder, **options))
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    cuts = {"heads": (6, 1), "outputs": (96, 16)}
+    require_even(2, cuts)
+    with pytest.raises(ValueError, match="the model's 6 heads cannot be shared out evenly; take 2 or 3 or 6, or leave"):
+        require_even(4, cuts)
+    with pytest.raises(ValueError, match="96 outputs cannot be shared out evenly in whole tiles of 16; take 2 or 3"):
+        require_even(4, {**cuts, "heads": (12, 1)})
+    with pytest.raises(ValueError, match="5 heads cannot be shared out evenly; leave it out"):
+        require_even(2, {"heads": (5, 1), "outputs": (96, 16)})
+    weight = torch.arange(12)[:, None]
+    assert Part(1, 2).cut(weight, (8, 4)).flatten().tolist() == [4, 5, 6, 7, 10, 11]
+
+
+def test_torchs_activations_need_whole_vectors() -> None:
+    raw = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config = DecoderConfig.from_hf({**raw, "num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"})
+    check_cuts(config, 2)
+    with pytest.raises(ValueError, match="96 outputs of gate and up cannot be shared out evenly in whole tiles of 64"):
+        check_cuts(config, 2, EAGER_TILE)
+
+
+# processes
+
+
+def start(*args: str, **environment: str) -> subprocess.Popen[str]:
+    """A task of `tensor_ranks.py`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.tensor_ranks", *args],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check(process: subprocess.Popen[str], seconds: float) -> None:
+    """It must end well."""
+    try:
+        _, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.subprocess
+def test_two_processes(folder: Path) -> None:
+    check(start("equal", str(folder), "2", "bfloat16", "native"), 1800)
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "dtypes"), [("2", "float64"), ("4", "bfloat16")])
+def test_more_processes_and_dtypes(folder: Path, size: str, dtypes: str) -> None:
+    check(start("equal", str(folder), size, dtypes, "native"), 1800)
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_rounds_of_late_processes(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [start("delayed", str(folder), "500", "0.002", RANK=str(rank), **place) for rank in range(2)]
+    for rank in ranks:
+        check(rank, 1800)
+
+
+@contextmanager
+def running(task: str, folder: Path, size: int) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """Rank 0 at work, and the other ranks."""
+    process = start(task, str(folder), str(size))
+    others: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        others = psutil.Process(process.pid).children()
+        assert len(others) == size - 1
+        yield process, others
+    finally:
+        for each in (process, *others):
+            if each.poll() is None if isinstance(each, subprocess.Popen) else each.is_running():
+                each.kill()
+
+
+def wait_for_all(process: subprocess.Popen[str], others: list[psutil.Process]) -> None:
+    """None of them would end by itself."""
+    process.wait(600)
+    assert not psutil.wait_procs(others, timeout=600)[1]
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(
+    ("task", "size"),
+    [
+        ("endless", 2),
+        pytest.param("endless", 4, marks=pytest.mark.slow),
+        pytest.param("idle", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_ends_all(folder: Path, task: str, size: int) -> None:
+    with running(task, folder, size) as (process, others):
+        others[-1].kill()
+        wait_for_all(process, others)
+        _, err = process.communicate()
+        number = size - 1
+        assert process.returncode in (2, 3) and err.count("\n") == 1
+        assert f"error: rank {number} has ended: killed by signal 9 (SIGKILL)" in err
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_the_death_of_rank_0_ends_all(folder: Path) -> None:
+    with running("endless", folder, 2) as (process, others):
+        process.send_signal(signal.SIGKILL)
+        wait_for_all(process, others)
+        _, err = process.communicate()
+        assert err == "error: rank 0 has ended: it was killed, or its machine is gone\n"
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_ctrl_c_is_for_rank_0(folder: Path) -> None:
+    with running("idle", folder, 2) as (process, others):
+        for each in others:
+            each.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        wait_for_all(process, others)
+        assert process.communicate()[1] == "interrupted\n"
+        assert process.returncode == 130
+
+
+def generate(folder: Path, *args: str, launcher: tuple[str, ...] = (sys.executable,)) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [*launcher, "-m", "sharesd", "generate", "-", "--target", str(folder), "--max-new-tokens", "20", *args],
+        input="why is the sky blue",
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=1800,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_the_command(folder: Path) -> None:
+    alone = generate(folder, "--mode", "naive")
+    assert alone[0] == 0 and alone[1].strip()
+    assert generate(folder, "--tensor-parallel", "2") == alone
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_the_command_under_torchrun(folder: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    status, out, _ = generate(folder, "--tensor-parallel", "2", launcher=torchrun)
+    assert (status, out) == generate(folder, "--mode", "naive")[:2]
+    status, out, err = generate(folder, "--tensor-parallel", "4", launcher=torchrun)
+    assert status != 0 and out == "" and "tensor_parallel is 4, and this is rank 0 of 2" in err

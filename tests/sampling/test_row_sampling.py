@@ -1,0 +1,310 @@
+"""Rows of one round that are sampled each in its own way: what a row gets is what it gets alone, bit for bit.
+
+Legend: B rows of the batch, T logit rows, N draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile.attention import Branches
+from sharesd.config import SamplingParams
+from sharesd.decoding.tree import DraftTree, Verdict, pack
+from sharesd.sampling import Kind, RowSampling, logprobs_of, native_gumbel, process, seeds_of_prompts, top_logprobs_of
+from sharesd.sampling.sampler import Sampler
+from tests.helpers.oracle import placed
+from tests.speculation.test_trees import random_tree
+
+V, N = 203, 5
+WAYS = {
+    "greedy": SamplingParams(top_k=5, top_p=0.5, min_p=0.5),
+    "sampled": SamplingParams(temperature=1.0, seed=2**62 + 1),
+    "heated": SamplingParams(temperature=0.7, seed=3),
+    "cold": SamplingParams(temperature=1e-5, top_p=0.9),
+    "top_k": SamplingParams(temperature=1.2, top_k=7),
+    "top_k of all": SamplingParams(temperature=1.2, top_k=V),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.8),
+    "both": SamplingParams(temperature=0.9, top_k=40, top_p=0.7, seed=5),
+    "min_p": SamplingParams(temperature=1.1, min_p=0.05),
+    "all three": SamplingParams(temperature=1.1, top_k=20, top_p=0.95, min_p=0.01),
+    "penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.3),
+    "repetition": SamplingParams(temperature=0.8, repetition_penalty=0.8, top_p=0.6),
+    "bias": SamplingParams(logit_bias={3: 2.5, 9: -math.inf}),
+    "everything": SamplingParams(
+        temperature=0.8,
+        top_k=30,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        presence_penalty=-0.5,
+        frequency_penalty=0.3,
+        logit_bias={1: 1.5, 200: -1.0},
+        seed=11,
+    ),
+}
+REQUESTS = list(WAYS.values())
+B = len(REQUESTS)
+
+
+def prompts(dice: torch.Generator) -> list[list[int]]:
+    return [torch.randint(0, 30, (3 + row,), generator=dice).tolist() for row in range(B)]
+
+
+def logits_of(dice: torch.Generator, num: int, dtype: torch.dtype) -> Tensor:
+    """Logits [B, num, V] with ties."""
+    logits = torch.randn(B, num, V, generator=dice, dtype=torch.float64) * 3
+    logits[:, :, ::3] = logits[:, :, ::3].round()
+    return logits.to(dtype)
+
+
+def just(row: int, tree: DraftTree) -> DraftTree:
+    """One row of a draft."""
+    branches = tree.branches and Branches(*(part[row : row + 1] for part in tree.branches))
+    return tree._replace(tokens=tree.tokens[row : row + 1], branches=branches)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_each_row_is_processed_as_if_it_were_alone(dtype: torch.dtype, replayed: bool) -> None:
+    dice = torch.Generator().manual_seed(0)
+    texts, logits = prompts(dice), logits_of(dice, N + 1, dtype)
+    draft = torch.randint(-1, 30, (B, N), generator=dice)
+    kind, rows = placed(REQUESTS, V, texts, replayed=replayed)
+    mixed = process(logits, kind, rows, draft_BN=draft)
+    for row, params in enumerate(REQUESTS):
+        here = slice(row, row + 1)
+        own = process(logits[here], *placed([params], V, [texts[row]]), draft_BN=draft[here])
+        assert torch.equal(own[0].to(mixed.dtype), mixed[row]), params
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, replayed: bool) -> None:
+    """First tokens, drafts, verdicts and counts of three rounds, the last of which begins with other requests."""
+    import random
+
+    dice, coin = torch.Generator().manual_seed(1), random.Random(2)
+    texts = prompts(dice)
+    kind, rows = placed(REQUESTS, V, texts, first_index=4, replayed=replayed)
+    alone = [
+        placed([params], V, [text], first_index=4 + i)
+        for i, (params, text) in enumerate(zip(REQUESTS, texts, strict=True))
+    ]
+    lengths = torch.tensor([len(text) for text in texts])
+    hits = 0
+    for step in range(3):
+        if step == 2:  # each row is taken over by its neighbour's request
+            for row in range(B):
+                new = replace(REQUESTS[row - 1], seed=row), row, texts[row - 1]
+                rows.place(row, *new)
+                alone[row][1].place(0, *new)
+            alone = [(Kind.of(one._params[0]), one) for _, one in alone]
+        sampler = Sampler(kind, rows)
+        own = [Sampler(*one) for one in alone]
+        logits = logits_of(dice, 1, dtype)[:, 0]
+        first = sampler.first(logits, lengths)
+        assert first.tolist() == [int(s.first(logits[b : b + 1], lengths[b : b + 1])) for b, s in enumerate(own)]
+
+        drafted, logits = torch.full((B, N), -1), logits_of(dice, 1, dtype)[:, 0]
+        token = sampler.draft(logits, drafted, lengths + 1, lengths).tokens
+        for b, one in enumerate(own):
+            here = slice(b, b + 1)
+            assert token[b] == one.draft(logits[here], drafted[here], lengths[here] + 1, lengths[here])[0]
+
+        logits = logits_of(dice, N + 1, dtype)
+        if shape == "chain":
+            tree = DraftTree(torch.randint(0, V, (B, N), generator=dice), depth=N)
+        else:
+            tree = pack([random_tree(coin, N, vocab=V) for _ in range(B)], N, "")
+            assert tree.branches is not None
+        for _ in range(N):  # the target's choices become the drafts, so that some are accepted
+            chosen = verdict_of(kind, rows, tree, logits, lengths)
+            tree.tokens[:, :3] = chosen[:, :3]
+        verdict = sampler.accept(tree, logits, lengths)
+        sampler.commit(verdict.tokens, verdict.num_new)
+        for b, one in enumerate(own):
+            here = slice(b, b + 1)
+            expected = one.accept(just(b, tree), logits[here], lengths[here])
+            one.commit(expected.tokens, expected.num_new)
+            assert same(verdict, b, expected), REQUESTS[b]
+            if one.kind.penalized:
+                assert torch.equal(rows.counts.output_counts[b], one.rows.counts.output_counts[0])
+        hits += int((verdict.num_new > 1).sum())
+        lengths = lengths + verdict.num_new
+    assert hits > B
+
+
+def verdict_of(kind: Kind, rows: RowSampling, tree: DraftTree, logits: Tensor, lengths: Tensor) -> Tensor:
+    """The target's choices [B, T] for the rows of a draft."""
+    choices: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        from sharesd import sampling
+
+        right = sampling.choose
+        patch.setattr(sampling, "choose", lambda *given: choices.append(right(*given)) or choices[-1])
+        Sampler(kind, rows).accept(tree, logits, lengths)
+    return choices[-1]
+
+
+def same(verdict: Verdict, row: int, alone: Verdict) -> bool:
+    num = int(verdict.num_new[row])
+    return num == int(alone.num_new) and all(
+        verdict_part[row, :num].tolist() == part[0, :num].tolist()
+        for verdict_part, part in ((verdict.tokens, alone.tokens), (verdict.path, alone.path))
+    )
+
+
+def test_noise_of_neighbouring_positions_is_drawn_in_one_call() -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, **rest: Any) -> Tensor:
+        calls.append(tuple(positions.shape))
+        return native_gumbel(seeds, positions, vocab_size, **rest)
+
+    lengths, logits = torch.tensor([4]), torch.zeros(1, N + 1, V)
+    kind, rows = placed([SamplingParams(temperature=1.0)], V)
+    sampler = Sampler(kind, rows, gumbel=gumbel)
+    sampler.draft(logits[:, 0], torch.full((1, N), -1), lengths + 1, lengths)
+    sampler.accept(DraftTree(torch.zeros(1, N, dtype=torch.int64), depth=N), logits, lengths)
+    assert calls == [(1, 1), (1, N + 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tree", [None, Branches(torch.tensor([[0, 1, 1, 2]] * B), torch.zeros(B, 4, 4).long())])
+def test_the_kernel_chooses_as_tensor_operations_do(tree: Branches | None, dtype: torch.dtype) -> None:
+    """All ways of sampling in a batch; then those that ask for a temperature alone, of draft tokens, too."""
+
+    def drawn(*given: Any, **named: Any) -> Tensor:  # the kernel's noise, and the choice of tensor operations
+        return native_gumbel(*given, **named)
+
+    dice, ids = torch.Generator().manual_seed(5), torch.arange(1, V, 3)
+    warm = [WAYS[name] for name in ("greedy", "sampled", "heated")]
+    for ways in (REQUESTS, (warm * B)[:B]):
+        kind, rows = placed(ways, V, prompts(dice))
+        logits, lengths = logits_of(dice, 4, dtype), torch.randint(3, 90, (B,), generator=dice)
+        drafts = torch.randint(-1, V, (B, 3), generator=dice)
+        kernel, tensors = (Sampler(kind, rows, gumbel=gumbel) for gumbel in (native_gumbel, drawn))
+        chosen = [sampler._choose(logits, lengths, drafts, tree, 2) for sampler in (kernel, tensors)]
+        assert chosen[0].equal(chosen[1])
+    few = [sampler._choose(logits[:, :1, ids], lengths, ids_V=ids) for sampler in (kernel, tensors)]
+    assert few[0].equal(few[1])
+
+
+def test_one_row_by_itself_is_the_row_of_the_batch() -> None:
+    dice = torch.Generator().manual_seed(3)
+    texts, logits = prompts(dice), logits_of(dice, 1, torch.bfloat16)[:, 0]
+    kind, rows = placed(REQUESTS, V, texts)
+    lengths = torch.tensor([len(text) for text in texts])
+    first = Sampler(kind, rows).first(logits, lengths)
+    for row, params in enumerate(REQUESTS):
+        one, here = Sampler(Kind.of(params), rows.only(row)), slice(row, row + 1)
+        token = one.first(logits[here], lengths[here])
+        one.commit(token[:, None], torch.ones_like(token))
+        assert token == first[row]
+    Sampler(kind, rows).commit(first[:, None], torch.zeros_like(first))
+    emitted = [row for row, params in enumerate(REQUESTS) if params.uses_penalties]
+    assert rows.counts.output_counts.sum(-1).nonzero()[:, 0].tolist() == emitted
+
+
+# ---- what the host knows
+
+
+def test_tensors_keep_their_place() -> None:
+    _, rows = placed(REQUESTS, V)
+    numbers, bias, counts = rows.numbers_BF.data_ptr(), rows.bias_BV.data_ptr(), rows.counts.output_counts.data_ptr()
+    for row, params in enumerate(reversed(REQUESTS)):
+        rows.place(row, params, 7, [1, 2])
+    assert numbers == rows.numbers_BF.data_ptr() and bias == rows.bias_BV.data_ptr()
+    assert counts == rows.counts.output_counts.data_ptr()
+    biased = [row for row, params in enumerate(reversed(REQUESTS)) if params.logit_bias]
+    assert (rows.bias_BV != 0).any(-1).nonzero()[:, 0].tolist() == biased
+    seeds = [int(seeds_of_prompts(params.seed, torch.tensor([7]))) for params in reversed(REQUESTS)]
+    assert rows.seeds_B.tolist() == seeds
+
+
+def test_memory_is_taken_when_it_is_needed() -> None:
+    _, rows = placed([WAYS["sampled"], WAYS["greedy"]], V)
+    assert "counts" not in vars(rows) and "bias_BV" not in vars(rows)
+    rows.place(0, WAYS["everything"], 0, [1])
+    assert "counts" in vars(rows) and "bias_BV" in vars(rows)
+
+
+def test_kind_is_the_union_of_what_rows_ask_for() -> None:
+    asks = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(logprobs=True, top_logprobs=3)]
+    asks += [SamplingParams(top_p=0.5, presence_penalty=1.0), SamplingParams(temperature=1.0, min_p=0.1)]
+    _, rows = placed(asks, V)
+    assert rows.kind([0]) == Kind() and rows.kind([]) == Kind() and rows.kind([0, 1]) == Kind(sampled=True)
+    assert rows.kind([1, 2]) == Kind(sampled=True, logprobs=True, top_logprobs=3)
+    assert rows.kind([3]) == Kind(penalized=True), "greedy rows are not truncated"
+    assert rows.kind(range(5)) == Kind(True, True, True, logprobs=True, top_logprobs=3)
+    assert hash(rows.kind([1])) == hash(Kind(sampled=True))
+
+
+def test_replayed_rounds_have_few_kinds() -> None:
+    kinds = {placed([params], V, replayed=True)[0] for params in REQUESTS}
+    assert kinds == {Kind(sampled, sampled, more, more) for sampled in (False, True) for more in (False, True)}
+    assert placed([SamplingParams(logprobs=True)], V, replayed=True)[0].top_logprobs == 20
+
+
+def test_other_acceptance_is_for_rows_that_are_sampled_alike() -> None:
+    block = SamplingParams(temperature=1.0, acceptance="block")
+    rows = RowSampling(batch=4, vocab_size=V, device="cpu")
+    others = (replace(block, seed=4, max_new_tokens=3), replace(block, top_k=3), WAYS["top_p"])
+    for row, params in enumerate((block, *others)):
+        rows.place(row, params, 0, [1])
+    assert rows.kind([0, 1]).acceptance == "block"
+    for mixed in ([0, 2], [0, 3], [3, 1]):
+        with pytest.raises(ValueError, match="acceptance block decides about rows that are sampled alike only"):
+            rows.kind(mixed)
+    assert rows.kind([3]).acceptance == "match"
+
+
+def test_a_released_row_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rows = placed([WAYS["greedy"], WAYS["everything"], WAYS["top_k"]], V)
+    assert rows.asking("top_k") == [1, 2] and rows.most_k == 30 and rows.asking("penalties") == [1]
+    rows.release(1)
+    assert rows.asking("top_k") == [2] and rows.most_k == 7 and rows.asking("penalties") == []
+    rows.release(2)
+    assert rows.asking("top_k") == [] and rows.most_k == 0 and rows.asking("greedy") == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_alternatives_are_the_likeliest_tokens_of_the_raw_logits(dtype: torch.dtype) -> None:
+    logits = logits_of(torch.Generator().manual_seed(5), 2, dtype)
+    tokens, logprobs = top_logprobs_of(logits, 20)
+    assert tokens.shape == logprobs.shape == (B, 2, 20) and logprobs.dtype == torch.float32
+    ranked = logits.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(tokens, ranked.indices[..., :20])
+    for place in (0, 7, 19):
+        assert torch.equal(logprobs[..., place], logprobs_of(logits, tokens[..., place]))
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_parameters_are_finite(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is {value}; give a finite number$"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p"])
+def test_what_is_no_number_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is nan; it must be"):
+        SamplingParams(**{name: math.nan})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_logprobs": 2}, {"top_logprobs": 21, "logprobs": True}, {"top_logprobs": -1}]
+)
+def test_alternatives_are_counted_and_need_logprobs(settings: Any) -> None:
+    with pytest.raises(ValueError, match="^top_logprobs is "):
+        SamplingParams(**settings)

@@ -1,0 +1,571 @@
+"""What endpoints answer, and what they say to requests that are wrong. Over real HTTP, with a fake engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from serve.errors import of_schema
+from serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
+from tests.helpers.fake_engine import REFUSED, make_tokenizer
+from tests.helpers.served import Served, served
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(settings={"max_queue": 28}) as running:  # 36 places
+        yield running
+
+
+def test_a_completion_has_openais_shape(server: Served) -> None:
+    client = server.openai()
+    done = client.completions.create(model="fake", prompt="the cat", max_tokens=7, seed=5)
+    choice = done.choices[0]
+    assert (done.object, done.model, choice.index, choice.finish_reason) == ("text_completion", "fake", 0, "length")
+    assert len(choice.text.split()) == 7
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (3, 7, 10)
+    assert server.complete("the cat")["usage"]["completion_tokens"] == 16, "OpenAI's default"
+
+
+def test_a_chat_has_openais_shape(server: Served) -> None:
+    client = server.openai()
+    done = client.chat.completions.create(model="fake", messages=HELLO, max_completion_tokens=5, seed=5)  # type: ignore
+    choice = done.choices[0]
+    assert (done.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
+    again = [*HELLO, choice.message, {"role": "user", "content": "why"}]  # answers may be sent back as they came
+    more = client.chat.completions.create(model="fake", messages=again, max_tokens=5)  # type: ignore
+    assert more.usage is not None and more.usage.prompt_tokens > done.usage.total_tokens  # type: ignore[union-attr]
+    details = more.usage.prompt_tokens_details
+    assert details is not None and details.cached_tokens is not None and details.cached_tokens > 0
+
+
+def test_a_chat_without_a_limit_fills_the_context(server: Served) -> None:
+    done = server.post(CHAT, messages=HELLO).json()
+    assert done["usage"]["total_tokens"] == 256 and done["choices"][0]["finish_reason"] == "length"
+
+
+def test_parts_and_developer_messages_reach_the_template(server: Served) -> None:
+    said = [{"role": "developer", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "mat"}]}]
+    plain = [{"role": "system", "content": "the\nmat"}]
+    first, second = (server.post("/tokenize", messages=messages).json() for messages in (said, plain))
+    assert first == second and first["count"] == len(first["tokens"])
+
+
+@pytest.mark.parametrize("prompt", ["the cat", ["the cat", "a mat"], [3, 4, 5], [[3, 4], [5]]], ids=str)
+def test_all_kinds_of_prompts(server: Served, prompt: Any) -> None:
+    num_prompts = 1 if prompt in ("the cat", [3, 4, 5]) else 2
+    done = server.complete(prompt, n=2, max_tokens=3, seed=9)
+    assert [choice["index"] for choice in done["choices"]] == list(range(2 * num_prompts))
+    lengths = {"the cat": 3, "['the cat', 'a mat']": 6, "[3, 4, 5]": 3, "[[3, 4], [5]]": 3}
+    assert done["usage"]["prompt_tokens"] == lengths[str(prompt)], "a prompt counts once"
+    assert done["usage"]["completion_tokens"] == 6 * num_prompts
+
+
+def test_choices_have_the_seeds_that_prompts_of_one_call_have(server: Served) -> None:
+    server.engine.added.clear()
+    together = server.complete(["the cat", "a mat"], n=2, seed=11, max_tokens=4)
+    asked = [(request.index, request.params.seed) for request in server.engine.added]
+    assert asked == [(0, 11), (1, 11), (2, 11), (3, 11)]
+    prompts = [server.model.tokenizer.decode(request.prompt_ids) for request in server.engine.added]  # type: ignore
+    assert prompts == ["the cat", "the cat", "a mat", "a mat"]
+    assert server.complete("the cat", seed=11, max_tokens=4)["choices"][0]["text"] == together["choices"][0]["text"]
+
+
+def test_without_a_seed_texts_differ(server: Served) -> None:
+    assert server.complete()["choices"][0]["text"] != server.complete()["choices"][0]["text"]
+
+
+def test_every_parameter_reaches_the_engine(server: Served) -> None:
+    server.engine.added.clear()
+    given = {
+        **{"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1},
+        **{"presence_penalty": 0.2, "frequency_penalty": -0.3, "logit_bias": {"5": -100}, "seed": 4},
+        **{"ignore_eos": True, "stop": ["zzz"], "stop_token_ids": [6], "max_tokens": 9, "logprobs": 2},
+        "speculate": False,
+    }
+    server.complete(**given)
+    params = server.engine.added[0].params
+    expected = {**given, "logit_bias": {5: -100}, "stop": ("zzz",), "stop_token_ids": (6,), "top_logprobs": 2}
+    expected |= {"max_new_tokens": expected.pop("max_tokens"), "logprobs": True}
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_what_benchmark_clients_send_is_accepted(server: Served) -> None:
+    neutral: dict[str, Any] = {
+        **{"repetition_penalty": 1.0, "ignore_eos": True, "best_of": 1, "top_k": -1, "stop": None, "seed": None},
+        **{"user": "me", "metadata": {"a": ["b"]}, "store": False, "service_tier": "auto", "logit_bias": {}},
+    }
+    neutral |= {"min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True}
+    neutral |= {"include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0}
+    server.complete(**neutral, logprobs=None, echo=False, suffix=None, add_special_tokens=False)
+    chat = {
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "logprobs": None,
+        "modalities": None,
+    }
+    assert server.post(CHAT, messages=HELLO, max_tokens=2, **neutral, **chat).status_code == 200
+
+
+def test_echo_begins_with_the_prompt(server: Served) -> None:
+    plain, echo = (server.complete(["the cat", "a mat"], seed=1, echo=on) for on in (False, True))
+    texts = [f"{p}{choice['text']}" for p, choice in zip(("the cat", "a mat"), plain["choices"], strict=True)]
+    assert [choice["text"] for choice in echo["choices"]] == texts
+    ids = server.model.tokenizer.encode("the cat")  # type: ignore[union-attr]
+    assert server.complete(ids, echo=True)["choices"][0]["text"].startswith("the cat")
+
+
+def test_logprobs_of_completions(server: Served) -> None:
+    choice = server.complete(logprobs=2, max_tokens=4, seed=1)["choices"][0]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert [choice["text"][at:].startswith(t) for at, t in zip(found["text_offset"], found["tokens"], strict=True)]
+    assert found["token_logprobs"] == [0, -0.5, -1, -1.5]
+    assert [list(top.values()) for top in found["top_logprobs"]] == [[-0.25, -9999.0]] * 4, "JSON has no infinity"
+    assert server.complete(logprobs=0, max_tokens=4)["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_echo_with_logprobs_scores_the_prompt(server: Served, max_tokens: int) -> None:
+    prompts = ["the cat é", "a"]
+    for given in (prompts, [server.model.tokenizer.encode(prompt) for prompt in prompts]):  # type: ignore[union-attr]
+        done = server.complete(given, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0)
+        assert done["usage"]["completion_tokens"] == 2 * max_tokens
+        for prompt, choice in zip(prompts, done["choices"], strict=True):
+            found, num = choice["logprobs"], len(server.model.tokenizer.encode(prompt))  # type: ignore[union-attr]
+            assert choice["text"].startswith(prompt) and choice["finish_reason"] == "length"
+            assert {len(values) for values in found.values()} == {num + max_tokens}
+            assert found["token_logprobs"] == pytest.approx(
+                [None, *(-0.1 * n for n in range(1, num)), *(-0.5 * n for n in range(max_tokens))]
+            )
+            assert found["top_logprobs"][0] is None and list(found["top_logprobs"][num - 1 : num]) != [{}]
+            assert found["text_offset"][0] == 0 and found["text_offset"][num:][:1] == [len(prompt)][:max_tokens]
+    assert (
+        server.complete("the cat", echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["top_logprobs"]
+        is None
+    )
+
+
+def test_logprobs_of_chats(server: Served) -> None:
+    server.engine.scripts["héllo"] = "né 🙂"
+    messages = [{"role": "user", "content": "héllo"}]
+    done = server.openai().chat.completions.create(
+        model="fake",
+        messages=messages,  # type: ignore[arg-type]
+        logprobs=True,
+        top_logprobs=3,
+        temperature=0,
+    )
+    choice = done.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("né 🙂", "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    content = choice.logprobs.content
+    assert len(content) == done.usage.completion_tokens  # type: ignore[union-attr]
+    assert b"".join(bytes(token.bytes or []) for token in content[:-1]) == "né 🙂".encode(), "halves of characters, too"
+    assert all(len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token for token in content)
+    assert content[-1].token == "<|im_end|>"
+
+
+def test_token_details_of_a_whole_answer(server: Served) -> None:
+    done = server.complete(token_details=True, max_tokens=9, seed=3)
+    choice, rounds = done["choices"][0], done["speculative"]
+    assert "".join(token["text"] for token in choice["tokens"]) == choice["text"]
+    made = [token["source"] for token in choice["tokens"]]
+    assert len(made) == 9 and rounds["accepted"] == made.count("accepted") == sum(rounds["accepted_at"])
+    assert rounds["drafted"] == 3 * rounds["rounds"] and rounds["tau"] == pytest.approx(8 / rounds["rounds"])
+    plain = server.complete(token_details=True, speculate=False, max_tokens=9, seed=3)
+    assert plain["choices"][0]["text"] == choice["text"]
+    assert {token["source"] for token in plain["choices"][0]["tokens"]} == {"target"}
+    assert plain["speculative"]["drafted"] == 0 and plain["speculative"]["tau"] == 1
+
+
+def test_tokenize_and_back(server: Served) -> None:
+    found = server.post("/tokenize", model="fake", prompt="the cat").json()
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 256)
+    assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "the cat"}
+
+
+def test_long_texts_hold_up_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, text, ticks = make_tokenizer(), "the cat sat on a mat " * 100_000, 0
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    while encoding.is_alive():
+        ticks += 1
+        time.sleep(0.002)
+    assert ticks > 20, "other threads run meanwhile"
+    assert tokenizer.encode(text[:5000]) == tokenizer.backend.encode(text[:5000]).ids
+    made: list[str] = []
+
+    class Recorded(JSONResponse):
+        def render(self, content: Any) -> bytes:
+            made.append(threading.current_thread().name)
+            return super().render(content)
+
+    monkeypatch.setattr("serve.tokenize.JSONResponse", Recorded)
+    ids = server.post("/tokenize", prompt="the cat").json()["tokens"]
+    server.post("/detokenize", tokens=ids)
+    assert len(made) == 2 and all("worker" in name for name in made), "not on the event loop's thread"
+
+
+def test_predict_gives_the_prompt_and_more(server: Served) -> None:
+    answer = server.post("/predict", prompt="the cat").json()
+    assert answer.startswith("the cat") and len(answer.split()) == 42
+
+
+def test_models_version_and_page(server: Served, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = server.http.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["root"], card["max_model_len"]) == ("fake", "/models/fake", 256)
+    assert server.openai().models.retrieve("fake").id == "fake"
+    assert server.http.get("/v1/models/other").status_code == 404
+    assert server.http.get("/version").json()["version"]
+    monkeypatch.setattr("serve.status.PAGE", tmp_path)
+    missing = server.http.get("/")
+    assert missing.status_code == 404 and missing.text.count("\n") == 1
+    (tmp_path / "index.html").write_text("<p>hello")
+    (tmp_path / "chat.js").write_text("true")
+    with served(settings={"api_keys": ("secret",)}) as other:
+        assert other.http.get("/").text == "<p>hello", "nobody has a key before they see the page"
+        script = other.http.get("/page/chat.js")
+        assert script.text == "true" and "javascript" in script.headers["content-type"]
+        for path in ("/page/none.js", "/page/%2e%2e/chat.js"):
+            error_of(other.http.get(path), 404)
+
+
+def test_the_page_and_health_answer_head(server: Served) -> None:
+    for path in ("/", "/health"):
+        found = server.http.head(path)
+        assert found.status_code == 200 and not found.content
+
+
+def test_the_page_has_its_policy_as_a_header(server: Served) -> None:
+    found = server.http.get("/")
+    own = re.search('http-equiv="Content-Security-Policy" content="([^"]*)"', found.text)
+    assert own and found.headers["content-security-policy"] == f"{own[1]}; frame-ancestors 'none'"
+    assert found.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_request_has_an_id(server: Served) -> None:
+    given = server.http.post(TEXT, json={"prompt": "the"}, headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1" and given.json()["id"] == "cmpl-mine-1"
+    odd = server.http.post(TEXT, json={"prompt": "the"}, headers={"x-request-id": "a b\tc" * 100})
+    assert re.fullmatch("[0-9a-f]{32}", odd.headers["x-request-id"])
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error, which has OpenAI's shape and is small."""
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"] and len(response.content) < 1000
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"] and error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        *[("temperature", v) for v in (-1, "1", True, [1], 1e9)],
+        *[("n", v) for v in (0, 129, 1.5, "2", 10**18)],
+        *[("max_tokens", v) for v in (0, -1, 2.5, "5", 2**31, 10**4299)],
+        *[("max_completion_tokens", v) for v in (0, "5", 10**4299)],
+        *[("top_p", v) for v in (0, 1.1)],
+        *[("top_k", v) for v in (-2, 0.5)],
+        *[("min_p", v) for v in (-0.1, 2)],
+        *[("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0)],
+        *[("seed", v) for v in (-1, 2**63, 1.5)],
+        *[("stop", v) for v in ("", [""], ["a"] * 17, 5, [5], "a" * 1001)],
+        *[("stop_token_ids", v) for v in ("5", [1.5], [-1], [10**6], [10**4299])],
+        *[("logit_bias", {key: 1}) for key in ("1.0", "01", " 1", "+1", "-1", "1000000", "9" * 4300)],
+        *[("logit_bias", v) for v in ({"a": 1}, {"5": 101}, {"5": "1"}, [1], {str(i): 1 for i in range(1025)})],
+        *[("best_of", 2), ("stream_options", {"include_usage": True}), ("stream", "yes"), ("token_details", 1)],
+        ("stream_options", {"include_obfuscation": True}),
+        *[("speculate", "no"), ("ignore_eos", 0), ("guided_json", {}), ("trust_remote_code", True), ("grammar", "x")],
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_wrong_values_are_named(server: Served, param: str, value: Any) -> None:
+    for path, body in ((TEXT, {"prompt": "the"}), (CHAT, {"messages": HELLO})):
+        error = error_of(server.post(path, **{**body, param: value}))
+        assert error["param"].partition(".")[0] == param and param in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+def test_errors_name_parameters_and_nothing_of_ours(server: Served) -> None:
+    odd = [5, "", [], {}, [5], [""], [[]], [{}], {"a": 1}, {"type": "x"}, [{"type": "text", "text": 5}]]
+    for kind, path in ((ChatBody, CHAT), (CompletionBody, TEXT), (TokenizeBody, "/tokenize")):
+        needed = {"messages": HELLO, "max_tokens": 1} if path == CHAT else {}
+        for name in kind.model_fields:
+            for value in odd:
+                response = server.post(path, **{**needed, name: value})
+                if response.status_code == 200:
+                    continue
+                error = response.json()["error"]
+                assert error["param"] and re.fullmatch(r"\w+(\.\w+)*", error["param"]), (name, value, error)
+                assert not re.search(r"constrained|\[key\]|list\[|\.str\b|\.int\b", error["message"]), error
+    for name in ("str", "list[int]", "[key]"):
+        assert error_of(server.post(TEXT, prompt="the", **{name: 1}))["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [1] * 1_000_000 + ["a"]}),
+        (TEXT, {"prompt": [None] * 600_000}),
+        (CHAT, {"messages": [{}] * 1_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": [5] * 1_000_000}]}),
+        ("/detokenize", {"tokens": [None] * 600_000}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[str, Any]) -> None:
+    kind: type[Strict] = {TEXT: CompletionBody, CHAT: ChatBody}.get(path, DetokenizeBody)
+    data = json.dumps(body)
+    started = time.process_time()
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(data)
+    assert of_schema(raised.value).param
+    assert raised.value.error_count() <= 4 and time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_very_many_unknown_keys_are_refused_all_at_once(inner: bool) -> None:
+    many = {f"k{i}": 0 for i in range(200_000)}
+    data = json.dumps({"prompt": "the", **({"stream": True, "stream_options": many} if inner else many)})
+    with pytest.raises(ValidationError) as raised:
+        CompletionBody.model_validate_json(data)
+    started = time.process_time()
+    error = of_schema(raised.value)
+    assert time.process_time() - started < 0.05, "it takes a second to list them"
+    assert error.status == 400 and "200000 wrong values or unknown keys" in error.message
+
+
+WRONG_OUTPUTS: list[dict[str, Any]] = [
+    {},
+    {"regex": "a", "choice": ["b"]},
+    {"regex": "("},
+    {"grammar": "start: foo"},
+    {"json": {"type": "nonsense"}},
+    {"json": {"x-guidance": 5}},
+    {"choice": []},
+    {"regex": "a" * 100_001},
+    {"xml": "a"},
+    {"grammar": "start: A\nA: /a/ & /b/"},
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        *[({"prompt": prompt}, "prompt") for prompt in ("", [], [[]], [""], 5, None, [1, "a"], [-1], [[1], [10**6]])],
+        *[({"prompt": [10**30]}, "prompt"), ({}, "prompt"), ({"prompt": "the", "logprobs": True}, "logprobs")],
+        *[
+            ({"prompt": "the", "logprobs": 21}, "logprobs"),
+            ({"prompt": "the", "max_tokens": 0, "echo": True}, "max_tokens"),
+        ],
+        *[({"prompt": "the", "suffix": "end"}, "suffix"), ({"prompt": "the", "top_logprobs": 1}, "top_logprobs")],
+        *[({"prompt": "the", "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens")],
+        *[({"prompt": "the", "response_format": {"type": "yaml"}}, "response_format")],
+        *[({"prompt": "the", "structured_outputs": wrong}, "structured_outputs") for wrong in WRONG_OUTPUTS],
+        *[({"prompt": "the", "n": 128}, "n"), ({"prompt": ["the"] * 40}, "n")],
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_completions(server: Served, body: dict[str, Any], param: str) -> None:
+    assert error_of(server.post(TEXT, **body))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        *[({"messages": messages}, "messages") for messages in ([], None, "hello", [5], [{}])],
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"echo": True}, "echo"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_chats(server: Served, more: dict[str, Any], param: str) -> None:
+    found = error_of(server.post(CHAT, **{"messages": HELLO, **more}))["param"]
+    assert found == param or (param == "messages" and found.startswith("messages"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *[b"", b"{", b"[]", b"5", b"null", b'"text"', b"\xff\xfe{}", b"\x00", b'{"prompt": "a"', b"{'prompt': 'a'}"],
+        *[b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
+        *[b'{"prompt": "\\ud800"}', b'{"prompt": "the", "\\ud800": 1}', b'{"prompt": "the", "user": "\\udc00"}'],
+        *[b'{"prompt": "the", "temperature": %s}' % v for v in (b"NaN", b"1e999", b"-Infinity", b"9" * 5000)],
+        *[b'{"prompt": "the", "seed": %s}' % (b"9" * 5000), b'{"prompt": "the", "max_tokens": 1e999}'],
+        b'{"prompt": "the", "metadata": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+    ids=lambda body: body[:30].decode("latin-1"),
+)
+def test_hostile_bodies_are_wrong_requests(server: Served, body: bytes) -> None:
+    for path in (TEXT, CHAT, "/tokenize", "/detokenize", "/predict"):
+        error_of(server.http.post(path, content=body, headers={"content-type": "application/json"}))
+    assert server.http.get("/health").status_code == 200
+
+
+def test_special_characters_do_no_harm(server: Served) -> None:
+    prompt = "\x00 \u202e \ud83d\ude42".encode("utf-16", "surrogatepass").decode("utf-16")
+    assert server.post(TEXT, prompt=prompt, echo=True).json()["choices"][0]["text"].startswith(prompt)
+
+
+def test_a_prompt_above_the_context_is_told_both_numbers(server: Served) -> None:
+    for body in ({"prompt": [5] * 300}, {"prompt": [5] * 256}, {"prompt": [5] * 200, "max_tokens": 57, "stream": True}):
+        error = error_of(server.post(TEXT, **body))
+        assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
+        assert "256" in error["message"] and str(len(body["prompt"])) in error["message"]
+    assert server.post(TEXT, prompt=[5] * 200, max_tokens=56).status_code == 200
+    with pytest.raises(openai.BadRequestError) as raised:
+        server.openai().chat.completions.create(model="fake", messages=HELLO, max_tokens=10_000)  # type: ignore
+    assert raised.value.code == "context_length_exceeded"
+
+
+def test_what_the_engine_refuses_is_a_wrong_request(server: Served) -> None:
+    assert REFUSED in error_of(server.post(TEXT, prompt=["the cat", f"a {REFUSED}"], stream=True))["message"]
+    assert (server.engine.num_running, server.engine.num_waiting) == (0, 0), "nothing of it runs on"
+    server.complete()
+
+
+def test_unknown_models_paths_and_methods(server: Served) -> None:
+    assert error_of(server.post(TEXT, model="gpt-4", prompt="the"), 404)["code"] == "model_not_found"
+    assert error_of(server.post("/tokenize", model="gpt-4", prompt="the"), 404)["param"] == "model"
+    error_of(server.http.get("/v1/nothing"), 404)
+    refused = server.http.get(TEXT)
+    assert error_of(refused, 405) and refused.headers["allow"] == "POST"
+    error_of(server.http.post(TEXT, content=b"prompt=the"), 415)
+
+
+def test_large_bodies_are_refused_and_the_connection_survives_other_errors() -> None:
+    with served(settings={"max_body": 2000}) as server:
+        error_of(server.post(TEXT, prompt="a" * 3000), 413)
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b" " * 100
+
+        error_of(server.http.post(TEXT, content=chunks(), headers={"content-type": "application/json"}), 413)
+        body = [b'{"pro', b'mpt": ', b'"the cat"}']
+        done = server.http.post(TEXT, content=iter(body), headers={"content-type": "application/json"})
+        assert done.status_code == 200, "chunked bodies are as good as others"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as raw:  # one connection: a wrong request, then a right one
+            for body in (b"{}", b'{"prompt": "the cat"}'):
+                head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+                raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+                assert raw.recv(4096).startswith(b"HTTP/1.1 100 ")
+                raw.sendall(body)
+                answer = b""
+                while b"}" not in answer[-1:]:
+                    answer += raw.recv(4096)
+                assert answer.startswith(b"HTTP/1.1 400" if body == b"{}" else b"HTTP/1.1 200")
+
+
+def half_a_body(server: Served) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    sock.sendall(f'{head}{{"prompt":'.encode())
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(4096), b""))
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with served(settings={"body_timeout": 0.2}) as server, half_a_body(server) as sock:
+        head, _, body = rest_of(sock).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ") and b"\r\nconnection: close" in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_does_not_come_ends_with_the_server(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with served() as server:
+        sock = half_a_body(server)
+        server.http.get("/version")  # by now the other request has begun
+    with sock:
+        assert rest_of(sock).startswith(b"HTTP/1.1 503 ")
+    assert "status=503" in capfd.readouterr().err
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_keys() -> None:
+    with served(settings={"api_keys": ("secret", "other")}) as server:
+        for given in (None, b"Bearer wrong", b"secret", b"Bearer \xff", b"Basic secret"):
+            refused = server.http.get("/v1/models", headers={"authorization": given} if given else {})
+            assert error_of(refused, 401)["code"] == "invalid_api_key" and "www-authenticate" in refused.headers
+        with pytest.raises(openai.AuthenticationError):
+            server.openai("wrong").models.list()
+        for key in ("secret", "other"):
+            assert server.openai(key).models.list().data[0].id == "fake"
+        for path in ("/health", "/version", "/metrics"):
+            assert server.http.get(path).status_code == 200
+        for path in (TEXT, CHAT, "/tokenize", "/detokenize", "/predict"):
+            error_of(server.post(path), 401)
+
+
+def test_other_origins_may_ask_only_where_they_are_named(server: Served) -> None:
+    asking = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.http.options(TEXT, headers=asking).headers
+    with served(settings={"cors_origins": ("https://example.org",), "api_keys": ("secret",)}) as other:
+        preflight = other.http.options(TEXT, headers=asking)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://example.org"
+        refused = other.http.get("/v1/models", headers={"origin": "https://example.org"})
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+        asking["origin"] = "https://example.com"
+        assert "access-control-allow-origin" not in other.http.options(TEXT, headers=asking).headers
+
+
+def test_a_line_for_each_request(capfd: pytest.CaptureFixture[str]) -> None:
+    for as_json in (True, False):
+        with served(settings={"json_log": as_json}) as server:
+            capfd.readouterr()
+            server.http.post(TEXT, json={"prompt": "the cat", "seed": 5}, headers={"x-request-id": "mine"})
+            server.post(TEXT, prompt="the cat", n=0)
+            server.http.get("/health")
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 2 and "the cat" not in lines[0]
+        if as_json:
+            good, bad = map(json.loads, lines)
+            assert (good["id"], good["status"], good["completion_tokens"], good["seed"]) == ("mine", 200, 16, 5)
+            assert good["finish"] == "length" and bad["status"] == 400
+        else:
+            assert all(f" {field} " in f"{lines[0]} " for field in ("id=mine", "status=200", "seed=5", "finish=length"))
+    with served(settings={"json_log": True, "log_prompts": True}) as server:
+        capfd.readouterr()
+        drawn = server.complete("the cat")
+    line = json.loads(capfd.readouterr().err)
+    assert line["prompt"] == ["the cat"]
+    with served() as server:
+        assert server.complete("the cat", seed=line["seed"])["choices"] == drawn["choices"], "the line tells the seed"

@@ -1,0 +1,211 @@
+"""`python -m train`: prompts are read as they are published, and a table knows what the model says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multigpu.journal import Journal
+from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_HEADS, EMBEDDED_TABLE, EngineConfig, SamplingParams
+from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.tables.suffix import build_datastore, open_datastore
+from sharesd.load import Runtime
+from sharesd.prompts import read_prompts
+from tests.helpers.tiny import make_checkpoint
+from train.__main__ import main
+
+RECORDS = [
+    {"instruction": "why is the sky blue", "input": ""},
+    {"instruction": "the cat", "instances": [{"input": "sat on the mat", "output": "yes"}]},
+    {"question": "how is it", "answer": "fine"},
+    {"prompt": "this is the cat"},
+    *({"prompt": f"the cat and the mat {i}"} for i in range(10)),
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[Path, Path]:
+    """The records as a list, and again as lines."""
+    whole, lines = tmp_path / "prompts.json", tmp_path / "prompts.jsonl"
+    whole.write_text(json.dumps(RECORDS), encoding="utf-8")
+    lines.write_text("\n".join(map(json.dumps, RECORDS)) + "\n\n", encoding="utf-8")
+    return whole, lines
+
+
+def test_prompts_are_read_once_each(prompts: tuple[Path, Path]) -> None:
+    found = read_prompts([*map(str, prompts)])
+    assert len(found) == len(RECORDS) == len(set(found))
+    assert {"why is the sky blue", "the cat\n\nsat on the mat", "how is it", "this is the cat"} < set(found)
+    some = read_prompts([str(prompts[0])], 3)
+    assert some == read_prompts([str(prompts[1])], 3) and len(set(some)) == 3 and set(some) < set(found)
+    assert read_prompts([str(prompts[0])], 99) == read_prompts([str(prompts[0])]), "no more than there are"
+
+
+def test_a_filled_table_knows_what_the_model_says(
+    tmp_path: Path, prompts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "table.npz"
+    options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24"]
+    assert main(["table", "--prompts", str(prompts[0]), "--num-prompts", "14", "--out", str(out), *options]) == 0
+    assert "from 13 answers" in capsys.readouterr().out
+    table = RecycleTable.filled(out)
+    known = table.successors[table.successors[:, 0] >= 0]
+    assert len(known) > 10 and (np.sort(known, 1)[:, 1:] != np.sort(known, 1)[:, :-1]).all()
+    config = EngineConfig(target=model, mode="recycle", max_context=128, recycle_table=str(out))
+    engine = Runtime(config, ("recycle",)).engine("recycle")
+    [done] = engine.generate(["the cat and the mat 3"])
+    hits = sum(b in table.successors[a] for a, b in zip(done.token_ids, done.token_ids[1:], strict=False))
+    assert hits > 0.2 * len(done.token_ids), "by chance it would be 8 of 384"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompts", "none.json", "--out", "x.npz"], "none.json cannot be read"),
+        (["--prompts", "bad.jsonl", "--out", "x.npz"], "bad.jsonl:2 is not JSON"),
+        (["--prompts", "empty.jsonl", "--out", "x.npz"], "empty.jsonl:1 has none of instruction, prompt, question"),
+        (["--prompts", "few.jsonl", "--out", "x.npz"], "the files hold 1 prompts; give at least 10"),
+        (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; name a .npz file"),
+        (["--prompts", "few.jsonl", "--out", "x.npz", "--num-prompts", "0"], "--num-prompts is 0; it must be at least"),
+    ],
+)
+def test_mistakes_are_one_line(
+    args: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("few.jsonl").write_text('{"prompt": "hello"}\n')
+    Path("bad.jsonl").write_text('{"prompt": "hello"}\n{"prompt": \n')
+    Path("empty.jsonl").write_text('{"text": "hello"}\n')
+    assert main(["table", *args]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and not Path("x.npz").exists()
+
+
+def test_the_target_says_what_users_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    model, found = str(make_checkpoint(tmp_path / "model")), []
+    for batch in ("2", "5"):
+        out = tmp_path / f"said-{batch}.jsonl"
+        options = ["--target", model, "--max-context", "256", "--max-new-tokens", "120", "--max-batch", batch]
+        assert main(["prompts", "--out", str(out), "--num-prompts", "20", *options]) == 0
+        found.append(out.read_text())
+    assert found[0] == found[1], "whatever is said beside them"
+    said = [json.loads(line)["prompt"] for line in found[0].splitlines()]
+    assert 0 < len(said) == len(set(said)) < 20
+    assert f"{len(said)} different prompts of 20" in capsys.readouterr().out
+    assert set(read_prompts([str(tmp_path / "said-2.jsonl")])) == set(said)
+
+
+def test_what_was_said_before_an_end_is_not_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    options = ["--target", str(make_checkpoint(tmp_path / "model")), "--max-context", "256", "--max-batch", "3"]
+    options += ["--num-prompts", "12", "--max-new-tokens", "120"]
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "said.jsonl"
+    assert main(["prompts", "--out", str(whole), *options]) == 0
+    add, added = Journal.add, []
+
+    def ends(journal: Journal, record: dict[str, Any]) -> None:
+        if len(added) == 5:
+            raise KeyboardInterrupt
+        added.append(record["index"])
+        add(journal, record)
+
+    monkeypatch.setattr(Journal, "add", ends)
+    assert main(["prompts", "--out", str(out), *options]) == 130
+    assert not out.exists()
+    monkeypatch.setattr(Journal, "add", lambda journal, record: (added.append(record["index"]), add(journal, record)))
+    assert main(["prompts", "--out", str(out), *options]) == 0
+    assert sorted(added) == [*range(12)] and out.read_text() == whole.read_text()
+    assert main(["prompts", "--out", str(out), *options]) == 0 and len(added) == 12, "all is there"
+    capsys.readouterr()
+    assert main(["prompts", "--out", str(out), *options, "--seed", "7"]) == 2
+    assert "go on as before, or give another --out" in capsys.readouterr().err
+
+
+def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
+    text, answers = tmp_path / "a.txt", tmp_path / "answers-naive.jsonl"
+    text.write_text("the cat sat on the mat", encoding="utf-8")
+    config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
+    engine = Runtime(config, ("suffix",)).engine("suffix")
+    [said] = engine.generate(["why is the sky"])
+    answers.write_text(json.dumps({"text": said.text}) + "\n", encoding="utf-8")
+    assert main(["corpus", "--texts", str(text), str(answers), "--target", model, "--out", str(out)]) == 0
+    assert "of 2 texts" in capsys.readouterr().out
+    before = engine.stats.steps
+    engine = Runtime(replace(config, corpus=str(out)), ("suffix",)).engine("suffix")
+    [again] = engine.generate(["why is the sky"])
+    assert again.token_ids == said.token_ids and engine.stats.steps < before
+    assert main(["corpus", "--texts", str(answers), "--target", model, "--out", "x.txt"]) == 2
+    answers.write_text('{"text": "a"}\n{}\n', encoding="utf-8")
+    assert main(["corpus", "--texts", str(answers), "--target", model, "--out", str(out)]) == 2
+    assert "answers-naive.jsonl:2 is no JSON record" in capsys.readouterr().err
+    build_datastore([1, 2, 10_000], out)
+    with pytest.raises(ValueError, match="holds token id 10000 and the target knows 384"):
+        Runtime(replace(config, corpus=str(out)), ("suffix",))
+
+
+def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
+    options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24", "--out", str(out)]
+    assert main(["corpus", "--prompts", str(prompts[0]), "--num-prompts", "5", *options]) == 0
+    assert "of 5 texts" in capsys.readouterr().out
+    asked = read_prompts([str(prompts[0])], 5)
+    config = EngineConfig(target=model, mode="suffix", max_context=128, num_draft=4)
+    rounds = []
+    for corpus in (None, str(out)):
+        engine = Runtime(replace(config, corpus=corpus), ("suffix",)).engine("suffix")
+        engine.generate([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
+        rounds.append(engine.stats.rounds)
+    assert rounds[1] < 0.5 * rounds[0], "it has seen the very answer"
+    assert main(["corpus", "--prompts", str(prompts[0]), *options, "--max-new-tokens", "127"]) == 2
+    assert "no prompt leaves room for 127 new tokens in a context of 128" in capsys.readouterr().err
+    assert main(["corpus", *options]) == 2
+    assert "give --texts, --prompts or both" in capsys.readouterr().err
+
+
+def test_the_embedded_models_table_and_corpus_ship() -> None:
+    assert EMBEDDED_TABLE.stat().st_size < 2_000_000
+    table = RecycleTable.filled(EMBEDDED_TABLE)
+    assert table.successors.shape == (49152, 8) and (table.successors[:, 0] >= 0).sum() > 4000
+    assert EngineConfig().table_file == EMBEDDED_TABLE and EngineConfig(recycle_table="empty").table_file is None
+    assert EMBEDDED_CORPUS.stat().st_size < 2_000_000
+    corpus = open_datastore(EMBEDDED_CORPUS)
+    assert corpus.nbytes == 8 * corpus.num_tokens and corpus.num_tokens > 200_000 and corpus.largest < 49152
+    assert EngineConfig().corpus_file == EMBEDDED_CORPUS and EngineConfig(corpus="empty").corpus_file is None
+    assert EngineConfig(target="elsewhere").table_file is EngineConfig(target="elsewhere").corpus_file is None
+
+
+def test_the_embedded_models_heads_ship() -> None:
+    assert not (EngineConfig(target="other").head_of("eagle") or EngineConfig().head_of("parallel"))
+    assert EngineConfig(heads=("mine",)).head_of("eagle") == "mine"
+    sizes = []
+    folders = {mode: EngineConfig(mode=mode).head_of(mode) for mode in ("eagle", "glide")}
+    for folder in map(Path, filter(None, (*folders.values(), EngineConfig(mode="classic", draft="small").draft_model))):
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        assert all(word in card for word in ("python -m train", "steps", "tau", "SmolLM2-135M-Instruct", "4-bit"))
+        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 49152
+        sizes.append((folder / "model.safetensors").stat().st_size)
+    assert len(sizes) == 3 and 1e6 < sum(sizes) < 40e6
+
+
+def test_the_small_decoder_is_for_the_embedded_model() -> None:
+    assert EngineConfig(mode="classic", draft="small").draft_model == str(EMBEDDED_HEADS / "classic")
+    assert EngineConfig(mode="classic").draft_model is None
+    assert EngineConfig(mode="classic", target="other", draft="mine").draft_model == "mine"
+    with pytest.raises(ValueError, match="draft is 'small', which is for the embedded model alone"):
+        EngineConfig(mode="classic", target="other", draft="small")

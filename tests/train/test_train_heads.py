@@ -1,0 +1,510 @@
+"""`python -m train eagle` and `eagle3`: losses, beginnings, measures, and that an interruption changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sharesd.config import SamplingParams
+from sharesd.decoding.costs import Costs
+from sharesd.models.heads.chains import attend_chains
+from sharesd.models.heads.eagle3 import Eagle3
+from sharesd.models.heads.files import load_head
+from sharesd.models.heads.glide import Glide
+from sharesd.models.heads.head import Head
+from sharesd.models.weights import load_decoder
+from tests.drafters.test_eagle import features_of
+from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_heads import random_head
+from train.__main__ import main
+from train.dataset import row_of
+from train.heads import losses as losses_file
+from train.heads import states
+from train.heads.checkpoint import read_state
+from train.heads.closed_form import begin_linear
+from train.heads.frozen import FrozenTarget
+from train.heads.held_out import Acceptance, acceptance, best_chain
+from train.heads.initial import initial_head, most_frequent
+from train.heads.losses import Teacher, losses
+from train.heads.trainer import Recipe, Trainer
+from train.masks import Example
+
+IDS = torch.tensor(sorted({7, 3, 31, 12, 0, 39, 22}))
+RAW = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def teacher_of(target: Any, ids_K: Tensor | None) -> Teacher:
+    weight_VD = target.head.weight.clone()
+    return Teacher(weight_VD if ids_K is None else weight_VD[ids_K], 0.0)
+
+
+def frozen_for(head: Head, target: Any) -> FrozenTarget:
+    return FrozenTarget(target, head.config.taps, 64, head.config.target_layers)
+
+
+def row(*texts: tuple[list[int], list[tuple[int, int]]]) -> dict[str, Tensor]:
+    return row_of([Example(*text) for text in texts], 64)
+
+
+TEXTS = row(
+    ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [(3, 7), (9, 12)]), ([21, 4], [(1, 2)]), ([5, 6, 7, 8, 9], [(1, 5)])
+)
+
+
+# ---- what is read, and the losses
+
+
+def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
+    target = tiny_decoder(3)
+    cache = target.new_cache(1, 64, (1, 2, 3))
+    alone, logits = [], []
+    for tokens in ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9]):
+        logits.append(target(torch.tensor([tokens]), cache)[0])
+        alone.append(cache.features[0, : len(tokens)].clone())
+    teacher = teacher_of(target, None)
+    frozen = FrozenTarget(target, (1, 2), 64)
+    lessons = frozen.lessons(TEXTS)
+    assert len(lessons) == 2, "two tokens foretell nothing"
+    for lesson, features, want in zip(lessons, alone, logits, strict=True):
+        torch.testing.assert_close(lesson.features_1TF[0], features[:-2, :64])
+        torch.testing.assert_close(teacher.logits(lesson.teacher_TD), want[1:-1])
+        assert torch.equal(frozen.choices(lesson.teacher_TD), want[1:-1].argmax(1))
+    assert lessons[0].tokens_1T.tolist() == [[17, 9, 4, 30, 8, 12, 1, 5, 6, 7]]
+    assert lessons[0].foretold_T.tolist() == [9, 4, 30, 8, 12, 1, 5, 6, 7, 2]
+    # Said are tokens 3 to 6 and 9 to 11: the first of each is nobody's guess.
+    assert [lessons[0].counted(step).nonzero()[:, 0].tolist() for step in range(4)] == [
+        [2, 3, 4, 8, 9],
+        [3, 4, 9],
+        [4],
+        [],
+    ]
+    assert not lessons[1].counted(9).any()
+
+
+def test_lessons_for_glide_are_keys_and_values_of_each_text_alone() -> None:
+    target = tiny_decoder(3)
+    head = random_head(target, "glide", target_layers=(1, 0))
+    alone = []
+    for tokens in ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9]):
+        cache = target.new_cache(1, 64)
+        target(torch.tensor([tokens]), cache)
+        alone.append(features_of(head, cache, 0, len(tokens) - 2))
+    frozen = frozen_for(head, target)
+    for lesson, features in zip(frozen.lessons(TEXTS), alone, strict=True):
+        torch.testing.assert_close(lesson.features_1TF, features)
+    assert frozen.bytes_per_token == (2 * 2 * 16 + 32) * 8
+
+
+@pytest.mark.parametrize(("step", "T"), [(0, 9), (1, 9), (3, 9), (3, 3)])
+def test_chains_attend_as_masks_say(step: int, T: int) -> None:
+    """Values and gradients in float64, beside one product over all steps with a mask."""
+    dice = torch.Generator().manual_seed(step)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(2, heads, T, 8, generator=dice, dtype=torch.float64).requires_grad_(True)
+
+    q, keys, values = random(6), [random(2) for _ in range(step + 1)], [random(2) for _ in range(step + 1)]
+    place = torch.arange(T)
+    back = place[:, None] - place
+    mask = torch.cat([back >= step, *(back == step - e for e in range(1, step + 1))], 1)
+    options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
+    want = scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), **options)[:, :, step:]
+    got = attend_chains(q, keys, values, 0.3)[:, :, step:]
+    assert attend_chains(q, keys, values, 0.3).isfinite().all()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    if step < T:
+        weights = torch.randn(want.shape, generator=dice, dtype=torch.float64)
+        for a, b in zip(
+            *(torch.autograd.grad((x * weights).sum(), [q, *keys, *values]) for x in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("logits", [2**24, 40], ids=["whole", "blocks"])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize(("kind", "ids"), [("eagle", None), ("eagle", IDS), ("eagle3", IDS), ("glide", IDS)])
+def test_losses_are_those_of_their_definitions(
+    kind: str, ids: Tensor | None, cap: float, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, values and gradients, place by place and with autograd."""
+    monkeypatch.setattr(losses_file, "LOGITS", logits)
+    target = tiny_decoder(3)
+    head = random_head(target, kind, ids=None if ids is None else ids.tolist()).requires_grad_(True)
+    teacher = teacher_of(target, ids)._replace(softcap=cap)
+    weight_VD = target.head.weight.clone()
+    lesson = frozen_for(head, target).lessons(TEXTS)[0]
+    weights = [0.5, 0.25, 0.1]
+    assert losses(head, [lesson], teacher, weights).rejection == 0
+    found = losses(head, [lesson], teacher, weights, rejection=True)
+    (found.divergence + 0.3 * found.feature + 0.7 * found.rejection).backward()
+    got = [parameter.grad.clone() for parameter in head.parameters()]
+    head.zero_grad()
+
+    divergence, feature, rejection = torch.zeros(3, dtype=torch.float64)
+    unrolled = head.unroll(lesson.tokens_1T, lesson.features_1TF, 3)
+    for step, places in enumerate([[2, 3, 4, 8, 9], [3, 4, 9], [4]]):
+        for t in places:
+            wanted = lesson.teacher_TD[t] @ weight_VD.T
+            wanted = cap * torch.tanh(wanted / cap) if cap else wanted
+            wanted = wanted if ids is None else wanted[ids]
+            state = unrolled[step][0, t]
+            own = weight_VD if head.lm_head is None else head.lm_head.weight
+            guess = (head.norm(state) if isinstance(head, Eagle3 | Glide) else state) @ own.T
+            p, q = wanted.log_softmax(0), guess.log_softmax(0)
+            divergence = divergence + weights[step] * (p.exp() * (p - q)).sum()
+            rejection = rejection + weights[step] * (p.exp() - q.exp()).abs().sum() / 2
+            apart = (state - lesson.teacher_TD[t]).abs()
+            feature = feature + weights[step] * torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+    torch.testing.assert_close(found.divergence, divergence)
+    torch.testing.assert_close(found.feature, feature)
+    torch.testing.assert_close(found.rejection, rejection)
+    (divergence + 0.3 * feature + 0.7 * rejection).backward()
+    for parameter, gradient in zip(head.parameters(), got, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows in one step are as one step over all their places; the rate rises, then falls to a tenth."""
+    target = tiny_decoder(3)
+    head = random_head(target, "eagle").requires_grad_(True)
+    teacher = teacher_of(target, None)
+    frozen = FrozenTarget(target, head.config.taps, 64)
+
+    class Rows(list):
+        def set_epoch(self, epoch: int) -> None: ...
+
+    recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=(2,), decay=0.5)
+    trainer = Trainer(head, frozen, teacher, Rows([TEXTS, TEXTS]), recipe)  # type: ignore[arg-type]
+    want = sum(
+        sum(losses(head, [lesson], teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
+        for weights in ([1 / 1.5 / 8, 0], [0, 0.5 / 1.5 / 5])  # places of both steps: 5 + 3, and 3 + 2
+    )
+    found = trainer.advance()
+    assert found["loss"] == pytest.approx(want) and found["places"] == 16
+    rates = [Recipe(steps=100, batch=1, lr=1.0, warmup=0.1).lr_at(step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    growing = Recipe(steps=8, batch=1, lr=1.0, unroll=(1, 2, 4))
+    assert [growing.unroll_at(step) for step in range(9)] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
+    assert rates[10] == 1.0 and rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.1)
+
+
+# ---- where heads begin
+
+
+@torch.no_grad()
+def test_a_new_eagle3_head_is_the_targets_last_block() -> None:
+    """Where it reads what that block reads, it says what the target says, of the draft tokens."""
+    target, text = tiny_decoder(3), torch.tensor([3, 17, 9, 4, 30, 8, 12, 1])
+    cache = target.new_cache(1, 64, (1,))
+    want = target(text[None], cache)
+    head = initial_head("eagle3", RAW, target, ids_K=IDS, taps=(1,))
+    [states] = head.unroll(text[None].roll(-1), cache.features[:, : len(text)])
+    torch.testing.assert_close(head.draft_logits(states), want[..., IDS])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_a_new_eagle_head_is_the_linear_map_of_least_squares(ids: Tensor | None) -> None:
+    target, fc_reads, fc_says = tiny_decoder(3), [], []
+    head = initial_head("eagle", RAW, target, ids_K=ids)
+    frozen = frozen_for(head, target)
+    dice = torch.Generator().manual_seed(0)
+    texts = [torch.randint(VOCAB, (40,), generator=dice).tolist() for _ in range(4)]
+    lessons = [lesson for text in texts for lesson in frozen.lessons(row((text, [(5, 30)])))]
+    begin_linear(head, lessons, ridge=0)
+    for lesson, text in zip(lessons, texts, strict=True):
+        fc_reads.append(
+            torch.cat([target.embed.weight[text[5:29]], lesson.features_1TF[0, 4:28], torch.ones(24, 1)], 1)
+        )
+        fc_says.append(lesson.teacher_TD[4:28])
+    known = torch.cat(fc_reads)
+    want = known @ torch.linalg.lstsq(known, torch.cat(fc_says)).solution
+    states = [head.unroll(lesson.tokens_1T, lesson.features_1TF)[0][0, 4:28] for lesson in lessons]
+    torch.testing.assert_close(torch.cat(states), want)
+    begin_linear(head, lessons, ridge=0.5)
+    damped = torch.cat([head.unroll(lesson.tokens_1T, lesson.features_1TF)[0][0, 4:28] for lesson in lessons])
+    said = torch.cat(fc_says)
+    assert (want - said).square().sum() < (damped - said).square().sum() < (said - said.mean(0)).square().sum()
+
+
+@torch.no_grad()
+def test_a_new_glide_head_begins_as_the_first_block_and_looks_as_the_last_does() -> None:
+    target, tokens = tiny_decoder(3), torch.tensor([[3, 17, 9, 4]])
+    head = initial_head("glide", RAW, target, ids_K=IDS)
+    assert isinstance(head, Glide)
+    embeds, cache, own = target.embed(tokens), target.new_cache(1, 64), head.new_cache(1, 64)
+    first, last = target.blocks
+    of_block = (*target.rope_tables[0], cache.k[0], cache.v[0], cache.lengths)
+    want = first.attn(embeds, *of_block, norm=first.attn_norm, residual=embeds)
+    torch.testing.assert_close(head._remember(tokens, own), want)
+    [cross] = head.block.cross
+    torch.testing.assert_close(cross.q(head.block.cross_norm(embeds)), last.attn.qkv(last.attn_norm(embeds))[..., :32])
+    assert torch.equal(cross.o.weight, last.attn.o.weight) and torch.equal(head.norm.weight, target.norm.weight)
+    torch.testing.assert_close(head.block.mlp(embeds, head.block.mlp_norm), last.mlp(embeds, last.mlp_norm))
+
+
+def test_draft_tokens_are_what_is_said_most_often() -> None:
+    assert most_frequent([TEXTS, TEXTS], VOCAB, 5).tolist() == [2, 4, 6, 7, 8]
+    with pytest.raises(ValueError, match="--draft-vocab is 41 and the target knows 40 tokens"):
+        most_frequent([TEXTS], VOCAB, 41)
+
+
+# ---- held-out texts
+
+
+def chains_by_hand(head: Head, target: Any, text: list[int], said: list[bool], length: int) -> Acceptance:
+    """Token by token through the head's own cache, as the drafter does it."""
+    found = Acceptance([0] * length, [0] * length)
+    memory = target.new_cache(1, 64, head.config.taps)
+    choices = target(torch.tensor([text]), memory)[0].argmax(1).tolist()
+    tokens, states = torch.tensor([text]), torch.zeros(1, 1, 32, dtype=torch.float64)
+    for root in reversed(range(1, len(text))):  # drafts may write behind it
+        cache = head.new_cache(1, 64)
+        memory.lengths.fill_(root)
+        if isinstance(head, Glide):
+            logits = head.read(tokens, root, cache, memory)
+        else:
+            logits = head.read(tokens, memory.features, root, cache, memory.lengths, states)
+        for k in range(length):
+            if root + k + 1 >= len(text) or not all(said[root : root + k + 2]):
+                break
+            guess = int(logits[0, 0].argmax())  # draft tokens are the first of all
+            found.reached[k] += 1
+            found.accepted[k] += guess == choices[root + k]
+            if not guess == choices[root + k] == text[root + k + 1]:
+                break
+            cache.lengths.fill_(root + k)
+            read = torch.tensor([[guess]])
+            logits = head.go_on(read, *((cache, memory) if isinstance(head, Glide) else (states, cache)))
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "glide"])
+def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
+    target = tiny_decoder(3, num_hidden_layers=2)
+    for layer in target.blocks:
+        layer.attn.o.weight.mul_(0.1), layer.mlp.down.weight.mul_(0.1)
+    taps = (1,) if kind == "eagle3" else ()
+    head = initial_head(kind, RAW, target, ids_K=torch.arange(30), taps=taps)
+    if kind == "eagle":  # whose block adds nothing yet
+        head.block.attn.o.weight.copy_(target.blocks[-1].attn.o.weight)
+        head.block.mlp.down.weight.copy_(target.blocks[-1].mlp.down.weight)
+    # It guesses what the target said last; so texts that repeat themselves are what it knows.
+    [done] = new_engine(target).generate([[3, 17, 9]], SamplingParams(max_new_tokens=30))
+    texts = [[3, 17, 9, *done.token_ids], [9, 4] * 12, TEXTS["token_ids"][:12].tolist()]
+    want = Acceptance([0] * 4, [0] * 4)
+    for text in texts:
+        by_hand = chains_by_hand(head, target, text, [i >= 3 for i in range(len(text))], 4)
+        want.reached = [a + b for a, b in zip(want.reached, by_hand.reached, strict=True)]
+        want.accepted = [a + b for a, b in zip(want.accepted, by_hand.accepted, strict=True)]
+    rows = [row((text, [(3, len(text))])) for text in texts]
+    found = acceptance(head, frozen_for(head, target), rows, 4)
+    assert found == want
+    assert found.accepted[0] < found.reached[0] and found.reached[1] > 0
+
+
+def test_tau_and_gain_follow_from_rates_and_costs() -> None:
+    found = Acceptance([10, 5, 0], [5, 1, 0])
+    assert found.rates == [0.5, 0.2, 0.0] and found.taus == pytest.approx([1.5, 1.6, 1.6])
+    costs = Costs(step={1: 2.0, 4: 2.6}, draft=0.2)
+    assert best_chain(found.taus, costs) == (1, pytest.approx(1.5 * 2 / (0.2 + 2.2)))
+    assert best_chain([1.1, 1.1], costs) == (0, 1.0)
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers of a tiny model; its folder lies beside."""
+    folder = tmp_path_factory.mktemp("data")
+    model = make_checkpoint(folder / "model", layers=4)
+    (folder / "answers").mkdir()
+    (folder / "answers" / "settings.json").write_text(json.dumps({"target": str(model)}))
+    dice, records = torch.Generator().manual_seed(0), []
+    for index in range(24):
+        ids = torch.randint(300, (20 + index,), generator=dice).tolist()
+        messages = [{"role": "user", "content": f"the cat {index}"}]
+        sequence = {"token_ids": ids, "loss_spans": [[5, len(ids)]]}
+        records.append({"index": index, "sample": 0, "messages": messages, "sequences": [sequence]})
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "answers" / "answers-00000-of-00001.jsonl").write_text(lines)
+    return folder
+
+
+def train(kind: str, data: Path, out: Path, *more: str) -> int:
+    sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
+    sizes += ["--unroll", "2,3", "--chain", "3"] if kind == "parallel" else []
+    if "--init" not in more:
+        sizes += ["--draft-vocab", "100"] if kind in ("eagle3", "parallel", "glide") else []
+        sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
+        sizes += ["--target-layers", "3,1"] if kind == "glide" else []
+        sizes += ["--layers", "2"] if kind == "parallel" else []
+    given = [
+        "--data",
+        str(data / "answers"),
+        "--out-dir",
+        str(out),
+        "--steps",
+        "7",
+        "--check-every",
+        "3",
+        "--lr",
+        "1e-3",
+    ]
+    return main([kind, *given, *sizes, *more])
+
+
+def curve(out: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "more"),
+    [
+        ("eagle", 5, ()),
+        ("eagle", 0, ("--optimizer", "muon")),
+        ("eagle3", 4, ("--unroll", "1,3", "--precision", "bf16")),
+        ("parallel", 5, ()),
+        ("glide", 4, ("--optimizer", "muon")),
+    ],
+)
+def test_an_interruption_at_any_step_changes_no_bit(
+    kind: str,
+    after: int,
+    more: tuple[str, ...],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(kind, data, tmp_path / "whole", *more) == 0
+    assert "step 7 of 7: held out, accepted by position" in capsys.readouterr().out
+    advance = Trainer.advance
+
+    def killed(self: Trainer) -> dict[str, float]:
+        if self.step == after:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    monkeypatch.setattr(Trainer, "advance", killed)
+    assert train(kind, data, tmp_path / "broken", *more) == 130
+    monkeypatch.setattr(Trainer, "advance", advance)
+    assert len([line for line in curve(tmp_path / "broken") if "loss" in line]) == after
+    assert train(kind, data, tmp_path / "broken", "--resume", *more) == 0
+    assert curve(tmp_path / "whole") == curve(tmp_path / "broken")
+    for name in ("last", "best"):
+        whole, broken = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "broken"))
+        assert all(torch.equal(whole[key], broken[key]) for key in whole)
+    states = [read_state(tmp_path / run / "last") for run in ("whole", "broken")]
+    flat = [torch.utils._pytree.tree_flatten(state)[0] for state in states]
+    assert len(flat[0]) > 20
+    for a, b in zip(*flat, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    assert (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
+    head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
+    assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
+    assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
+    losses = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
+    assert losses[3] < losses[0], "while chains are as long"
+
+
+def test_training_goes_on_from_a_trained_head(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("eagle3", data, tmp_path / "first", "--steps", "20") == 0
+    assert train("eagle3", data, tmp_path / "more", "--steps", "1", "--init", str(tmp_path / "first" / "last")) == 0
+    begun, gone_on = ([line["loss"] for line in curve(tmp_path / run) if "loss" in line] for run in ("first", "more"))
+    assert gone_on[0] < (begun[0] + begun[-1]) / 2
+    a, b = (load_file(tmp_path / run / "last" / "model.safetensors")["d2t"] for run in ("first", "more"))
+    assert torch.equal(a, b)
+    assert train("eagle", data, tmp_path / "other", "--init", str(tmp_path / "first" / "last")) == 2
+    assert "is a head of kind eagle3, not eagle" in capsys.readouterr().err
+    again = ("--init", str(tmp_path / "first" / "last"), "--draft-vocab", "90")
+    assert train("eagle3", data, tmp_path / "other", *again) == 2
+    assert "--draft-vocab 90 has no effect with --init, whose head has its own" in capsys.readouterr().err
+
+
+def test_stored_states_are_those_that_are_read(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(states, "SHARD", 20_000)
+    store, more = tmp_path / "states", ("--states", str(tmp_path / "states"))
+    assert train("eagle3", data, tmp_path / "dry", "--dry-run", *more) == 0
+    num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it there" in capsys.readouterr().out
+    assert not store.exists()
+    assert train("eagle3", data, tmp_path / "read") == 0
+    assert train("eagle3", data, tmp_path / "storing", *more) == 0
+    assert len(list(store.iterdir())) > 3 and num_bytes <= sum(path.stat().st_size for path in store.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenTarget, "_read", lambda *_: pytest.fail("the target reads again"))
+        assert train("eagle3", data, tmp_path / "stored", *more) == 0
+    assert curve(tmp_path / "read") == curve(tmp_path / "storing") == curve(tmp_path / "stored")
+    assert train("eagle", data, tmp_path / "other", *more) == 2
+    assert "says depths [1, 2, 3, 5] and now it is [5]" in capsys.readouterr().err
+    (store / "states-00000.safetensors").write_bytes(b"")
+    assert train("eagle3", data, tmp_path / "broken", *more) == 2
+    assert "states-00000.safetensors cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(states.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert train("eagle3", data, tmp_path / "full", "--states", str(tmp_path / "new")) == 2
+    assert "0.0 GB are free" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eagle", data, tmp_path / "out", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "7 steps of 2 rows of 96 tokens" in said and "s a step" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--unroll", "1,0"], "--unroll is 1,0; it must be at least 1"),
+        (["--lr", "0"], "--lr is 0.0; it must be above 0"),
+        (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
+        (["--kl-weight", "0", "--feature-weight", "0"], "give none below 0 and at least one above"),
+        (["--costs", "0.1"], "--costs is '0.1'; give two numbers, for example 0.1,1.5"),
+        (["--draft-vocab", "9999"], "--draft-vocab is 9999 and the target knows 384 tokens"),
+        (["--max-length", "600"], "--max-length is 600 and the target takes 512 tokens"),
+        (["--data", "no/such/folder"], "settings.json cannot be read"),
+        (["--dtype", "int8"], "--dtype is 'int8'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    more: list[str], message: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eagle", data, tmp_path / "out", *more) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_folder_keeps_its_training(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("eagle", data, tmp_path / "out", "--steps", "1") == 0
+    assert train("eagle", data, tmp_path / "out") == 2
+    assert "is not empty; add --resume to go on there, or give another folder" in capsys.readouterr().err
+    assert train("eagle", data, tmp_path / "out", "--resume", "--steps", "1", "--lr", "0.5") == 2
+    assert "says lr 0.001 and now it is 0.5" in capsys.readouterr().err

@@ -1,0 +1,257 @@
+"""Widening keeps the function, aligns its seams, refuses what it cannot do, and never leaves half a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmark.__main__ import main
+from benchmark.questions.job import EMBEDDED, model_name
+from benchmark.studies import widening
+from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen
+from quant.solver import solve
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.load import Runtime
+from sharesd.models.folder import read_config, weight_files
+from sharesd.models.tokenizer import load_tokenizer
+from sharesd.models.weights import load_decoder
+from tests.helpers.tiny import make_checkpoint
+
+WIDE = Shape(hidden_size=192, mlp_size=320, num_heads=12, num_kv_heads=6, num_layers=5)
+FOURFOLD = replace(WIDE, hidden_size=256)
+TOKENS = list(range(3, 90, 4))
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """A tiny Llama with 4 query and 2 key/value heads of 16, hidden size 64, untied."""
+    return make_checkpoint(tmp_path / "real")
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def logits_of(folder: Path, dtype: torch.dtype) -> Tensor:
+    """[1, T, V], eager."""
+    decoder = load_decoder(folder, dtype=dtype)
+    with torch.inference_mode():
+        return decoder.forward(torch.tensor([TOKENS]), decoder.new_cache(1, 64))
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_stay(real: Path, tmp_path: Path, tied: bool) -> None:
+    def in_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        wide = {name: tensor.double() for name, tensor in tensors.items() if not (tied and name == "lm_head.weight")}
+        return {name: tensor * 1.3 if name.endswith("norm.weight") else tensor for name, tensor in wide.items()}
+
+    edit_weights(real, in_float64)
+    edit_config(real, tie_word_embeddings=tied)
+    widen(real, tmp_path / "wide", WIDE, name="wide")
+    before, after = logits_of(real, torch.float64), logits_of(tmp_path / "wide", torch.float64)
+    assert before.abs().max() > 1
+    assert (after - before).abs().max() <= 1e-12 * before.abs().max()
+
+
+def test_fourfold_width_keeps_the_bits_of_bfloat16(real: Path, tmp_path: Path) -> None:
+    """sqrt(D/D') is 1/2 then; the kernels add the zeros last. All modes, so quantized weights stay as good, too."""
+    widen(real, tmp_path / "wide", FOURFOLD, name="wide")
+    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    texts: dict[str, list[list[int]]] = {}
+    rounds: dict[str, list[int]] = {}
+    for folder in (real, tmp_path / "wide"):
+        runtime = Runtime(EngineConfig(target=str(folder), num_draft=3, max_context=128), ("naive", "share"))
+        for mode in ("naive", "share"):
+            engine = runtime.engine(mode)
+            texts.setdefault(mode, []).append(engine.generate([TOKENS], params)[0].token_ids)
+            rounds.setdefault(mode, []).append(engine.stats.rounds)
+    assert texts["naive"][0] == texts["naive"][1] == texts["share"][0] == texts["share"][1]
+    assert rounds["share"][0] == rounds["share"][1] < rounds["naive"][0]
+
+
+def test_groups_never_mix_real_and_added_columns(real: Path, tmp_path: Path) -> None:
+    """The codes, scales and zeros of the real columns are those of the real matrix alone."""
+    widen(real, tmp_path / "wide", WIDE, name="wide")
+    small, large = stored(real), stored(tmp_path / "wide")
+    for kind in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        matrix, wide = small[f"model.layers.1.{kind}.weight"], large[f"model.layers.1.{kind}.weight"]
+        rows, columns = matrix.shape
+        assert wide.shape[1] > columns and columns % GROUP == 0
+        alone, inside = solve(matrix, 4, GROUP), solve(wide[:rows].contiguous(), 4, GROUP)
+        assert torch.equal(alone.q, inside.q[:, :columns])
+        assert torch.equal(alone.scale, inside.scale[:, : columns // GROUP])
+        assert torch.equal(alone.zero, inside.zero[:, : columns // GROUP])
+        low = inside.dequantize()[:, columns:]
+        assert low.isfinite().all() and (kind not in ("self_attn.o_proj", "mlp.down_proj") or not low.any())
+
+
+def test_what_must_be_zero_is_and_the_rest_is_noise(real: Path, tmp_path: Path) -> None:
+    widen(real, tmp_path / "wide", WIDE, name="wide")
+    small, large = stored(real), stored(tmp_path / "wide")
+    assert not large["model.embed_tokens.weight"][:, 64:].any()
+    for layer in range(WIDE.num_layers):
+        for kind in ("self_attn.o_proj", "mlp.down_proj"):
+            added = large[f"model.layers.{layer}.{kind}.weight"].clone()
+            if layer < 2:
+                rows, columns = small[f"model.layers.{layer}.{kind}.weight"].shape
+                added[:rows, :columns] = 0
+            assert not added.any()
+        for kind in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            matrix = small[f"model.layers.{layer % 2}.{kind}.weight"]
+            noise = large[f"model.layers.{layer}.{kind}.weight"][len(matrix) :]
+            assert float(noise.float().std() / matrix.float().std()) == pytest.approx(1, abs=0.1)
+
+
+def test_what_is_widened_in_memory_is_what_would_be_written(real: Path, tmp_path: Path) -> None:
+    """A runtime takes it from there, and the folder has no weights: `classic` asks for them a second time."""
+    widen(real, tmp_path / "wide", WIDE, name="wide")
+    written, made = stored(tmp_path / "wide"), dict(wide_tensors(real, WIDE, device="cpu"))
+    assert written.keys() == made.keys() and all(torch.equal(written[name], made[name]) for name in made)
+    (tmp_path / "bare").mkdir()
+    describe(real, tmp_path / "bare", WIDE, name="wide")
+    assert not list((tmp_path / "bare").glob("*.safetensors*"))
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    texts = []
+    for folder, tensors in (("wide", None), ("bare", lambda: wide_tensors(real, WIDE, device="cpu"))):
+        config = EngineConfig(target=str(tmp_path / folder), num_draft=3, max_context=128)
+        runtime = Runtime(config, ("naive", "classic"), tensors=tensors)
+        texts += [runtime.engine(mode).generate([TOKENS], params)[0].token_ids for mode in ("naive", "classic")]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_a_seed_gives_the_same_bytes(real: Path, tmp_path: Path) -> None:
+    for out, seed, shard_bytes in (("a", 0, 10**9), ("b", 0, 100_000), ("c", 1, 10**9)):
+        widen(real, tmp_path / out, WIDE, name="wide", seed=seed, shard_bytes=shard_bytes)
+    a, b, c = (stored(tmp_path / out) for out in "abc")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["lm_head.weight"], c["lm_head.weight"])
+    gate, up = (a[f"model.layers.0.mlp.{kind}_proj.weight"][-64:].float() for kind in ("gate", "up"))
+    assert abs((gate * up).mean() / (gate.std() * up.std())) < 0.1  # noise differs from tensor to tensor
+    files = weight_files(tmp_path / "b")
+    assert len(files) > 3 and all(file.stat().st_size < 120_000 or len(load_file(file)) == 1 for file in files)
+
+
+def test_the_folder_is_a_whole_checkpoint(real: Path, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    num = widen(real, tmp_path / "in/wide", WIDE, name="Tiny widened", progress=lambda *call: calls.append(call))
+    folder = tmp_path / "in/wide"
+    assert num == sum(tensor.numel() for tensor in stored(folder).values())
+    assert load_tokenizer(folder).fingerprint() == load_tokenizer(real).fingerprint()
+    assert load_tokenizer(folder).has_chat_template
+    assert [done for _, done, _ in calls] == list(range(1, len(stored(folder)) + 1))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == stored(folder).keys() and index["metadata"]["total_size"] == 2 * num
+    assert read_config(folder)["rms_norm_eps"] == pytest.approx(1e-5 / 3)
+    assert [path.name for path in folder.parent.iterdir()] == ["wide"]  # no left-overs
+    assert model_name(str(folder)) == "Tiny widened"
+    assert (model_name(None), model_name(str(real)), model_name("owner/name")) == (EMBEDDED, "real", "name")
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "message"),
+    [
+        ({"model_type": "qwen2"}, {}, "'qwen2' cannot be widened; give a llama or mistral"),
+        ({"attention_bias": True}, {}, "with biases cannot be widened"),
+        ({}, {"hidden_size": 0}, "hidden size is 64 already, and the shape asks for 0"),
+        ({}, {"num_layers": 1}, "number of layers is 2 already"),
+        ({}, {"mlp_size": 160}, r"MLP size is 160 \(160 columns\), not a multiple of 64"),
+        ({"intermediate_size": 96}, {}, r"MLP size is 96 \(96 columns\), not a multiple of 64"),
+        ({"num_attention_heads": 2, "head_dim": 16}, {}, r"query heads is 2 \(32 columns\), not a multiple of 64"),
+        ({}, {"num_kv_heads": 4}, "4 query heads on 2 key/value heads, and the shape 12 on 4, which is another ratio"),
+        ({"intermediate_size": 192}, {}, r"mlp.gate_proj.weight has shape \[128, 64\] where config.json asks for"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    real: Path, tmp_path: Path, changes: dict[str, Any], shape: dict[str, int], message: str
+) -> None:
+    edit_config(real, **changes)
+    with pytest.raises(ValueError, match=message):
+        widen(real, tmp_path / "wide", replace(WIDE, **shape), name="wide")
+    assert [path.name for path in tmp_path.iterdir()] == ["real"]
+
+
+def test_damaged_checkpoints_are_refused(real: Path, tmp_path: Path) -> None:
+    edit_weights(real, lambda tensors: {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"})
+    with pytest.raises(ValueError, match="has no tensor model.layers.1.mlp.up_proj.weight; give a complete checkpoint"):
+        widen(real, tmp_path / "wide", WIDE, name="wide")
+    (real / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        widen(real, tmp_path / "wide", WIDE, name="wide")
+    torch.save({}, real / "pytorch_model.bin")
+    (real / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pytorch_model.bin is a pickle; give a checkpoint in safetensors"):
+        widen(real, tmp_path / "wide", WIDE, name="wide")
+    assert [path.name for path in tmp_path.iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_write_leaves_nothing(
+    real: Path, tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_late(tensors: dict[str, Tensor], file: Path, **kwargs: Any) -> None:
+        save_file(tensors, file, **kwargs)
+        if "00003" in file.name:
+            raise error
+
+    monkeypatch.setattr(widening, "save_file", fail_late)
+    with pytest.raises(type(error)):
+        widen(real, tmp_path / "wide", WIDE, name="wide", shard_bytes=100_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["real"]
+
+
+def test_a_full_disk_and_a_taken_folder_are_one_line(
+    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    with pytest.raises(ValueError, match="taken exists already; remove it or name another folder"):
+        widen(real, tmp_path / "taken", WIDE, name="wide")
+    with pytest.raises(ValueError, match="which is a file; name another folder"):
+        widen(real, tmp_path / "taken/file/wide", WIDE, name="wide")
+    usage = namedtuple("usage", "total used free")(0, 0, 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match=r"wide needs \d+\.\d MB and .* has 1.0 MB free; free some space there"):
+        widen(real, tmp_path / "wide", WIDE, name="wide")
+    assert main(["widen", "--to", "1b", "--target", str(real), "--out", str(tmp_path / "wide")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "4 query heads on 2 key/value heads, and the shape 24 on 8" in error
+
+
+def test_the_command_names_its_result(
+    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SHAPES, "1b", WIDE)
+    out = tmp_path / "wide"
+    assert main(["widen", "--to", "1b", "--target", str(real), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("real widened to 1B: 0.00e9 parameters in ")
+    assert model_name(str(out)) == read_config(out)["sharesd_name"] == "real widened to 1B"
+    assert main(["widen", "--to", "1b", "--target", str(real), "--out", str(out)]) == 2
+
+
+def test_shapes_have_the_sizes_that_they_are_named_for() -> None:
+    sizes = {to: shape.num_parameters(vocab_size=49152, head_dim=64, tied=True) / 1e9 for to, shape in SHAPES.items()}
+    assert sizes == pytest.approx({"1b": 1.01, "7b": 6.73, "13b": 12.87}, abs=0.01)
+    for shape in SHAPES.values():
+        assert shape.num_heads == 3 * shape.num_kv_heads
+        assert all(size % 128 == 0 for size in (shape.hidden_size, shape.mlp_size, 64 * shape.num_heads))

@@ -1,0 +1,307 @@
+"""A model larger than a GPU's memory, on a device that is made up: planned, loaded, and the texts of one that fits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmark.gpu import offloaded as agenda
+from benchmark.gpu import widened
+from benchmark.gpu.offloaded import Case
+from benchmark.gpu.worker import FAILED, Job, NotHere
+from benchmark.studies.widening import describe
+from compile import regions
+from compile.attention import MAX_STEP
+from offload.cuda import CudaLink, PinnedMemory, _EventCopy, link_rate
+from offload.plan import DoesNotFit
+from quant.config import QuantConfig
+from sharesd import load, parts, planning, sampling
+from sharesd.config import EngineConfig, Mode, OffloadConfig
+from sharesd.load import Runtime
+from sharesd.models.decoder import call_block
+from sharesd.models.weights import decoder_config
+from sharesd.planning import plan_for
+from tests.helpers.late_device import LateDevice
+from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
+from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
+from tests.helpers.timed_device import wrong_uses
+from tests.helpers.tiny import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> LateDevice:
+    """Models are computed there, and nothing but them takes memory."""
+    dice = random.Random(0)
+    device = LateDevice(lambda: dice.choice([0.1, 1.0, 10.0]) * dice.random())
+    for module in (load, planning):
+        monkeypatch.setattr(module, "home_of", device.home)
+    for name in ("RUNTIME_BYTES", "DEVICE_BYTES", "SOLVING_BYTES"):
+        monkeypatch.setattr(parts, name, 0)
+    monkeypatch.setattr(parts, "own_memory", lambda: 0)
+    monkeypatch.setattr(parts.OnGpu, "link_rate", lambda home: 1e6)
+    monkeypatch.setattr(parts.OnGpu, "seconds", lambda home, calls: 1e-6)
+    return device
+
+
+def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
+    offload = OffloadConfig(device_memory=limit, choose_bits=False)
+    usual = {"target": str(tiny), "device": "cpu", "compile": "off", "max_context": 128, "num_draft": 4}
+    usual |= {"threads": 1, "offload": offload}
+    return EngineConfig(**usual | options)
+
+
+def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> int:
+    """The limit of the device that leaves so many blocks there."""
+    return limit_leaving(num_resident, config_of(tiny, 10**9, **options), *modes)
+
+
+def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:
+    """Have the device know which slots computation reads."""
+    streamed, records = runtime.streamed, runtime._placed._records._records  # type: ignore[union-attr]
+    blocks = list(runtime.target.blocks)  # type: ignore[union-attr]
+
+    def run(block: torch.nn.Module, *tensors: torch.Tensor, recent: int) -> torch.Tensor:
+        number = blocks.index(block)
+        if number in streamed.stream.blocks and not runtime._switch.low:
+            slot = streamed.stream.slots[streamed._slot_of[number]]
+            gpu.run(slot.data_ptr(), records[number].tensor.data_ptr())
+        return call_block(block, *tensors, recent=recent)
+
+    runtime.target.run_block = run  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("modes", "options", "num_resident"),
+    [
+        (("naive", "share", "classic"), {}, 3),
+        pytest.param(("suffix", "hybrid"), {}, 3, marks=pytest.mark.slow),
+        (("share",), {"dtype": "float32", "max_batch": 2, "num_draft": 6, "tree": (2, 3, 6)}, 0),
+        (("naive", "share"), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}, 3),
+        (("share",), {"dtype": "float32", "quant": QuantConfig(skip_projs=("down",))}, 2),
+    ],
+)
+def test_texts_are_those_of_a_model_that_fits(
+    tiny: Path,
+    gpu: LateDevice,
+    modes: tuple[Mode, ...],
+    options: dict[str, Any],
+    num_resident: int,
+    close_after: list[Runtime],
+) -> None:
+    limit = limit_for(tiny, num_resident, *modes, **options)
+    whole = Runtime(config_of(tiny, **options), modes)
+    assert whole.streamed is None and not gpu.pinned
+    offloaded = Runtime(config_of(tiny, limit, **options), modes)
+    close_after.append(offloaded)
+    assert offloaded.plan is not None and offloaded.plan.from_disk == ()
+    assert offloaded.streamed is not None and len(offloaded.streamed.stream.blocks) == LAYERS - num_resident
+    assert list(gpu.pinned.values()) == [offloaded.plan.block] * (LAYERS - num_resident), "at exact sizes"
+    notes_reads(offloaded, gpu)
+    assert texts(offloaded, modes) == texts(whole, modes)
+    assert gpu.reads and wrong_uses(gpu.writes, gpu.reads) == []
+    assert offloaded.weight_bytes == whole.weight_bytes
+    offloaded.close()
+    assert not gpu.pinned
+
+
+def test_a_missing_event_towards_computation_changes_the_text(
+    tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny, limit_for(tiny, 2, "naive"), mode="naive")
+    whole = Runtime(config_of(tiny, mode="naive"))
+    monkeypatch.setattr(_EventCopy, "wait", lambda self: None)
+    offloaded = Runtime(config)
+    close_after.append(offloaded)
+    notes_reads(offloaded, gpu)
+    assert texts(offloaded, ("naive",)) != texts(whole, ("naive",))
+    assert any("before it lay" in problem for problem in wrong_uses(gpu.writes, gpu.reads))
+
+
+def test_a_missing_event_towards_the_copies_shows(
+    tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaLink, "mark", lambda self: None)
+    offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "naive"), mode="naive"))
+    close_after.append(offloaded)
+    notes_reads(offloaded, gpu)
+    texts(offloaded, ("naive",))
+    assert any("overwritten" in problem for problem in wrong_uses(gpu.writes, gpu.reads))
+
+
+def test_drafts_are_captured_and_passes_are_not(
+    tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_the_way_of_cuda(monkeypatch)
+    monkeypatch.setattr(load.Steps, "noise", lambda steps, on_cpu: sampling.gumbel)
+    options: dict[str, Any] = {"mode": "share", "dtype": "float32", "num_draft": 6}
+    whole = Runtime(config_of(tiny, **options))
+    graphs = RecordedGraphs()
+    offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
+    close_after.append(offloaded)
+    offloaded._graphs = graphs
+    offloaded._engines["share"] = offloaded._engine("share")
+    passes = count_passes(offloaded)
+    for way in WAYS:
+        plain = whole.engine("share", warm=way)
+        wanted = [done.token_ids for done in plain.generate(PROMPTS, way)]
+        engine = offloaded.engine("share", warm=way)
+        assert passes.take() <= 12, "warming up takes few passes"
+        replays = graphs.num_replays
+        assert [done.token_ids for done in engine.generate(PROMPTS, way)] == wanted
+        assert passes.take() >= engine.stats.steps and graphs.num_replays > replays
+        assert engine.stats.sources == plain.stats.sources and engine.stats.sources["accepted"]
+
+
+def count_passes(runtime: Runtime) -> Any:
+    """Counts how often the first block that travels was needed."""
+    assert runtime.streamed is not None
+    stream = runtime.streamed.stream
+    need, first = stream.need, stream.blocks[0]
+
+    class Passes:
+        count = 0
+
+        def take(self) -> int:
+            count, self.count = self.count, 0
+            return count
+
+    passes = Passes()
+
+    def counted(block: int) -> int:
+        passes.count += block == first
+        return need(block)
+
+    stream.need = counted  # type: ignore[method-assign]
+    return passes
+
+
+def test_compiled_blocks_read_the_slots_that_hold_their_weights(
+    tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced by Dynamo once, and called with weights that move. (What Inductor makes of it is tested elsewhere.)"""
+    monkeypatch.setattr(regions.torch, "compile", partial(torch.compile, backend="eager"))
+    options: dict[str, Any] = {"mode": "share", "dtype": "float32", "compile": "regional", "num_draft": 4}
+    whole = Runtime(config_of(tiny, **options))
+    offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
+    close_after.append(offloaded)
+    wanted, found = ([e.engine().generate(PROMPTS, WAYS[0])[0].token_ids] for e in (whole, offloaded))
+    with regions.no_recompiles():
+        again = [offloaded.engine().generate(PROMPTS, WAYS[0])[0].token_ids]
+    assert found == wanted == again
+
+
+def test_memory_that_cannot_be_pinned_ends_the_start_and_nothing_stays_pinned(
+    tiny: Path, gpu: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = limit_for(tiny, 2, "naive")
+    new = parts.OnGpu.pinned
+
+    def refuses_the_third(home: Any, num_bytes: int) -> PinnedMemory:
+        gpu._refuses = 2 if len(gpu.pinned) == 2 else 0
+        return new(home, num_bytes)
+
+    monkeypatch.setattr(parts.OnGpu, "pinned", refuses_the_third)
+    with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\); raise the limit"):
+        Runtime(config_of(tiny, limit, mode="naive"))
+    assert not gpu.pinned
+
+
+def test_a_model_that_fits_the_device_has_no_plan(tiny: Path, gpu: LateDevice) -> None:
+    assert plan_for(config_of(tiny), ("share",)) is None
+    gpu.free = limit_for(tiny, 3, "naive")
+    found = planned(config_of(tiny, mode="naive"))
+    assert found.plan.offloads and found.plan.device_bytes <= 0.95 * gpu.free
+    assert len(found.plan.from_host) == len(found.plan.travelling)
+
+
+def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice, caplog: pytest.LogCaptureFixture) -> None:
+    def refused(message: str, **limits: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            plan_for(config_of(tiny, offload=OffloadConfig(**limits)), ("share",))
+
+    plan = planned(config_of(tiny, limit_for(tiny, 3, "share")), "share").plan
+    limit = limit_for(tiny, 3, "share")
+    with pytest.raises(DoesNotFit, match="--gpu-memory-limit of at least"):
+        plan_for(config_of(tiny, 1000), ("share",))
+    refused("--cpu-memory-limit of at least", device_memory=limit, host_memory=plan.host_bytes - 1, choose_bits=False)
+    fits = OffloadConfig(device_memory=limit, host_memory=plan.host_bytes, choose_bits=False)
+    assert planned(config_of(tiny, offload=fits), "share").plan == replace(plan, reasons=plan.reasons)
+    idle: dict[str, Any]
+    for idle in ({"host_memory": 10**9}, {"device_memory": limit, "folder": "here"}):
+        caplog.clear()
+        plan_for(config_of(tiny, offload=OffloadConfig(**idle)), ("share",))
+        assert "no effect" in caplog.text
+    gpu.free = limit - 1
+    refused("--gpu-memory-limit is .* free; give less, or end", device_memory=limit)
+    with pytest.raises(ValueError, match="compile is 'full', and blocks that travel run one by one; take regional"):
+        plan_for(config_of(tiny, limit, compile="full"), ("share",))
+
+
+def test_the_agenda_of_a_gpu_compares_limits(
+    tiny: Path, gpu: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose weights are made in memory, as it is measured on a GPU, in a tiny size."""
+    fixed = partial(EngineConfig, compile="off", threads=1)
+    monkeypatch.setattr(widened, "EngineConfig", fixed)
+    describe(tiny, tmp_path, widened._next_larger(decoder_config(tiny)), name="widened")
+    everything = OffloadConfig(device_memory=10**9, choose_bits=False, choose_depth=False)
+    config = fixed(target=str(tmp_path), device="cpu", max_context=widened.SHORT, max_draft=32, offload=everything)
+    found = plan_for(config, ("share",), in_memory=True)
+    assert found is not None
+    limit = found.plan.device_bytes - 4 * found.plan.block
+    job = Job("cpu", tmp_path / "offload.json", str(tiny))
+    cases = [Case("naive"), Case("naive", limit), Case("share", limit)]
+    agenda.run(job, "7b", cases, prompts=1, tokens=6)
+    assert not job.table(FAILED)
+    whole, plain, share = job.table("offload")
+    assert [row["identical"] for row in (whole, plain, share)] == ["1 of 1"] * 3
+    assert (whole["x naive"], plain["x naive"]) == (1, 1) and "resident" not in whole
+    assert share["resident"] == "3 of 9" and share["pinned, GB"] == pytest.approx(6 * found.plan.block / 1e9)
+    assert plain["its bytes, ms"] > 0 and plain["a pass, ms"] > 0 and not gpu.pinned
+    with pytest.raises(NotHere):
+        agenda.measure(job, "7b")
+
+
+def test_tables_fill_a_step_of_a_gpu_and_no_more(tiny: Path, gpu: LateDevice) -> None:
+    options: dict[str, Any] = {"mode": "suffix", "num_draft": None}
+    found = plan_for(config_of(tiny, limit_for(tiny, 2, "suffix", **options), **options), ("suffix",))
+    assert found is not None and found.plan.offloads
+    assert 1 + found.config.max_draft == MAX_STEP
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("how", ["off", "regional"])
+def test_texts_on_a_gpu(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None, close_after: list[Runtime]
+) -> None:
+    for name in ("DEVICE_BYTES", "SOLVING_BYTES"):
+        monkeypatch.setattr(parts, name, 0)
+    folder = make_checkpoint(tmp_path / "model", hidden=256, layers=LAYERS)
+    quant = QuantConfig(bits=8, head_bits=8)
+    options: dict[str, Any] = {"device": "cuda", "compile": how, "quant": quant, "max_context": 128, "num_draft": 4}
+    limit = limit_for(folder, 3, "share", **options)
+    whole = Runtime(config_of(folder, **options), ("naive", "share"))
+    few = Runtime(config_of(folder, limit, **options), ("naive", "share"))
+    close_after.append(few)
+    assert few.streamed is not None and len(few.streamed.stream.blocks) == LAYERS - 3
+    assert all(slot.is_cuda for slot in few.streamed.stream.slots)
+    assert texts(few, ("naive", "share")) == texts(whole, ("naive", "share"))
+
+
+def test_the_rate_of_a_link_is_that_of_its_copies() -> None:
+    device = LateDevice(lambda: 0.5)
+    assert link_rate(torch.device("cpu"), num_bytes=4096, cuda=device) == pytest.approx(4096 / 0.5)
+    assert not device.pinned

@@ -1,0 +1,269 @@
+"""Decoding with weights that come through a link: the same bits as with weights that stay, in every mode."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from offload.link import LinkError
+from quant.config import QuantConfig
+from sharesd.cli.show import stats_dict, stats_table
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.decoding import calibrate
+from sharesd.decoding.tree import ladder
+from sharesd.load import Offload, Runtime
+from sharesd.models.weights import decoder_config
+from tests.helpers.offloaded import PROMPTS, WAYS, packed_weights, spill, texts
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_heads import make_head
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+LAYERS = 5
+MODES: tuple[Mode, ...] = ("naive", "share", "classic", "suffix", "hybrid")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS, context=1024)
+
+
+def from_file(path: Path, blocks: Sequence[int], **options: Any) -> Offload:
+    return lambda decoder: spill(decoder, blocks, path, **{"direct": False} | options)
+
+
+def config_of(tiny: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(**{"target": str(tiny), "device": "cpu", "max_context": 256, "num_draft": 4} | options)
+
+
+def logits(runtime: Runtime) -> list[torch.Tensor]:
+    """Of a prompt, a step of one row behind it, and one of three."""
+    cache = runtime.target.new_cache(1, 64)
+    found = []
+    with torch.inference_mode():
+        for tokens in ([5, 6, 7, 8, 9, 5, 7], [11], [12, 3, 4]):
+            found.append(runtime.target.forward(torch.tensor([tokens]), cache))
+            cache.lengths += len(tokens)
+    return [*found, *cache.k, *cache.v]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "blocks", "num_slots"),
+    [
+        ("bfloat16", {}, (0, 1, 2, 3, 4), 2),
+        ("float16", {"max_batch": 3}, (1, 3), 1),
+        ("float32", {"num_draft": 6, "tree": (2, 3, 6)}, (0, 2, 3), 2),
+        ("float64", {"max_batch": 3, "num_draft": 6, "tree": (2, 3, 6)}, (1, 2, 4), 9),
+    ],
+)
+def test_texts_and_logits_are_those_of_weights_that_stay(
+    tiny: Path,
+    tmp_path: Path,
+    close_after: list[Runtime],
+    dtype: str,
+    options: dict[str, Any],
+    blocks: tuple[int, ...],
+    num_slots: int,
+) -> None:
+    config = config_of(tiny, dtype=dtype, **options)
+    resident = Runtime(config, MODES)
+    wanted = texts(resident, MODES)
+    streamed = Runtime(config, MODES, offload=from_file(tmp_path / "records", blocks, num_slots=num_slots))
+    close_after.append(streamed)
+    assert texts(streamed, MODES) == wanted
+    assert all(wanted[mode, t] == wanted["naive", t] for mode in MODES for t in (0.0, 1.0))
+    for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_blocks_run_eagerly_too(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    config = config_of(tiny, compile="off", dtype="float32")
+    modes: tuple[Mode, ...] = ("naive", "share")
+    resident = Runtime(config, modes)
+    streamed = Runtime(config, modes, offload=from_file(tmp_path / "records", (0, 1, 3)))
+    close_after.append(streamed)
+    assert texts(streamed, modes) == texts(resident, modes)
+    for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_heads_see_hidden_states_of_blocks_that_travel(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    head = make_head(tmp_path / "head", decoder_config(tiny), "eagle3", taps=(1, 3, 4), dtype=torch.float32)
+    config = config_of(tiny, mode="eagle", heads=(str(head),), dtype="float32")
+    engines = []
+    for offload in (None, from_file(tmp_path / "records", (0, 2, 3))):
+        runtime = Runtime(config, offload=offload)
+        close_after.append(runtime)
+        engine = runtime.engine()
+        done = engine.generate(PROMPTS[:1], WAYS[0])
+        assert runtime.cache.features is not None
+        engines.append((done[0].token_ids, engine.stats.drafted_tokens, runtime.cache.features[:, :30].clone()))
+    (ours, drafted, features), (theirs, _, wanted) = engines
+    assert ours == theirs and drafted and torch.equal(features, wanted) and wanted.any()
+
+
+class Passes:
+    """Counts passes of blocks that travel."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        assert runtime.streamed is not None
+        stream = runtime.streamed.stream
+        self._need, self.needed = stream.need, 0
+        self._num_blocks = len(stream.blocks)
+        stream.need = self.count  # type: ignore[method-assign]
+
+    def count(self, block: int) -> int:
+        self.needed += 1
+        return self._need(block)
+
+    def take(self) -> float:
+        passes, self.needed = self.needed / self._num_blocks, 0
+        return passes
+
+
+@pytest.mark.parametrize("mode", ["naive", "share", "suffix", "hybrid"])
+def test_only_the_target_moves_weights_and_prompts_take_one_pass(
+    tiny: Path, tmp_path: Path, close_after: list[Runtime], mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "SECONDS", 0.0)  # as where one pass takes longer than that
+    config = config_of(tiny, mode=mode, max_context=1024, num_draft=None, max_draft=64)
+    runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3, 4)))
+    close_after.append(runtime)
+    passes = Passes(runtime)
+    for params in WAYS:
+        engine = runtime.engine(warm=params)
+        assert passes.take() <= 14
+        engine.generate([[5, 6, 7] * 250], params)  # longer than a chunk
+        assert passes.take() == 1 + engine.stats.steps
+        assert (engine.stats.draft_steps > 0) == (mode in ("share", "hybrid"))
+        traffic = engine.stats.traffic
+        assert traffic is not None and runtime.streamed is not None
+        record = runtime.streamed.stream.slots[0].nbytes
+        assert traffic.num_bytes == pytest.approx(3 * record * (1 + engine.stats.steps), abs=2 * record)
+        assert 0 < traffic.utilisation <= 1
+
+
+def test_a_start_moves_little(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    """Whether rows keep their bits is looked up in many steps of the first block, which stays where it is for them."""
+    runtime = Runtime(config_of(tiny, mode="naive"), offload=from_file(tmp_path / "records", range(LAYERS)))
+    close_after.append(runtime)
+    assert runtime.streamed is not None
+    stream = runtime.streamed.stream
+    assert stream.traffic.num_bytes == len(stream.slots) * stream.slots[0].nbytes
+
+
+def test_requests_that_join_are_read_in_one_pass(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    config = config_of(tiny, mode="share", max_batch=2, max_context=1024)
+    runtime = Runtime(config, ("naive", "share"), offload=from_file(tmp_path / "records", (0, 2, 3)))
+    close_after.append(runtime)
+    prompts = [[7, 9, 11], [5, 6, 7] * 200]
+    plain = runtime.engine("naive")
+    wanted = [plain.generate([prompt], WAYS[0])[0].token_ids for prompt in prompts]
+    engine = runtime.engine("share")
+    passes, steps_before = Passes(runtime), engine.stats.steps
+    found: list[list[int]] = [[], []]
+    requests = [engine.add(prompts[0], WAYS[0])]
+    while engine.num_running or engine.num_waiting:
+        for chunk in engine.step():
+            found[requests.index(chunk.request)] += chunk.token_ids
+        if len(requests) == 1:
+            requests.append(engine.add(prompts[1], WAYS[0]))
+    assert found == wanted
+    assert passes.take() == 2 + engine.stats.steps - steps_before
+
+
+def test_depths_come_from_a_coarse_ladder() -> None:
+    assert [shape.nodes for shape in ladder(64)] == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    assert [shape.nodes for shape in ladder(10)] == [1, 2, 4, 8, 10]
+    assert [shape.nodes for shape in ladder(1)] == [1]
+
+
+def test_a_disk_that_fails_ends_the_call_and_not_the_engine(
+    tiny: Path, tmp_path: Path, close_after: list[Runtime]
+) -> None:
+    config = config_of(tiny, mode="share")
+    file = tmp_path / "records"
+    runtime = Runtime(config, offload=from_file(file, (1, 3, 4)))
+    close_after.append(runtime)
+    engine = runtime.engine()
+    wanted = engine.generate(PROMPTS[:1], WAYS[0])[0].token_ids
+    content = file.read_bytes()
+    os.truncate(file, len(content) // 2)
+    with pytest.raises(LinkError, match="block [34] cannot be read from .*records: the file ends at byte"):
+        engine.generate(PROMPTS[:1], WAYS[0])
+    file.write_bytes(content)
+    assert engine.generate(PROMPTS[:1], WAYS[0])[0].token_ids == wanted
+
+
+def test_what_drafts_need_must_stay(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    quant = QuantConfig(head_bits=4, skip_projs=("down",))
+    config = config_of(tiny, mode="share", quant=quant)
+    runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3)))
+    close_after.append(runtime)
+    assert runtime.streamed is not None
+    assert all("down" not in name for name in packed_weights(runtime.target.blocks[1]))
+    resident = Runtime(config)
+    for params in WAYS:
+        ours, theirs = (each.engine().generate(PROMPTS[:1], params)[0] for each in (runtime, resident))
+        assert ours.token_ids == theirs.token_ids
+
+
+def test_weights_that_drafts_need_cannot_travel(tiny: Path, tmp_path: Path) -> None:
+    config = config_of(tiny, mode="share", quant=QuantConfig(head_bits=4, skip_layers=(3,)))
+    with pytest.raises(ValueError, match=r"attn\.qkv\.weight of block 3 has no quantized weights"):
+        Runtime(config, offload=from_file(tmp_path / "records", (1, 3)))
+
+
+def test_whole_steps_cannot_be_offloaded(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="compile is 'full', and offloaded blocks run one by one; take native"):
+        Runtime(config_of(tiny, compile="full"), offload=from_file(tmp_path / "records", (1, 3)))
+
+
+@pytest.mark.slow
+def test_the_embedded_model_through_a_slow_link(tmp_path: Path, close_after: list[Runtime]) -> None:
+    """All but a few blocks come at 3 GB/s."""
+    modes: tuple[Mode, ...] = ("naive", "share", "suffix")
+    config = EngineConfig(device="cpu", max_context=512, max_draft=16)
+    prompt = ["Give three tips for staying healthy. Number them."]
+    blocks = [block for block in range(30) if block % 5]
+    resident = Runtime(config, modes)
+    streamed = Runtime(
+        config, modes, offload=from_file(tmp_path / "records", blocks, num_slots=3, bytes_per_second=3e9)
+    )
+    close_after.append(streamed)
+    for params in (
+        SamplingParams(max_new_tokens=16, ignore_eos=True),
+        SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0),
+    ):
+        wanted = resident.engine("naive", warm=params).generate(prompt, params)[0].token_ids
+        for mode in modes:
+            engine = streamed.engine(mode, warm=params)
+            assert engine.generate(prompt, params)[0].token_ids == wanted
+            traffic = engine.stats.traffic
+            assert traffic is not None and 0 < traffic.utilisation <= 1
+    for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_reports_say_what_was_moved(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+    runtime = Runtime(config_of(tiny, mode="share"), offload=from_file(tmp_path / "records", (1, 3, 4)))
+    close_after.append(runtime)
+    engine = runtime.engine()
+    engine.generate(PROMPTS[:1], WAYS[0])
+    told = stats_dict(engine.stats, runtime.report())
+    assert told["resident_share"] == pytest.approx(2 / LAYERS)
+    assert told["bytes_per_token"] > 0 and 0 < told["link_utilisation"] <= 1
+    shown = StringIO()
+    Console(file=shown).print(stats_table({"share": engine.stats}, runtime.report()))
+    assert "40% of blocks" in shown.getvalue() and "MB/token" in shown.getvalue() and "link in use" in shown.getvalue()
+    resident = Runtime(config_of(tiny, mode="naive"))
+    engine = resident.engine()
+    engine.generate(PROMPTS[:1], WAYS[0])
+    assert "bytes_per_token" not in stats_dict(engine.stats, resident.report())
