@@ -285,10 +285,3 @@ def test_help_of_chat_names_the_modes_that_are_loaded(capsys: pytest.CaptureFixt
 def test_reports_show_the_command_that_was_typed(typed: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", typed)
     assert arguments.command() == shown
-
-
-def test_measurements_that_need_a_number_make_one_of_auto() -> None:
-    given = EngineConfig(max_context=300)
-    assert arguments.known_context(given, 400) == given
-    object.__setattr__(given, "max_context", "auto")
-    assert [arguments.known_context(given, needed).max_context for needed in (0, 400, 3000)] == [2048, 2048, 3000]
