@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.paths import ROOT
+
 VERSION = next(
     line.removeprefix("torch==").strip()
     for line in (ROOT / "constraints.txt").read_text().splitlines()
