@@ -31,6 +31,7 @@ from tests.helpers.tiny import make_checkpoint
 
 PROMPTS = ("why is the sky blue", "the cat sat on the mat")
 FAST = ("--compile", "off", "--max-new-tokens", "40")
+SHARE = ("--mode", "share")
 
 
 @pytest.fixture(scope="module")
@@ -207,16 +208,18 @@ def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, fo
 
 
 def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
-    lines = [PROMPTS[0], "/mode naive", "/reset", PROMPTS[0], "/mode classic", "/reset", PROMPTS[0], "/mode share"]
+    lines = [PROMPTS[0], "/mode naive", "/reset", PROMPTS[0], "/mode classic", "/reset", PROMPTS[0], "/mode suffix"]
     _, err = talk(*lines, "/reset", PROMPTS[0], "/mode", "/stats", args=("--mode", "classic"))
     assert len(set(talk.texts)) == 1 and len(talk.texts) == 4
-    assert "mode share; loaded are naive, classic, share, ngram, suffix, recycle, hybrid" in err
-    assert all(f"all {mode}" in err for mode in ("naive", "share", "classic"))
+    assert "mode suffix; loaded are naive, classic, ngram, suffix, recycle\n" in err
+    assert all(f"all {mode}" in err for mode in ("naive", "suffix", "classic"))
 
 
 def test_chat_goes_on_after_a_change_of_mode(talk: Talk, folder: Path) -> None:
     elsewhere = ("/mode naive", "/reset", PROMPTS[1], "/mode share", "/reset")  # another text in the same cache
-    talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, PROMPTS[0], PROMPTS[1])
+    talk(
+        PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, PROMPTS[0], PROMPTS[1], args=SHARE
+    )
     engine = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")).engine()
     fresh = [engine.generate([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
     assert [done.token_ids for done in fresh] == [done.token_ids for done in talk.answers]
@@ -228,7 +231,7 @@ def test_chat_commands(talk: Talk) -> None:
         "/reset", PROMPTS[0], "/exit", "never read",
     )  # fmt: skip
     assert "nothing was decoded yet" in err and "/reset" in err and "there is no command '/what'" in err
-    assert "there is no mode 'fast'; loaded are naive, share" in err
+    assert "there is no mode 'fast'; loaded are naive, ngram, suffix, recycle, auto\n" in err
     assert "mode classic is not loaded; start with --mode classic" in err
     assert len(talk.answers) == 2 and talk.texts[0] != talk.texts[1]
     assert out == "".join(text + "\n" for text in talk.texts)
@@ -240,7 +243,7 @@ def test_a_line_that_ends_with_a_backslash_goes_on(talk: Talk, run: Callable) ->
 
 
 def test_a_full_context_is_told_in_one_line(talk: Talk) -> None:
-    _, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--max-context", "48"))
+    _, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--mode", "naive", "--max-context", "48"))
     told = err.splitlines()[1:]
     assert told[0].startswith("cut: the context holds 48 tokens; /reset")
     assert told[1].startswith("the conversation has ") and told[1].endswith("makes room")
@@ -380,8 +383,8 @@ def test_mistakes_cost_one_line_and_status_2(
 def test_mistakes_about_the_checkpoint(run: Callable, talk: Talk, tmp_path: Path) -> None:
     plain = ("--target", str(make_checkpoint(tmp_path / "plain", chat=False)))
     for args, message in (
-        (("generate", "hi " * 200, "--max-context", "64"), "a prompt has "),
-        (("generate", "hi", "--max-context", "64", "--num-speculative-tokens", "0"), "num_draft is 0"),
+        (("generate", "hi " * 200, "--max-context", "64", *SHARE), "a prompt has "),
+        (("generate", "hi", "--max-context", "64", "--num-speculative-tokens", "0", *SHARE), "num_draft is 0"),
     ):
         out, err = run(*args, status=2)
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
