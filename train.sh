@@ -34,7 +34,7 @@ pipeline() {
   python -m train "$HEAD" "${target[@]}" --data "$OUT/data" --states "$OUT/states" --out-dir "$OUT/head" \
     --epochs "$EPOCHS" --resume "${train_flags[@]}"
   step "benchmark: plain decoding and the head"
-  python -m benchmark mtbench "${target[@]}" --mode "naive,${HEAD%3}" --head "$OUT/head/best" \
+  python -m benchmark mtbench "${target[@]}" --mode "naive,${HEAD%3}" --draft-head "$OUT/head/best" \
     --num-questions "$NUM_QUESTIONS" --out-dir "$OUT/benchmark-$(date +%Y%m%d-%H%M%S)"
 }
 
@@ -93,7 +93,7 @@ PY
   step "the head decodes what plain decoding does"
   local generate=(python -m sharesd generate "why is the sky blue" --target "$work/model" --max-new-tokens 48 --max-context 256 --threads 1)
   "${generate[@]}" --mode naive >"$work/naive.txt"
-  "${generate[@]}" --mode eagle --num-draft 3 --head "$work/broken/best" >"$work/eagle.txt"
+  "${generate[@]}" --mode eagle --num-speculative-tokens 3 --draft-head "$work/broken/best" >"$work/eagle.txt"
   cat "$work/naive.txt"
   cmp "$work/naive.txt" "$work/eagle.txt"
 }

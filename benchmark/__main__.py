@@ -1,12 +1,13 @@
-"""`python -m benchmark`: what it can measure."""
+"""Everything that can be measured, as subcommands."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from sharesd.cli.options import run_command
+from sharesd.cli.parser import Parser, program, run_command
 
+PROG = "python -m benchmark"
 COMMANDS = (
     "benchmark.questions.command",
     "benchmark.peers",
@@ -27,9 +28,14 @@ COMMANDS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser(prog: str = PROG) -> Parser:
+    """The parser; `prog` is what the program was started as."""
+    return program(prog, "Measure ShareSD.", "BENCHMARK", COMMANDS)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one benchmark; returns the exit status."""
-    return run_command("python -m benchmark", "Measure ShareSD.", "BENCHMARK", COMMANDS, argv)
+    return run_command(make_parser(prog), argv)
 
 
 if __name__ == "__main__":

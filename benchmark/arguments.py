@@ -50,7 +50,8 @@ def out_folder(text: str | None, name: str) -> Path:
 
 def command() -> str:
     """The command line, as one would type it."""
-    return shlex.join(["python", "-m", "benchmark", *sys.argv[1:]])
+    console = Path(sys.argv[0]).stem in ("sharesd", "sharesd_command")
+    return shlex.join([*(["sharesd"] if console else ["python", "-m", "benchmark"]), *sys.argv[1:]])
 
 
 def rich_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:

@@ -85,8 +85,23 @@ def new_kv(
     plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Zeroed keys and values in the layout that `attend` wants on this device, or `plain`. `slots` is rounded up."""
-    k = torch.zeros(batch, heads, round_slots(slots), size, dtype=dtype, device=device)
-    return (k, torch.zeros_like(k)) if plain or device.type != "cpu" else pack_kv(k, k)
+    k, v = kv_layout(batch, heads, slots, size, dtype, device, plain=plain)
+    return torch.zeros_like(k, device=device), torch.zeros_like(v, device=device)
+
+
+def kv_layout(
+    batch: int,
+    heads: int,
+    slots: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Shapes of `new_kv`, on the meta device."""
+    k = torch.empty(batch, heads, round_slots(slots), size, dtype=dtype, device="meta")
+    return (k, k) if plain or device.type != "cpu" else pack_kv(k, k)
 
 
 def pack_kv(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:

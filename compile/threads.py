@@ -8,6 +8,7 @@ number: every row has the same bits with any.
 from __future__ import annotations
 
 import ctypes
+from threading import get_ident
 
 import torch
 
@@ -36,7 +37,14 @@ class Crew:
         """Of an int64: where the kernel adds the nanoseconds that threads waited for one without a core."""
         self.available = torch.get_num_threads()
         """Threads that the process may have."""
+        self._stepper: int | None = None  # the thread that stepped last
         self.reset()
+
+    def enter(self) -> None:
+        """The calling thread steps from now on. Numbers of threads are of each thread: it takes over the last one's."""
+        last, self._stepper = self._stepper, get_ident()
+        if last not in (None, self._stepper) and torch.get_num_threads() != self.size:
+            torch.set_num_threads(self.size)
 
     def fix(self, size: int | None) -> None:
         """So many threads from now on, whatever happens; None = as many as are worth it."""

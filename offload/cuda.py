@@ -35,7 +35,7 @@ class PinnedMemory:
         if code:
             raise ValueError(
                 f"{num_bytes / 1e9:.1f} GB of host memory cannot be pinned (CUDA error {code}); raise the limit of "
-                "locked memory (ulimit -l), or set a lower --host-memory"
+                "locked memory (ulimit -l), or set a lower --cpu-memory-limit"
             )
         self.close = weakref.finalize(self, _unlock, cudart, self.tensor)
         """Unlock the memory; nothing may copy from it any more. RuntimeError where CUDA refuses."""

@@ -238,13 +238,13 @@ class _Case:
     def problem(self) -> str | None:
         """What the limits lack for this drafter, with the smallest value that would do."""
         least = self.fixed + (self.slots + len(self.drafter.stays)) * self.block
-        name = "host" if self.limits.host is None else "device"
+        name = "cpu" if self.limits.host is None else "gpu"
         if self.slots and self.limits.device < least:
-            return f"--{name}-memory of at least {show_bytes(least, round_up=True)}"
+            return f"--{name}-memory-limit of at least {show_bytes(least, round_up=True)}"
         disk = self.limits.disk
         least = self.sizes.host + (2 if disk is not None else self.num_travelling) * self.block
         if self.limits.host is not None and self.num_from_disk and self.limits.host < least:
-            return f"--host-memory of at least {show_bytes(least, round_up=True)}"
+            return f"--cpu-memory-limit of at least {show_bytes(least, round_up=True)}"
         least = self.sizes.num_blocks * self.block
         if self.num_from_disk and disk is not None and disk < least:
             return f"--offload-dir on a disk with {show_bytes(least, round_up=True)} free"

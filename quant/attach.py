@@ -33,6 +33,9 @@ Build = Callable[[QuantizedWeight, Tensor | None], nn.Module]
 Solve = Callable[[Tensor, int, int], QuantizedWeight]
 """Quantizes a weight [N, K] to bits (below 8) with a group size."""
 
+PROBED_ROWS = 256
+"""Rows of a matrix that is solved to estimate what all of them take."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solving:
@@ -139,6 +142,24 @@ class LinearQuantizer:
             self._all_kept = solved.from_cache and self._all_kept is not False
         self._seconds += time.perf_counter() - started
 
+    def solve_seconds(self) -> float:
+        """Estimate the seconds of solving all linears: 0 if solutions are on disk, else by timing some rows.
+
+        Weights may be on the meta device, if `Solving` has an identity.
+        """
+        slow = [job for job in self.jobs if self._config.method == "hqq" and job.bits < 8]
+        files = [
+            _kept_file(self._model, [job for job in slow if job.layer == layer], self._config, self._solving)
+            for layer in self.layers()
+        ]
+        if not slow or all(file is not None and file[0].exists() for file in files):
+            return 0.0
+        sizes = [_weight_NK(self._model.get_submodule(job.path)).shape for job in slow]
+        probe_NK = torch.randn(PROBED_ROWS, sizes[0][1])
+        started = time.perf_counter()
+        self._solving.solve(probe_NK, slow[0].bits, self._config.group_size)
+        return (time.perf_counter() - started) / probe_NK.numel() * sum(size.numel() for size in sizes)
+
     def report(self) -> QuantReport:
         """What was quantized so far."""
         return QuantReport(
@@ -189,12 +210,10 @@ class _Solved:
         self.path: Path | None = None
         self.tensors: dict[str, Tensor] = {}
         self.from_cache = False
-        slow = [job for job in jobs if config.method == "hqq" and job.bits < 8]
-        if solving.cache_dir is None or not slow:
+        file = _kept_file(model, jobs, config, solving)
+        if file is None:
             return
-        weights = ((job.path, _weight_NK(model.get_submodule(job.path)), job.bits, config.group_size) for job in slow)
-        self.key = content_key(weights, solving.identity)
-        self.path = store_path(solving.cache_dir, self.key)
+        self.path, self.key = file
         kept = read_store(self.path, self.key)
         self.from_cache = kept is not None
         self.tensors = kept or {}
@@ -210,6 +229,16 @@ class _Solved:
     def save(self) -> None:
         if self.path is not None and not self.from_cache:
             write_store(self.path, self.key, self.tensors)
+
+
+def _kept_file(model: nn.Module, jobs: list[Job], config: QuantConfig, solving: Solving) -> tuple[Path, str] | None:
+    """Where the solution of these linears is kept, and its key; None if it is not kept."""
+    slow = [job for job in jobs if config.method == "hqq" and job.bits < 8]
+    if solving.cache_dir is None or not slow:
+        return None
+    weights = ((job.path, _weight_NK(model.get_submodule(job.path)), job.bits, config.group_size) for job in slow)
+    key = content_key(weights, solving.identity)
+    return store_path(solving.cache_dir, key), key
 
 
 def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[Job]:

@@ -18,7 +18,8 @@ class QuantConfig:
     """How the drafter's linears are quantized. Hashable; `parse(config.spec, config.skips)` gives an equal one."""
 
     method: Method = "hqq"
-    """`hqq`: half-quadratic quantization, run by torch's kernels on CPU and by gemlite on CUDA (Badri and Shaji 2023).
+    """`hqq`: half-quadratic quantization (Badri and Shaji 2023) at 4 bits and less; at 8 bits one scale per row. Our
+    C++ kernels run it on a CPU; on CUDA our Triton kernels do, or gemlite where that was measured to be faster.
     `bnb`: bitsandbytes, nf4 at 4 bits (Dettmers et al. 2023) and LLM.int8 at 8 bits (Dettmers et al. 2022)."""
     bits: int = 4
     """Bits per weight, unless `proj_bits` says otherwise. hqq: 8, 4, 3 or 2; bnb: 8 or 4."""

@@ -31,7 +31,8 @@ def content_key(weights: Iterable[tuple[str, Tensor, int, int]], identity: str |
     digest = hashlib.sha256()
     digest.update(repr((_FORMAT, torch.__version__, identity)).encode())
     for name, weight, bits, group_size in weights:
-        header = (name, tuple(weight.shape), str(weight.dtype), weight.device.type, bits, group_size)
+        device = "cpu" if weight.is_meta else weight.device.type  # only a CPU's solutions are kept
+        header = (name, tuple(weight.shape), str(weight.dtype), device, bits, group_size)
         digest.update(repr(header).encode())
         if identity is None:
             digest.update(_raw(weight))

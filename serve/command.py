@@ -1,4 +1,4 @@
-"""The command line of `python -m serve`."""
+"""The command line of the server."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from sharesd.cli.options import (
     mode_of,
     parse,
 )
+from sharesd.cli.parse_types import SIZES, size
 from sharesd.config import EngineConfig, Mode
 
 if TYPE_CHECKING:
     from serve.engine_thread import Model
 
+PROG = "python -m serve"
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The model that is served where no other is given."""
+PACKAGES = "fastapi uvicorn prometheus-client llguidance"
+"""Those of the extra `serve`."""
 KEY_VARIABLE = "SHARESD_API_KEY"
 """Environment variable that holds an API key, which others cannot read in the list of processes."""
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 Load = Callable[[EngineConfig, Mode, int | None], "Model"]
 
 
-def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
+def main(argv: Sequence[str] | None = None, load: Load | None = None, prog: str = PROG) -> int:
     """Serve; returns the exit status. `load` stands in for `load_model`."""
-    return main_guard(lambda: _run(parse(_parser(), argv), load or load_model))
+    return main_guard(lambda: _run(parse(make_parser(prog), argv), load or load_model))
 
 
 def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Model:
@@ -47,11 +50,11 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
     from sharesd.config import SamplingParams
 
     runtime = load_runtime(config, (mode,))
-    size = runtime.cache.nbytes
-    if memory_limit is not None and size > memory_limit:
+    taken = runtime.cache.nbytes
+    if memory_limit is not None and taken > memory_limit:
         raise ValueError(
-            f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens takes {size / 2**20:.0f} MiB and "
-            f"--memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
+            f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens takes {taken / 2**20:.0f} MiB "
+            f"and --memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
     engine = start_engine(runtime, mode, SamplingParams(), each_kind=True)
     return Model(
@@ -63,11 +66,12 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser(prog: str = PROG) -> Parser:
+    """The parser; `prog` is what the program was started as."""
     parser = Parser(
-        prog="python -m serve",
+        prog=prog,
         description="Serve a model over HTTP as OpenAI's API has it. The address goes to stdout as soon as it listens, "
-        "a line for each request to stderr. docs/serving.md has the endpoints.",
+        "a line for each request to stderr.",
     )
     add_mode_option(parser, several=False)
     group = parser.add_argument_group("server")
@@ -85,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--memory-limit",
-        type=_size,
+        type=size,
         default=argparse.SUPPRESS,
         metavar="SIZE",
-        help="of the KV cache, as 512M or 2G; more is an error at start",
+        help=f"of the KV cache, as 512M or 2G; more is an error at start; {SIZES}",
     )
     group.add_argument(
         "--api-key",
@@ -111,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ORIGIN",
         help="pages of this origin may ask, as https://example.org, or * (repeatable; default: none)",
     )
-    group.add_argument("--max-body", type=_size, default=_size("4M"), metavar="SIZE", help="of a request")
+    group.add_argument("--max-body", type=size, default="4M", metavar="SIZE", help="of a request")
     group.add_argument(
         "--shutdown-timeout",
         type=_seconds,
@@ -154,7 +158,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
     try:
         from serve.server import Server, listen
     except ImportError as error:
-        raise ValueError(f"{error}; the server needs more packages: pip install sharesd[serve]") from error
+        raise ValueError(f"the server needs more packages ({error}); run: pip install {PACKAGES}") from error
     try:
         sock, url = listen(args.host, args.port)
     except OSError as error:
@@ -193,11 +197,3 @@ def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return float(text)
-
-
-def _size(text: str) -> int:
-    """Bytes of a size like 512M or 2G."""
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)(i?b)?", text.lower())
-    if not parts:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; for example 512M or 2G")
-    return int(float(parts[1]) * _UNITS[parts[2]])

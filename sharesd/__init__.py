@@ -8,25 +8,39 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sharesd import shadowing
+
 if TYPE_CHECKING:
     from quant.config import QuantConfig
-    from sharesd.config import EngineConfig, SamplingParams
+    from sharesd.config import EngineConfig, OffloadConfig, SamplingParams, SplitConfig
     from sharesd.decoding.engine import Engine
     from sharesd.decoding.output import Completion, TokenChunk
-    from sharesd.load import build
+    from sharesd.llm import LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["Completion", "Engine", "EngineConfig", "QuantConfig", "SamplingParams", "TokenChunk", "build"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "OffloadConfig",
+    "QuantConfig",
+    "SamplingParams",
+    "SplitConfig",
+    "TokenChunk",
+]
 
 _HOMES = {
     "Completion": "sharesd.decoding.output",
     "Engine": "sharesd.decoding.engine",
     "EngineConfig": "sharesd.config",
+    "LLM": "sharesd.llm",
+    "OffloadConfig": "sharesd.config",
     "QuantConfig": "quant.config",
     "SamplingParams": "sharesd.config",
+    "SplitConfig": "sharesd.config",
     "TokenChunk": "sharesd.decoding.output",
-    "build": "sharesd.load",
 }
 
 
@@ -38,3 +52,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+shadowing.check(shadowing.LOWER)

@@ -10,7 +10,9 @@ from typing import Literal, get_args
 
 from quant.config import QuantConfig
 
-Mode = Literal["naive", "classic", "share", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid"]
+Mode = Literal[
+    "naive", "classic", "share", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid", "auto"
+]
 Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 Offload = Literal["auto", "off", "plan-only"]
@@ -30,9 +32,11 @@ MOST_TOP_LOGPROBS = 20
 """Alternatives per token at most."""
 EMBEDDED_TABLE = Path(__file__).parent / "drafters" / "tables" / "smollm2-135m-instruct.npz"
 EMBEDDED_CORPUS = EMBEDDED_TABLE.with_suffix(".npy")
-"""Made by `python -m train table` from the embedded model's answers to training prompts."""
+"""Made by `sharesd train table` from the embedded model's answers to training prompts."""
 EMBEDDED_HEADS = Path(__file__).parent / "drafters" / "heads" / "smollm2-135m-instruct"
 """Folders of heads for the embedded model, by the mode that they draft in; that of `classic` is a small decoder."""
+FEWEST_CONTEXT, PLANNED_CONTEXT = 16, 2048
+"""Tokens of a context at least, and where it is `auto` and has to be known before the model is loaded."""
 SMALL = "small"
 """`EngineConfig.draft` where the small decoder that comes with the embedded model is to draft."""
 
@@ -231,18 +235,21 @@ class SplitConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What `sharesd.load.build` needs to make an engine."""
+    """What a `Runtime` is made of; these are the keywords of `LLM`, too."""
 
     target: str | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
-    mode: Mode = "share"
-    """`naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
+    mode: Mode = "auto"
+    """`auto`: `hybrid` of what fits the model and this machine, see `auto_drafters`.
+    `naive`: plain decoding. `share`: the target drafts for itself with quantized linears. `classic`: a second model
     drafts. `eagle`: a trained head drafts, token by token. `parallel`: a head that drafts all tokens in one pass.
     `glide`: a head that looks into the target's KV.
     `ngram`, `suffix`, `recycle`: tables of the text so far draft. `hybrid`: the best of `hybrid_with` in each round."""
     hybrid_with: tuple[str, ...] = ()
-    """What `hybrid` chooses from: at most one of share, classic, eagle, parallel and glide, and tables. None: eagle and
-    suffix where there is a head, else share and suffix; see `mixed`."""
+    """Drafters of `hybrid`: at most one of share, classic, eagle, parallel and glide, and tables. (): eagle and suffix
+    if there is a head, else share and suffix; see `drafters_of`."""
+    auto_drafters: tuple[str, ...] = ()
+    """Drafters of `auto`, as `hybrid_with`. (): chosen when the model is loaded (`sharesd.auto`)."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -250,7 +257,7 @@ class EngineConfig:
     ngram_recent: bool = False
     """`ngram`: continue the most recent match rather than the first."""
     corpus: str | None = None
-    """`suffix`: datastore of texts to look into as well, a file of `python -m train corpus`, or `empty`; None = the one
+    """`suffix`: datastore of texts to look into as well, a file of `sharesd train corpus`, or `empty`; None = the one
     that comes with the embedded model, if that is the target, else none."""
     recycle_table: str | None = None
     """`recycle`: file of a table to start from, or `empty`; None = the one that comes with the embedded model, if that
@@ -260,7 +267,7 @@ class EngineConfig:
     quantized copy of the target with its own KV."""
     heads: tuple[str, ...] = ()
     """Trained heads, at most one for each mode. `eagle`: a folder or hub id in a public layout of EAGLE, EAGLE-2 or
-    EAGLE-3. `parallel`, `glide`: what `python -m train parallel` and `glide` write. Modes without one take that which
+    EAGLE-3. `parallel`, `glide`: what `sharesd train parallel` and `glide` write. Modes without one take that which
     comes with the embedded model, if there is one."""
     head_quant: QuantConfig | None = None
     """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
@@ -313,14 +320,13 @@ class EngineConfig:
     prefill_chunk: int | None = None
     """Tokens of a prompt that are read between two rounds of other requests; None = 512, and on a CPU as many as the
     others hardly notice. Where a prompt's bits depend on how it is cut, as on a GPU, it is always 512."""
-    max_context: int = 2048
-    """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit."""
+    max_context: int | Literal["auto"] = "auto"
+    """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit. `auto`:
+    that limit, or what half of the free memory holds, if that is less (see `sharesd.context`)."""
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """What happens when the model is larger than memory."""
-    progress: bool = False
-    """Show progress bars of loading and quantizing on stderr."""
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
@@ -339,12 +345,8 @@ class EngineConfig:
             self._check_tree(*self.tree)
         _at_least("ngram_min", self.ngram_min, 1)
         _at_least("ngram_max", self.ngram_max, self.ngram_min)
-        for name in self.hybrid_with:
-            _one_of("hybrid_with", name, (*MODEL_DRAFTERS, *TABLES))
-        if sum(name in MODEL_DRAFTERS for name in self.hybrid_with) > 1:
-            raise ValueError(
-                f"hybrid_with is {', '.join(self.hybrid_with)}; give one of {' and '.join(MODEL_DRAFTERS)}"
-            )
+        self._check_drafters("hybrid_with")
+        self._check_drafters("auto_drafters")
         _at_least("tensor_parallel", self.tensor_parallel, 1)
         _one_of("tensor_parallel_style", self.tensor_parallel_style, get_args(TensorParallelStyle))
         if self.tensor_parallel_style == "reduce" and self.tensor_parallel == 1:
@@ -356,16 +358,19 @@ class EngineConfig:
             _at_least("max_queue", self.max_queue, 0)
         if self.prefill_chunk is not None:
             _at_least("prefill_chunk", self.prefill_chunk, 1)
-        _at_least("max_context", self.max_context, 16)
+        if isinstance(self.max_context, int):
+            _at_least("max_context", self.max_context, FEWEST_CONTEXT)
+        else:
+            _one_of("max_context", self.max_context, ("auto", "a number"))
         by_mode = {mode_of_head(head): head for head in self.heads}
         if len(by_mode) < len(self.heads):
             raise ValueError(f"heads are {', '.join(self.heads)}, some of which are for one mode; give one for each")
-        for mode in (self.mode, *(self.mixed if self.mode == "hybrid" else ())):
+        for mode in self.drafters_of(self.mode):
             if mode in HEADS:
                 self.require_head(mode)
         if self.head_quant is not None and not any(map(self.head_of, HEADS)):
             raise ValueError(
-                f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--head FOLDER)"
+                f"head_quant is {self.head_quant} and there is no head; drop it, or give one (--draft-head FOLDER)"
             )
         if self.split.wanted and self.device != "auto":
             raise ValueError(f"device is {self.device!r} and the stages have devices of their own; leave device out")
@@ -374,7 +379,7 @@ class EngineConfig:
                 f"tensor_parallel is {self.tensor_parallel}, whose ranks have one device each, and there are stages; "
                 "drop one of the two"
             )
-        if self.draft is not None and self.mode != "classic":
+        if self.draft is not None and self.mode not in ("classic", "auto") and "classic" not in self.hybrid_with:
             raise ValueError(
                 f"draft is {self.draft!r} but mode is {self.mode!r}; a draft model belongs to mode classic"
             )
@@ -382,6 +387,13 @@ class EngineConfig:
             raise ValueError(
                 f"draft is {SMALL!r}, which is for the embedded model alone; give a folder, or leave it out"
             )
+
+    def _check_drafters(self, field: str) -> None:
+        given = getattr(self, field)
+        for name in given:
+            _one_of(field, name, (*MODEL_DRAFTERS, *TABLES))
+        if sum(name in MODEL_DRAFTERS for name in given) > 1:
+            raise ValueError(f"{field} is {', '.join(given)}; give one of {' and '.join(MODEL_DRAFTERS)}")
 
     def _check_tree(self, top: int, depth: int, budget: int) -> None:
         shown = ":".join(map(str, self.tree))
@@ -398,13 +410,24 @@ class EngineConfig:
             )
 
     @property
+    def planned_context(self) -> int:
+        """`max_context`, as far as it is known before the model is loaded."""
+        return self.max_context if isinstance(self.max_context, int) else PLANNED_CONTEXT
+
+    @property
     def given_tree(self) -> tuple[int, int, int] | None:
         """Draft trees that all models shall draft, if there are such."""
         return None if isinstance(self.tree, str) else self.tree
 
+    def drafters_of(self, *modes: str) -> tuple[str, ...]:
+        """Drafters of some modes: those of `hybrid` and `auto` in place of these two."""
+        found: list[str] = []
+        for mode in modes:
+            found += self._mixed if mode == "hybrid" else self.auto_drafters if mode == "auto" else (mode,)
+        return tuple(dict.fromkeys(found))
+
     @property
-    def mixed(self) -> tuple[str, ...]:
-        """What `hybrid` chooses from."""
+    def _mixed(self) -> tuple[str, ...]:
         if self.hybrid_with:
             return self.hybrid_with
         has_head = self.head_of("eagle") is not None and self.tensor_parallel == 1
@@ -430,7 +453,7 @@ class EngineConfig:
         if head is not None:
             return head
         if not self.heads:
-            raise ValueError(f"mode {mode} needs a trained head; give one (--head FOLDER)")
+            raise ValueError(f"mode {mode} needs a trained head; give one (--draft-head FOLDER)")
         other, fits = self.heads[0], mode_of_head(self.heads[0])
         raise ValueError(f"{other} is a head of mode {fits}: take mode {fits}, not {mode}, or give another head")
 

@@ -12,6 +12,19 @@ log = logging.getLogger(__name__)
 STEADY_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Too little room for the parts of a sum: eight buffers of 16 KiB, and 1 KiB."""
 
+GPU_TRIED = False
+"""Whether docs/results holds a run on a GPU; with the first one this becomes True, and nobody is warned any more."""
+UNTRIED = 'the CUDA path has not run on a card yet; --device cpu (in Python: device="cpu") is the way out'
+_warned = False
+
+
+def warn_untried(device: torch.device) -> None:
+    """Warn, once in a process, where a GPU is used and none has been tried."""
+    global _warned
+    if device.type == "cuda" and not GPU_TRIED and not _warned:
+        _warned = True
+        log.warning(UNTRIED)
+
 
 def use(device: torch.device) -> None:
     """What this thread launches without naming a GPU goes to this one: graphs, events and kernels of Triton."""

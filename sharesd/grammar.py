@@ -55,5 +55,5 @@ def llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ValueError("grammars need the package llguidance: pip install 'sharesd[serve]'") from error
+        raise ValueError("grammars need llguidance, which is not installed; run: pip install llguidance") from error
     return llguidance

@@ -25,13 +25,14 @@ from multigpu.group import Group
 from multigpu.pipeline import Split
 from multigpu.tensor import WHOLE, Part
 from offload.layout import Layout
-from offload.plan import Plan
+from offload.plan import DoesNotFit, Plan
 from offload.stream import Stream
 from quant.attach import Build, QuantReport
 from quant.gemlite_configs import save_configs
 from quant.linear import Switch
 from sharesd import __version__
 from sharesd.acceptance import keeper
+from sharesd.auto import Choice, choose
 from sharesd.config import (
     MODEL_DRAFTERS,
     SMALL,
@@ -42,6 +43,7 @@ from sharesd.config import (
     PlanOnly,
     SamplingParams,
 )
+from sharesd.context import choose_context
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
 from sharesd.decoding.confidence import spread_of
@@ -51,7 +53,7 @@ from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import RowBits, check_rows
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of, slots_to_go_on
-from sharesd.device import device_of, prepare_cuda, use
+from sharesd.device import device_of, prepare_cuda, use, warn_untried
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
@@ -136,11 +138,24 @@ class Runtime:
         self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+            if group is None or not group.rank:
+                warn_untried(self.device)
             use(self.device)
+        modes = tuple(modes or (config.mode,))
+        self.auto: Choice | None = None
+        """Drafters that mode `auto` was given, where they were chosen here."""
+        if "auto" in modes and not config.auto_drafters:
+            config = self._choose(config, offloads=offload is not None, progress=progress)
         offloading: Offloading | None = None
         if offload is None:
-            modes = tuple(modes or (config.mode,))
             offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
+            if self.auto is not None and offloading is not None and offloading.plan.offloads:
+                before = config, offloading, self.auto
+                try:
+                    config = self._choose(config, offloads=True, progress=progress)
+                    offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
+                except DoesNotFit:  # tables need less
+                    config, offloading, self.auto = before
         self.plan = None if offloading is None else offloading.plan
         """What stays in memory and what travels; None where nobody set a limit and all of it stays."""
         if config.offload.when == "plan-only":
@@ -151,19 +166,16 @@ class Runtime:
             config = offloading.config
         else:
             offloading = None
-        self.config, self.modes = config, tuple(modes or (config.mode,))
-        self._needs = {*self.modes, *(config.mixed if "hybrid" in self.modes else ())}
+        self.config, self.modes = config, modes
+        self._needs = {*config.drafters_of(*self.modes)}
         self.dtype = _dtype(config)
         CREW.fix(config.threads)
         folder = self._folder = resolve(config.target, progress=progress)
         self._split = split_for(config, self.modes, folder, self.dtype)
         self.device = self.device if self._split is None else self._split.home
         use(self.device)
-        self.compile = config.compile
-        if config.compile == "auto":
-            on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 else "off"
-            self.compile = "native" if self.device.type == "cpu" else on_gpu
-        elif config.compile == "native" and self.device.type != "cpu":
+        self.compile = _compile_mode(config, self.device)
+        if self.compile == "native" and self.device.type != "cpu":
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
         if self.compile == "native":
             prepare(str(self.dtype).removeprefix("torch."), "choice")
@@ -221,7 +233,15 @@ class Runtime:
                 assert isinstance(self.target, Decoder)
                 self._placed.place_head(self.target)
                 self._offload = self._placed.stream
-        self.max_context = min(config.max_context, self.target.max_context)
+        self.max_context, self.context_reason = choose_context(
+            config,
+            self.target,
+            self.device,
+            taps=self._heads.taps,
+            copies=2 if "classic" in self._needs else 1,
+            planned=config.offload.limited or any(x is not None for x in (self._placed, self._group, self._split)),
+        )
+        log.info("context: %d tokens (%s)", self.max_context, self.context_reason)
         self._pack(self.target)
         if self._part.rank:
             return  # who follows rank 0 needs no more
@@ -261,6 +281,18 @@ class Runtime:
             self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
+
+    def _choose(self, config: EngineConfig, *, offloads: bool, progress: Progress) -> EngineConfig:
+        """The config with drafters of mode `auto`."""
+        self.auto = choose(
+            config,
+            resolve(config.target, progress=progress),
+            self.device,
+            _dtype(config),
+            _compile_mode(config, self.device),
+            offloads=offloads,
+        )
+        return replace(config, auto_drafters=self.auto.drafters)
 
     def _check_stages(self) -> None:
         """ValueError for what does not go with stages, or a draft model on another device."""
@@ -363,7 +395,7 @@ class Runtime:
 
     @property
     def _wants_trees(self) -> bool:
-        return self._tree is not None or bool(self._needs & {*TABLES, "hybrid"})
+        return self._tree is not None or bool(self._needs & {*TABLES} or {"hybrid", "auto"} & {*self.modes})
 
     @cached_property
     def _tree(self) -> tuple[int, int, int] | None:
@@ -476,9 +508,10 @@ class Runtime:
             return None
         if mode in TABLES:
             return HybridDrafter(mode, [table(mode)], num_nodes=num_nodes, trees=trees)
-        if mode == "hybrid":
-            tables = [table(name) for name in self.config.mixed if name in TABLES]
-            models = [name for name in self.config.mixed if name in MODEL_DRAFTERS]
+        if mode in ("hybrid", "auto"):
+            drafters = self.config.drafters_of(mode)
+            tables = [table(name) for name in drafters if name in TABLES]
+            models = [name for name in drafters if name in MODEL_DRAFTERS]
             model = self._drafter(models[0]) if models else None
             return HybridDrafter(mode, tables, model, num_nodes=num_nodes, trees=trees)
         if self.config.given_tree is not None and not trees:
@@ -576,7 +609,7 @@ class Runtime:
         if (
             self._placed is None
             or self._tensors is not None
-            or mode not in ("share", "classic", "hybrid")
+            or mode not in ("share", "classic", "hybrid", "auto")
             or not self._reports
         ):
             return None
@@ -604,12 +637,6 @@ class Runtime:
         )
 
 
-def build(config: EngineConfig | None = None, *, progress: Progress = silent) -> Engine:
-    """An engine, loaded, compiled and warmed up."""
-    config = config or EngineConfig()
-    return Runtime(config, progress=progress).engine()
-
-
 def follow_rank_0(group: Group, tensors: Tensors | None = None) -> None:
     """Load this rank's part of what rank 0 has configured, and take part in its steps until it ends: RankLost then.
 
@@ -618,6 +645,13 @@ def follow_rank_0(group: Group, tensors: Tensors | None = None) -> None:
     config, modes = group.broadcast_object()
     runtime = Runtime(config, modes, tensors=tensors, group=group)
     follow(runtime._compile(runtime.target, set()), runtime._switch, group)
+
+
+def _compile_mode(config: EngineConfig, device: torch.device) -> CompileMode:
+    if config.compile != "auto":
+        return config.compile
+    on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 else "off"
+    return "native" if device.type == "cpu" else on_gpu
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

@@ -19,7 +19,7 @@ from compile.attention import new_kv, round_slots
 from offload.layout import Layout
 from offload.plan import DEPTHS, Drafter, Rates, Sizes, steady
 from offload.store import Content
-from quant.attach import Job, LinearQuantizer
+from quant.attach import Job, LinearQuantizer, Solving
 from quant.config import QuantConfig
 from quant.solver import QuantizedWeight
 from sharesd.acceptance import kept_acceptance
@@ -73,7 +73,7 @@ class Parts:
         """`folder`: None where no files have the weights. `home`: where the decoder is to be."""
         self.decoder, self.config, self._folder, self._home = decoder, config, folder, home
         self._on_gpu = isinstance(home, OnGpu)
-        self._needs = {*modes, *(config.mixed if "hybrid" in modes else ())}
+        self._needs = {*config.drafters_of(*modes)}
         self._copies = "classic" in self._needs and config.draft_model is None
         self._dtype = decoder.embed.weight.dtype
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
@@ -149,7 +149,7 @@ class Parts:
         rows = self.config.max_batch * (1 + max(self.config.most_draft, DEPTHS[-1]))
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
         longest = CHUNK if self._on_gpu else LONG_CHUNK  # tokens of a prompt at a time, one row after the other
-        read = min(longest, self.config.max_context)
+        read = min(longest, self.config.planned_context)
         return self._kv() + logits + read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
 
     def _loading(self) -> int:
@@ -202,9 +202,7 @@ class Parts:
     @property
     def tables_alone(self) -> bool:
         """Whether tables are all that drafts."""
-        mode = self.config.mode
-        drafting = {*(self.config.mixed if mode == "hybrid" else (mode,))}
-        return drafting <= {*TABLES}
+        return {*self.config.drafters_of(self.config.mode)} <= {*TABLES}
 
     def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
         """What drafts, as the plan sees it: trees in which so many nodes of a level have children; chains, if 0."""
@@ -253,6 +251,13 @@ class Parts:
             block={rows: seconds * block for rows, seconds in per_byte.items()},
             rest={rows: seconds * self._tail for rows, seconds in per_byte.items()},
         )
+
+    def step_seconds(self, quant: QuantConfig, rows: int) -> tuple[float, float, float]:
+        """Of the products of a plain step, of one of `rows` rows, and of a draft step, all weights in memory."""
+        linear = self._probe()
+        num_bytes = self.num_blocks * self.layout(None).record_bytes + self._laid(self.decoder.head).nbytes
+        plain, several = (self._seconds_per_byte(linear, num) * num_bytes for num in (1, rows))
+        return plain, max(plain, several), self._draft_seconds(quant, rows=1)
 
     def _draft_seconds(self, quant: QuantConfig, rows: int) -> float:
         """Of a draft step of so many rows: its products."""
@@ -320,13 +325,13 @@ class Parts:
 def kv_bytes(decoder: Decoder, config: EngineConfig, overhang: int) -> list[int]:
     """Bytes of each layer's keys and values, with so many slots behind the context."""
     c, dtype = decoder.config, decoder.embed.weight.dtype
-    slots = round_slots(min(config.max_context, decoder.max_context) + overhang)
+    slots = round_slots(min(config.planned_context, decoder.max_context) + overhang)
     few = new_kv(1, c.num_kv_heads, 1, c.head_dim, dtype, torch.device("cpu"))
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
     return [config.max_batch * slots * per_slot] * len(c.layers)
 
 
-def quantizer_of(decoder: Decoder, quant: QuantConfig) -> LinearQuantizer:
+def quantizer_of(decoder: Decoder, quant: QuantConfig, solving: Solving | None = None) -> LinearQuantizer:
     """What would quantize a decoder on the meta device."""
     return LinearQuantizer(
         decoder,
@@ -335,6 +340,7 @@ def quantizer_of(decoder: Decoder, quant: QuantConfig) -> LinearQuantizer:
         layer_of=lambda path: int(path.split(".")[1]) if path.startswith("blocks.") else None,
         build=packed_for_cpu,
         device=torch.device("cpu"),
+        solving=solving,
     )
 
 

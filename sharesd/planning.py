@@ -57,14 +57,12 @@ def plan_for(
     """How a model that does not fit in memory runs all the same; None where nobody set a limit and all of it stays.
     `in_memory`: its folder has no weights, which are made by the caller.
 
-    Raises ValueError where the limits leave no way, something else that was asked for prevents it, or where a folder or
-    a limit is given that has no effect.
+    Raises ValueError where the limits leave no way, or something else that was asked for prevents it. A folder or a
+    limit without effect is a warning.
     """
     found = _plan_for(config, modes, progress, in_memory)
     if config.offload.folder is not None and (found is None or not found.plan.offloads):
-        raise ValueError(
-            "--offload-dir has no effect: all of the model stays in memory; drop it, or give --host-memory"
-        )
+        log.warning("--offload-dir: no effect, all of the model stays in memory")
     return found
 
 
@@ -117,12 +115,10 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
     home.give_back()  # what was timed
     plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
     if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
-        raise ValueError(
-            f"--host-memory has no effect: all of the model stays on {device}; drop it, or give --device-memory"
-        )
+        log.warning("--cpu-memory-limit: no effect, all of the model stays on %s", device)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
-        config = replace(config, quant=quant or config.quant)
+        config = replace(config, quant=quant or config.quant, max_context=config.planned_context)
         if free_length and plan.nodes:
             config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
         elif free_length and model.tables_alone:  # whose guesses cost nothing, and are trees
@@ -138,18 +134,16 @@ def _limits(config: EngineConfig, home: Home) -> Limits:
     host = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
     if not isinstance(home, OnGpu):
         if wanted.device_memory is not None:
-            raise ValueError(
-                "--device-memory has no effect on a CPU, which computes in the host's memory: --host-memory"
-            )
+            log.warning("--gpu-memory-limit: no effect on a CPU; --cpu-memory-limit is for its memory")
         return Limits(device=host)
     if wanted.folder is not None:
-        raise ValueError("--offload-dir has no effect: blocks travel from the host's memory to a GPU; drop it")
+        log.warning("--offload-dir: no effect, blocks travel from the host's memory to a GPU")
     free = home.free_memory()
     given = wanted.device_memory
     if given is not None and given > free:
         raise ValueError(
-            f"--device-memory is {show_bytes(given)} and {home.device} has {show_bytes(free)} free; give less, or end "
-            "what else runs there"
+            f"--gpu-memory-limit is {show_bytes(given)} and {home.device} has {show_bytes(free)} free; give less, or "
+            "end what else runs there"
         )
     return Limits(device=float(given if given is not None else (1 - LEFT_FREE) * free), host=host, disk=None)
 
@@ -157,7 +151,7 @@ def _limits(config: EngineConfig, home: Home) -> Limits:
 def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limit: float) -> bool:
     """Whether there is so much memory that nobody has to count: starts are to be short."""
     weights = sum(file.stat().st_size for file in weight_files(folder))
-    kv = len(shape.layers) * 2 * shape.num_kv_heads * shape.head_dim * config.max_context * config.max_batch * 8
+    kv = len(shape.layers) * 2 * shape.num_kv_heads * shape.head_dim * config.planned_context * config.max_batch * 8
     return 6 * weights + 3 * kv + 10**9 < limit
 
 

@@ -1,4 +1,4 @@
-"""The best quantization measured for a model on this machine: `benchmark calibrate` writes, `--quant auto` reads.
+"""The best quantization measured for a model on this machine: `sharesd tune` writes, `--draft-quant auto` reads.
 
 One file of JSON for each model folder, dtype, device, processor and version of ShareSD.
 """
@@ -93,16 +93,16 @@ def recall(place: Place) -> QuantConfig | None:
 
 
 def best_quant(config: EngineConfig) -> QuantConfig:
-    """What `--quant auto` means for a config: the best measured, or else the config's own; the log says which."""
+    """What `--draft-quant auto` means for a config: the best measured, or else the config's own; the log says which."""
     found = recall(place_of(config))
     if found is None:
         log.info(
-            "--quant auto: nothing was measured for this model on this machine, so drafts use %s; "
-            "`python -m benchmark calibrate` measures",
+            "--draft-quant auto: nothing was measured for this model on this machine, so drafts use %s; "
+            "`sharesd tune` measures",
             config.quant,
         )
         return config.quant
-    log.info("--quant auto: %s measured best for this model on this machine", found)
+    log.info("--draft-quant auto: %s measured best for this model on this machine", found)
     return found
 
 

@@ -106,7 +106,7 @@ def _limits(config: EngineConfig, devices: Sequence[torch.device]) -> list[float
 
 def _sizes(decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], devices: Sequence[torch.device]) -> Sizes:
     """Of a decoder on the meta device."""
-    needs = {*modes, *(config.mixed if "hybrid" in modes else ())}
+    needs = {*config.drafters_of(*modes)}
     c, dtype = decoder.config, decoder.embed.weight.dtype
     blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in decoder.blocks]
     kv = kv_bytes(decoder, config, 4 * (1 + config.most_draft))

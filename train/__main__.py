@@ -1,18 +1,24 @@
-"""`python -m train`: what can be prepared."""
+"""Everything that can be prepared for drafters, as subcommands."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from sharesd.cli.options import run_command
+from sharesd.cli.parser import Parser, program, run_command
 
+PROG = "python -m train"
 COMMANDS = ("train.table", "train.corpus", "train.prompts", "train.generate", "train.inspect", "train.heads.command")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser(prog: str = PROG) -> Parser:
+    """The parser; `prog` is what the program was started as."""
+    return program(prog, "Prepare drafters for a model, and their data.", "COMMAND", COMMANDS)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one command; returns the exit status."""
-    return run_command("python -m train", "Prepare drafters for a model, and their data.", "COMMAND", COMMANDS, argv)
+    return run_command(make_parser(prog), argv)
 
 
 if __name__ == "__main__":

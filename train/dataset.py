@@ -66,7 +66,7 @@ def read_split(folder: Path, max_length: int, held_out: float = 0.05) -> Split:
                 parts[_draw(asked) < held_out].append(place)
     if not any(parts.values()):
         raise ValueError(
-            f"{folder} holds no answer within {max_length} tokens; let `python -m train generate` write some"
+            f"{folder} holds no answer within {max_length} tokens; let `sharesd train generate` write some"
         )
     return Split(*(sorted(parts[side]) for side in (False, True)))
 

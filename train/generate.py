@@ -20,7 +20,7 @@ from multigpu.ranks import rank_and_world
 from multigpu.replicas import Numbered, Tasks, start
 from sharesd.cli import options
 from sharesd.cli.answering import answering
-from sharesd.cli.console import console, set_up_logging
+from sharesd.cli.console import console, set_up_logging, warn
 from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.converse import CHUNK, converse
 from sharesd.models.progress import Progress, silent
@@ -230,7 +230,7 @@ def _sampling(args: argparse.Namespace) -> tuple[list[float], SamplingParams]:
     except ValueError:
         raise ValueError(f"--temperature is {args.temperature!r}; give numbers, for example 0,0.7,1") from None
     if args.top_p != 1 and not any(temperatures):
-        raise ValueError("--top-p has no effect on greedy decoding; raise --temperature or drop --top-p")
+        warn("no effect on greedy decoding: --top-p; --temperature 1 samples")
     taken = ([temperatures[(i + j) % len(temperatures)] for j in range(args.samples)] for i in range(len(temperatures)))
     if any(each.count(0) > 1 for each in taken):
         raise ValueError(

@@ -31,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--index", type=int, default=0, metavar="N", help="which one of the file, from 0")
     parser.add_argument(
         "--target",
-        "-llm",
         metavar="MODEL",
         help="whose tokenizer and chat template (default: what answered, for shards; else the embedded model's)",
     )

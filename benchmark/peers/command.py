@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
             f"--num-questions is {num_questions} and --concurrency {args.concurrency}; ask a multiple of it, so that "
             "as many are always answered together"
         )
-    config = replace(options.engine_config(args, modes=get_args(Mode)), max_batch=args.concurrency)
+    config = options.engine_config(args, modes=get_args(Mode))
+    config = replace(config, max_batch=args.concurrency, max_context=config.planned_context)  # the same for all
     asked = question_files.load("mtbench", args.questions, None if args.prompt_tokens else num_questions)
     out_dir = arguments.out_folder(args.out_dir, "peers")
 
@@ -101,10 +102,10 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt_tokens:
         prompts = joined(prompts, args.prompt_tokens, num_questions)
     longest = max(map(len, prompts))
-    if longest + args.max_new_tokens > config.max_context:
+    if longest + args.max_new_tokens > config.planned_context:
         raise ValueError(
             f"a prompt has {longest} tokens, {args.max_new_tokens} are to follow and the context holds "
-            f"{config.max_context}; raise --max-context or lower --max-new-tokens"
+            f"{config.planned_context}; raise --max-context or lower --max-new-tokens"
         )
     settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=config.threads or num_cores())
     with _bar() as say:

@@ -51,7 +51,7 @@ class LlamaCppPeer:
             draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)
         self._contexts[variant] = self._library.Llama(
             str(gguf_file(resolve(settings.config.target), weights)),
-            n_ctx=settings.config.max_context,
+            n_ctx=settings.config.planned_context,
             n_threads=settings.num_threads,
             n_threads_batch=settings.num_threads,
             logits_all=draft is not None,  # drafts are checked against them
@@ -80,7 +80,7 @@ class _Sequences:
         library.llama_backend_init()
         model = library.llama_model_load_from_file(str(file).encode(), library.llama_model_default_params())
         params = library.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = config.max_context * config.max_batch, config.max_batch
+        params.n_ctx, params.n_seq_max = config.planned_context * config.max_batch, config.max_batch
         params.n_threads = params.n_threads_batch = settings.num_threads
         self._library, self._most = library, int(params.n_batch)
         self._context = model and library.llama_init_from_model(model, params)

@@ -46,7 +46,7 @@ class OpenVinoPeer:
         library, folder = self._library, resolve(self._settings.config.target)
         scheduler = library.SchedulerConfig()
         scheduler.enable_prefix_caching = False
-        scheduler.max_num_batched_tokens = self._settings.config.max_context  # prompts in one piece
+        scheduler.max_num_batched_tokens = self._settings.config.planned_context  # prompts in one piece
         extra: dict[str, Any] = {}
         if variant == "draft":
             extra["draft_model"] = library.draft_model(_model_folder(library, folder, "Q4_0"), "CPU", **self._options)

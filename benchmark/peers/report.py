@@ -28,10 +28,10 @@ NOTES = (
     "Before anything is measured, every variant answers the first prompts once.",
     "transformers: uncompiled, with the attention that the library chooses. `generate()` takes several prompts as one "
     "batch, padded on the left; continuous batching shares no blocks between requests. The assistant is a copy whose "
-    "linears are quantized as `--quant` says and run by the kernels of ShareSD's drafter.",
+    "linears are quantized as `--draft-quant` says and run by the kernels of ShareSD's drafter.",
     "OpenVINO GenAI: weights stored as float16 (its GGUF reader knows no bfloat16), computed in the dtype above. "
     "Prefix caching is off, so that prompts seen before are read again, and a step may read `--max-context` tokens. "
-    "The draft model is an int4 copy (Q4_0) which drafts as many tokens as `--num-draft` says.",
+    "The draft model is an int4 copy (Q4_0) which drafts as many tokens as `--num-speculative-tokens` says.",
     "llama.cpp: a GGUF file with all matrices in the dtype above, or as the variant says: such weights are another, "
     "smaller model. Several prompts are sequences of one context, by the C interface; its Python package answers one "
     "at a time. Prompt lookup, with the two tokens that the package advises on CPU, is the package's only way to "

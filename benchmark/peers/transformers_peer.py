@@ -104,8 +104,8 @@ class TransformersPeer:
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
                 PAGE,  # which had another name before transformers 5.23
-                num_blocks=config.max_batch * (config.max_context // PAGE + 2),
-                max_batch_tokens=config.max_context,
+                num_blocks=config.max_batch * (config.planned_context // PAGE + 2),
+                max_batch_tokens=config.planned_context,
                 max_requests_per_batch=config.max_batch,
                 allow_block_sharing=False,
             ),

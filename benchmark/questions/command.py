@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     with _stoppable():
         from benchmark.questions.replicas import measure_on_replicas
         from benchmark.questions.session import measure_session
-        from benchmark.reports.results import write_results  # torch and matplotlib take seconds, mistakes should not
+        from benchmark.reports.results import write_results  # torch takes seconds, mistakes should not
 
         missing = sum(key not in found for found in done.values() for key in job.keys)
         interrupted = False

@@ -69,7 +69,7 @@ def job_of(args: argparse.Namespace) -> Job:
     if asked is not None and asked > num_available and hasattr(args, "num_questions"):
         raise ValueError(f"--num-questions is {asked}, but {found.label} holds {num_available}; ask for no more")
     chosen = found.questions[:asked]
-    drafting = sorted({*HEADS} & {*modes, *(config.mixed if "hybrid" in modes else ())})
+    drafting = sorted({*HEADS} & {*config.drafters_of(*modes)})
     settings = {
         "benchmark": args.benchmark,
         "command": arguments.command(),
@@ -96,7 +96,7 @@ def job_of(args: argparse.Namespace) -> Job:
         "num_draft": config.num_draft or "auto",
         "max_draft": config.most_draft,
         "tree": config.tree if isinstance(config.tree, str) else ":".join(map(str, config.tree)),
-        "hybrid_with": list(config.mixed),
+        "hybrid_with": list(config.drafters_of("hybrid")),
         "ngram": [config.ngram_min, config.ngram_max, config.ngram_recent],
         "corpus": config.corpus_file.name if config.corpus_file else "empty",
         "recycle_table": config.table_file.name if config.table_file else "empty",

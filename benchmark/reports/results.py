@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmark.questions import records
 from benchmark.questions.job import Job
 from benchmark.questions.records import Key, TurnRecord
-from benchmark.reports.plots import draw_plots
 from benchmark.reports.report import markdown
 from benchmark.reports.report_html import html_page
 from benchmark.reports.summary import summarize
 from benchmark.reports.table import rich_table
 from sharesd.cli.console import console, err_console
+from sharesd.cli.pictures import can_draw
 from sharesd.models.resolve import resolve
 from sharesd.models.tokenizer import load_tokenizer
 
@@ -23,7 +24,7 @@ def write_results(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping
     """Write all files from what is there, and show the table."""
     summary = summary_of(job, state, done)
     records.write_json(job.out_dir / "summary.json", summary)
-    plots = draw_plots(job.out_dir, summary)
+    plots = _plots(job.out_dir, summary)
     records.replace_file(job.out_dir / "report.md", markdown(summary, plots))
     console.print(rich_table(summary))
     for mode, figures in summary["modes"].items():
@@ -39,6 +40,15 @@ def write_results(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping
     )
     records.replace_file(job.out_dir / "report.html", page)
     console.print(f"report: {job.out_dir / 'report.md'}, and report.html beside it", highlight=False, soft_wrap=True)
+
+
+def _plots(folder: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Names of the pictures, drawn where matplotlib is installed."""
+    if not can_draw("speed.png", "acceptance.png"):
+        return []
+    from benchmark.reports.plots import draw_plots
+
+    return draw_plots(folder, summary)
 
 
 def summary_of(job: Job, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> dict[str, Any]:

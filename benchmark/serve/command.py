@@ -19,6 +19,7 @@ from benchmark.serve import flags
 from benchmark.serve.flags import BASE_URL, LATENCIES, QUESTIONS, RANDOM, SAMPLING
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.pictures import can_draw
 from sharesd.config import MODES
 from sharesd.models.progress import Progress
 
@@ -151,7 +152,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     try:
         from benchmark.serve.session import Settings
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; pip install 'sharesd[serve]'") from error
+        raise ValueError(f"{error.name} is not installed; run: pip install {error.name}") from error
 
     tokenizer = _tokenizer(args.tokenizer)
     headers = dict(args.header)
@@ -260,8 +261,8 @@ def _write_report(out_dir: Path, runs: Sequence[Run], settings: Settings, args: 
         parts.append(markdown_table(head, rows))
     parts.append("\n".join(f"- {line}" for run in runs for line in remarks(run)))
     replace_file(out_dir / "serve.md", "\n\n".join(parts) + "\n")
-    if args.sweep:
-        from benchmark.serve.plot import draw  # matplotlib takes seconds
+    if args.sweep and can_draw("latency.png"):
+        from benchmark.serve.plot import draw
 
         draw(out_dir / "latency.png", f"{runs[0].result['model_id']}, {_asked(args)}", runs, settings.percentiles)
 

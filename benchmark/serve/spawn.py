@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 import httpx
 
-COMMAND = (sys.executable, "-m", "serve")
+COMMAND = (sys.executable, "-P", "-m", "serve")  # -P: a serve.py in the working directory is not it
 READY_S, STOP_S = 900.0, 30.0
 """Longest waits: until it answers (weights may have to be converted and kernels compiled), and until it has ended."""
 URL = re.compile(r"http://[\w.\-]+:\d+")

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write busy.json; returns 0, or 1 if texts differ."""
     mode: Mode = args.mode
     config = options.engine_config(args, modes=(mode,))
+    config = replace(config, max_context=config.planned_context)  # in all processes alike
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
     questions = [replace(question, turns=question.turns[:1]) for question in found.questions]
     tokenizer = load_tokenizer(resolve(config.target))
-    require_room(tokenizer, questions, max_new_tokens=args.max_new_tokens, max_context=config.max_context)
+    require_room(tokenizer, questions, max_new_tokens=args.max_new_tokens, max_context=config.planned_context)
     prompts = [prompt_ids(tokenizer, question, []) for question in questions]
     with (
         err_console.status("loading a process for each number of threads"),

@@ -6,7 +6,7 @@ real texts, drafted with a fixed length), from these the best length K and the s
     (1 - alpha^(K + 1)) / ((1 - alpha) * (K c + v))
 
 promises (Leviathan et al. 2022), and the speedup over `naive` that decoding with this K really has. The setting with
-the best measured speedup is kept for `--quant auto`.
+the best measured speedup is kept for `--draft-quant auto`.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Measured:
     """Share of questions with the tokens of `naive`."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Any, name: str = "calibrate") -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
-        "calibrate",
+        name,
         help="which quantization makes mode share fastest here?",
-        description="Measure mode share under several quantizations and keep the best one for --quant auto.",
+        description="Measure mode share under several quantizations and keep the best one for --draft-quant auto.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
@@ -91,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
         "--keep",
         default=PROJECTIONS,
         metavar="LIST",
-        help=f"projections which are kept at full precision in turn, with the others as --quant says; or {NONE}",
+        help=f"projections which are kept at full precision in turn, with the others as --draft-quant says; or {NONE}",
     )
     group.add_argument(
         "--num-questions", type=arguments.number, default=NUM_QUESTIONS, metavar="N", help="first turns of N questions"
@@ -231,7 +231,7 @@ def _keep(config: EngineConfig, quant: QuantConfig, best: Measured) -> None:
     from sharesd.settings import place_of, remember
 
     file = remember(place_of(config), quant, {"command": arguments.command(), **asdict(best)})
-    console.print(f"--quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"--draft-quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _report(

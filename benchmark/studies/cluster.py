@@ -1,6 +1,6 @@
 """`cluster`: how long prompts would wait at many replicas, and how long many prompts would take them, simulated.
 
-Service times are those that the answers of `python -m benchmark mtbench` took on this machine, one at a time. Prompts
+Service times are those that the answers of `sharesd bench mtbench` took on this machine, one at a time. Prompts
 arrive at random (Poisson), or all at once; they take a replica from one queue, as `multigpu.replicas` has it, or each
 replica has a queue of its own and gets them in turns. Everything is drawn from a seed: the same times give the same
 figures.
@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
         description="Simulate many replicas with the service times that answers took on this machine.",
     )
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("folder", metavar="DIR", help="results of `python -m benchmark mtbench`, gsm8k or humaneval")
+    parser.add_argument("folder", metavar="DIR", help="results of mtbench, gsm8k or humaneval")
     parser.add_argument("--mode", choices=MODES, default="hybrid", help="whose answers are the service times")
     parser.add_argument(
         "--replicas", type=arguments.numbers, default="1,2,4,8,16,64,256", metavar="LIST", help="how many, ascending"

@@ -76,27 +76,28 @@ class Case:
         return self.num_turns - len(self.mismatches)
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Any, name: str = "exact") -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
-        "exact",
+        name,
         help="does every mode give the tokens of naive decoding?",
         description="Compare the answers of every mode, at every draft length, with those of naive decoding. The exit "
         "status is 0 if all are identical, else 1.",
-        conflict_handler="resolve",  # --num-draft becomes a list
+        conflict_handler="resolve",  # the number of draft tokens becomes a list
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
     group = parser.add_argument_group("comparison")
     options.add_mode_option(group, several=True)
     group.add_argument(
-        "--num-draft",
+        "--num-speculative-tokens",
+        dest="num_draft",
         type=_list_of(lambda text: AUTO if text == AUTO else int(text)),
         default=f"1,2,4,8,{AUTO}",
         metavar="LIST",
         help=f"draft lengths; {AUTO}: chosen for each round",
     )
-    group.add_argument("--temps", type=_list_of(float), default="0,1", metavar="LIST", help="temperatures; 0 = greedy")
+    group.add_argument("--temperatures", type=_list_of(float), default="0,1", metavar="LIST", help="0 = greedy")
     group.add_argument(
         "--seeds", type=_list_of(int), default="0,1", metavar="LIST", help="seeds; greedy decoding needs no second one"
     )
@@ -116,11 +117,9 @@ def run(args: argparse.Namespace) -> int:
     modes = ("naive", *(mode for mode in modes if mode != "naive"))
     if len(modes) == 1:
         raise ValueError("--mode is naive alone, which leaves nothing to compare; add another mode")
-    configs = [
-        options.engine_config(argparse.Namespace(**{**vars(args), "num_draft": num}), modes=modes)
-        for num in args.num_draft
-    ]
-    samplings = _samplings(args.temps, args.seeds, args.max_new_tokens)
+    config = options.engine_config(argparse.Namespace(**{**vars(args), "num_draft": AUTO}), modes=modes)
+    configs = [replace(config, num_draft=None if num == AUTO else num) for num in args.num_draft]
+    samplings = _samplings(args.temperatures, args.seeds, args.max_new_tokens)
     asked = question_files.load("mtbench", args.questions, args.num_questions)
     questions = [replace(question, turns=question.turns[:1]) for question in asked.questions]
     out_dir = arguments.out_folder(args.out_dir, "exact")

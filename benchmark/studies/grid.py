@@ -24,12 +24,14 @@ from benchmark.reports.text import number, percent, times
 from benchmark.studies.neighbours import busy_neighbours
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.config import HEADS, EngineConfig, Mode, SamplingParams
+from sharesd.cli.options import MIXING
+from sharesd.config import FEWEST_CONTEXT, EngineConfig, Mode, SamplingParams
+from sharesd.config import MODES as ALL_MODES
 
 if TYPE_CHECKING:
     from benchmark.studies.interleave import Comparison
 
-MODES = ("share", "suffix", "recycle", "classic", *HEADS, "hybrid")
+MODES = tuple(mode for mode in ALL_MODES if mode != "naive")
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 5
 LEAST_SPEEDUP = 0.98
 """Below this a cell counts as lost."""
@@ -78,14 +80,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
-    parser.set_defaults(max_context=None)
     group = parser.add_argument_group("grid")
     group.add_argument(
         "--modes",
         dest="mode",
         default="all",
         metavar="LIST",
-        help=f"what is measured against naive, with commas; all: {', '.join(MODES)} (of heads the one that is given)",
+        help=f"what is measured against naive, with commas; all: {', '.join(MODES)} (of heads those that there are)",
     )
     group.add_argument(
         "--contexts", type=arguments.numbers, default="200,2000,6000", metavar="LIST", help="tokens of prompts"
@@ -122,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     modes = tuple(mode for mode in options.modes_of(args, default=MODES) if mode != "naive")
     if not modes:
         raise ValueError("--modes is naive alone, which is what the others are measured against; add another mode")
-    plain = argparse.Namespace(**{**vars(args), "max_context": args.max_context or 16})
+    given = None if args.max_context == "auto" else args.max_context
+    plain = argparse.Namespace(**{**vars(args), "max_context": given or FEWEST_CONTEXT})
     config = options.engine_config(plain, modes=modes)
     samplings = [
         SamplingParams(temperature=temperature, seed=args.seed, max_new_tokens=args.max_new_tokens)
@@ -140,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
     out_dir = arguments.out_folder(args.out_dir, "grid")
     prompts, others = _prompts(config, questions, most, args.contexts, args.filler)
     needed = args.max_new_tokens + max(len(prompt) for group in prompts.values() for prompt in group)
-    if args.max_context is not None and args.max_context < needed:
-        raise ValueError(f"--max-context is {args.max_context} and {needed} are needed; drop it or raise it")
-    config = replace(config, max_context=args.max_context or needed)
+    if given is not None and given < needed:
+        raise ValueError(f"--max-context is {given} and {needed} are needed; drop it or raise it")
+    config = replace(config, max_context=given or needed)
     cells: list[Cell] = []
     report: dict[str, Any] = {}
     for batch, num_asked in asked.items():
@@ -185,7 +187,7 @@ def measure(
 
     with loading_bars() as progress:
         runtime = Runtime(config, modes, progress=progress)
-    if runtime.max_context < config.max_context:
+    if runtime.max_context < config.planned_context:
         raise ValueError(
             f"prompts and answers take up to {config.max_context} tokens and the model's context is "
             f"{runtime.max_context}; lower --contexts"
@@ -251,19 +253,21 @@ def verdict_of(cells: Sequence[Cell]) -> list[str]:
     points: dict[tuple, dict[str, float]] = {}
     for cell, speedup in known:
         points.setdefault((cell.context, cell.batch, cell.temperature), {})[cell.mode] = speedup
-    shares = {
-        point: by_mode["hybrid"] / max(speedup for mode, speedup in by_mode.items() if mode != "hybrid")
-        for point, by_mode in points.items()
-        if "hybrid" in by_mode and len(by_mode) > 1
-    }
-    if shares:
+    for chooser in MIXING:
+        shares = {
+            point: by_mode[chooser] / max(single)
+            for point, by_mode in points.items()
+            if chooser in by_mode and (single := [by_mode[mode] for mode in by_mode if mode not in MIXING])
+        }
+        if not shares:
+            continue
         behind = [
             f"{context} tokens B={batch} T={temperature:g}: {share:.2f}"
             for (context, batch, temperature), share in shares.items()
             if share < LEAST_OF_BEST
         ]
         lines.append(
-            f"hybrid below {LEAST_OF_BEST} of the best single drafter at {len(behind)} of {len(shares)} points"
+            f"{chooser} below {LEAST_OF_BEST} of the best single drafter at {len(behind)} of {len(shares)} points"
             f"{': ' if behind else ''}{'; '.join(behind)}"
         )
     differing = [_place(cell) for cell in cells if not cell.identical]
@@ -339,7 +343,7 @@ def _report(args: argparse.Namespace, config: EngineConfig, modes: Sequence[Mode
             "model": model_name(config.target),
             "draft": config.draft,
             "modes": list(modes),
-            "hybrid_with": list(config.mixed),
+            "hybrid_with": list(config.drafters_of("hybrid")),
             "corpus": config.corpus_file.name if config.corpus_file else "empty",
             "recycle_table": config.table_file.name if config.table_file else "empty",
             "contexts": list(args.contexts),

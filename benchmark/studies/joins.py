@@ -66,8 +66,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write joins.json; returns 0."""
     mode: Mode = args.mode
-    config = replace(options.engine_config(args, modes=(mode,)), max_batch=args.rows + 1)
-    if args.prompt_tokens >= config.max_context:
+    config = options.engine_config(args, modes=(mode,))
+    config = replace(config, max_batch=args.rows + 1, max_context=config.planned_context)
+    if args.prompt_tokens >= config.planned_context:
         raise ValueError(
             f"--prompt-tokens is {args.prompt_tokens} and the context holds {config.max_context}; raise --max-context"
         )

@@ -25,7 +25,7 @@ from benchmark.questions.records import write_json
 from benchmark.reports.text import number, size, times
 from quant.config import QuantConfig
 from sharesd.cli.console import console, err_console
-from sharesd.cli.options import DTYPES
+from sharesd.cli.parse_types import DTYPES
 from sharesd.config import DType, EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, parser=parser)
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="MODEL", help="the model that decides (default: the embedded one)")
+    group.add_argument("--target", metavar="MODEL", help="the model that decides (default: the embedded one)")
     group.add_argument(
-        "--speculative-model", metavar="MODEL", help="the model that drafts (default: the model's own quantized self)"
+        "--draft-model", metavar="MODEL", help="the model that drafts (default: the model's own quantized self)"
     )
     group.add_argument("--num-speculative-tokens", type=int, default=5, metavar="K", help="draft tokens per round")
     group.add_argument("--ngram-prompt-lookup-max", type=int, default=3, metavar="N", help="longest match")
@@ -72,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--dtype", choices=(*get_args(DType), *DTYPES), default="auto", help="auto: bfloat16")
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one")
     group.add_argument(
-        "--tensor-parallel-size",
+        "--tensor-parallel",
         type=int,
         default=1,
         metavar="N",
@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("prompts and answers")
     group.add_argument("--demo", choices=DEMOS, default="te", help=", ".join(f"{k}: {v}" for k, v in DEMOS.items()))
     group.add_argument("--template", metavar="FILE", help="demo chat: Jinja chat template (default: the checkpoint's)")
-    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens per answer at most")
+    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens per answer at most")
     group.add_argument("--temperature", type=_number, default=0.0, metavar="T", help="0 = greedy")
     group.add_argument("--seed", type=int, default=0, help="seed of the noise")
     group.add_argument("--save-output", metavar="FILE", default=SAVE_OUTPUT, help="where the results go")
@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
     runtime = load_runtime(config, tuple(ways.values()))
     if needed > runtime.max_context:
         raise ValueError(
-            f"the longest prompt and --max-tokens {params.max_new_tokens} need {needed} tokens, and the model's "
-            f"context holds {runtime.max_context}; lower --max-tokens"
+            f"the longest prompt and --max-new-tokens {params.max_new_tokens} need {needed} tokens, and the model's "
+            f"context holds {runtime.max_context}; lower --max-new-tokens"
         )
     engines = {way: start_engine(runtime, mode, params) for way, mode in ways.items()}
     found = answer_all(engines, texts, prompts, params)
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "device": str(runtime.device),
         "compile": runtime.compile,
-        "tensor_parallel_size": args.tensor_parallel_size,
+        "tensor_parallel_size": args.tensor_parallel,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "max_context": runtime.max_context,
         "quant": str(config.quant),
@@ -230,8 +230,8 @@ def _table(found: Mapping[str, Mapping[str, Any]], title: str) -> Table:
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
-    if args.tensor_parallel_size < 1:
-        raise ValueError(f"--tensor-parallel-size is {args.tensor_parallel_size}; it must be at least 1")
+    if args.tensor_parallel < 1:
+        raise ValueError(f"--tensor-parallel is {args.tensor_parallel}; it must be at least 1")
     if args.num_speculative_tokens < 1:
         raise ValueError(f"--num-speculative-tokens is {args.num_speculative_tokens}; it must be at least 1")
     shortest, longest = args.ngram_prompt_lookup_min, args.ngram_prompt_lookup_max
@@ -243,28 +243,28 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     fraction = args.gpu_memory_utilization
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"--gpu-memory-utilization is {fraction:g}; it must be above 0 and at most 1")
-    if fraction is not None and args.tensor_parallel_size > 1:
+    if fraction is not None and args.tensor_parallel > 1:
         raise ValueError(
-            f"--gpu-memory-utilization is {fraction:g}, which knows one device, and --tensor-parallel-size is "
-            f"{args.tensor_parallel_size}; leave one of them out"
+            f"--gpu-memory-utilization is {fraction:g}, which knows one device, and --tensor-parallel is "
+            f"{args.tensor_parallel}; leave one of them out"
         )
     return EngineConfig(
-        target=args.model,
-        draft=args.speculative_model,
-        mode="share" if args.speculative_model is None else "classic",
+        target=args.target,
+        draft=args.draft_model,
+        mode="share" if args.draft_model is None else "classic",
         num_draft=args.num_speculative_tokens,
         ngram_min=shortest,
         ngram_max=longest,
         dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
         device=args.device,
-        tensor_parallel=args.tensor_parallel_size,
+        tensor_parallel=args.tensor_parallel,
         compile="off" if args.enforce_eager else "auto",
         trust_remote_code=args.trust_remote_code,
     )
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(max_new_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    return SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
 
 
 def _template(args: argparse.Namespace) -> str | None:
@@ -315,7 +315,7 @@ def _with_ends(params: SamplingParams, tokenizer: Tokenizer, template: str | Non
 
 def _longest_context(config: EngineConfig, needed: int) -> int:
     """The usual context, or the longer one that is needed; never more than the draft model can take."""
-    context = max(config.max_context, needed)
+    context = max(config.planned_context, needed)
     if config.draft is None:
         return context
     return min(context, _outline(config.draft, config).max_context)
@@ -341,9 +341,9 @@ def _affordable_context(config: EngineConfig, fraction: float, needed: int) -> i
     if context < needed:
         raise ValueError(
             f"{part}, which besides weights of {size(footprint.weight_bytes)} holds {max(context, 0)} tokens, and the "
-            f"longest prompt needs {needed}; raise it or lower --max-tokens"
+            f"longest prompt needs {needed}; raise it or lower --max-new-tokens"
         )
-    return min(context, config.max_context)
+    return min(context, config.planned_context)
 
 
 def _device_memory(name: str) -> tuple[str, int]:

@@ -22,6 +22,7 @@ from benchmark.questions.job import model_name
 from benchmark.questions.records import replace_file, write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
+from sharesd.cli.pictures import can_draw
 from sharesd.config import TABLES, EngineConfig, Mode, SamplingParams
 from sharesd.device import device_of
 
@@ -140,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
     head, rows = _rows(figures, same)
     title = f"{settings['model']}, {'its own link' if rate is None else f'link {args.link:g} GB/s'}"
     replace_file(out_dir / "offload.md", f"{title}\n\n{markdown_table(head, rows, 2)}\n")
-    draw(out_dir / "offload.png", title, figures)
+    if can_draw("offload.png"):
+        draw(out_dir / "offload.png", title, figures)
     for caption, columns in TABLES_SHOWN.items():
         chosen = [head.index(name) for name in (*NAMES, *columns)]
         caption = f"{title}: {caption}"

@@ -24,7 +24,7 @@ from benchmark.questions.job import model_name
 from benchmark.questions.records import replace_file, write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import FEWEST_CONTEXT, EngineConfig, SamplingParams
 from sharesd.models.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
-    parser.set_defaults(max_context=None)
     group = parser.add_argument_group("scaling")
     lists = {"contexts": "128,512,2048,8192", "widths": "1,2,4,8,16,32,64", "batches": "1,2,4,8"}
     helps = {"contexts": "live tokens per row", "widths": "rows of a verify step", "batches": "sequences at once"}
@@ -106,16 +105,15 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the tables, write scaling.json and scaling.md; returns the exit status."""
     longest = args.contexts[-1]
-    if args.max_context is not None and args.max_context < longest:
-        raise ValueError(
-            f"--max-context is {args.max_context} and --contexts goes to {longest}; drop --max-context or raise it"
-        )
+    given = FEWEST_CONTEXT if args.max_context == "auto" else args.max_context
+    if args.max_context != "auto" and given < longest:
+        raise ValueError(f"--max-context is {given} and --contexts goes to {longest}; drop --max-context or raise it")
     if args.contexts[0] < max(args.widths[-1], DRAFT_STEPS):
         raise ValueError(
             f"--contexts begins with {args.contexts[0]} and a step has up to {max(args.widths[-1], DRAFT_STEPS)} rows; "
             "begin with a context that holds them"
         )
-    plain = argparse.Namespace(**{**vars(args), "max_context": max(longest, args.max_context or 16)})
+    plain = argparse.Namespace(**{**vars(args), "max_context": max(longest, given)})
     config = options.engine_config(plain, modes=("share",))
     if config.given_tree is not None:
         raise ValueError("--tree does not belong here, scaling measures chains; drop it")

@@ -23,6 +23,7 @@ from benchmark.reports.text import number, times
 from benchmark.studies.calibrate import take_turns
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.pictures import can_draw
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.models.progress import Progress, silent
 
@@ -107,12 +108,15 @@ def run(args: argparse.Namespace) -> int:
     report = _report(args, config, found.label, axes, cells)
     write_json(out_dir / "sweep.json", report)
     title = f"{mode} on {found.label}, {report['settings']['model']}"
-    draw(out_dir / "sweep.png", title, mode, axes, cells)
+    drawn = can_draw("sweep.png")
+    if drawn:
+        draw(out_dir / "sweep.png", title, mode, axes, cells)
     console.print(_table(mode, axes, cells))
     for cell in cells:
         if cell.identical < 1:
             err_console.print(f"[bold red]{_label(cell.values)} did not give the tokens of naive everywhere[/]")
-    console.print(f"picture: {out_dir / 'sweep.png'}", markup=False, highlight=False, soft_wrap=True)
+    written = f"picture: {out_dir / 'sweep.png'}" if drawn else f"figures: {out_dir / 'sweep.json'}"
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -128,13 +132,17 @@ def configs_of(config: EngineConfig, axes: Sequence[Axis]) -> list[tuple[dict[st
         raise ValueError("--over names K, which fixes the number of draft tokens, and max-draft; drop one of the two")
     length = next((name for name in names if name in ("K", "max-draft")), None)
     if length and config.num_draft is not None:
-        raise ValueError(f"--num-draft is {config.num_draft} and --over names {length}; drop --num-draft")
+        raise ValueError(
+            f"--num-speculative-tokens is {config.num_draft} and --over names {length}; drop --num-speculative-tokens"
+        )
     if config.given_tree is None and any(name in TREE_PARTS for name in names):
         raise ValueError(f"--over names {names[0]}, but there is no tree; give the other parts, such as --tree 2:4:8")
-    tables = config.mixed if config.mode == "hybrid" else (config.mode,)
+    tables = config.drafters_of(config.mode)
     ngram = next((name for name in names if name.startswith("ngram")), None)
     if ngram and "ngram" not in tables:
-        raise ValueError(f"--over names {ngram}, but no ngram table drafts; use --mode ngram, or hybrid --with ngram")
+        raise ValueError(
+            f"--over names {ngram}, but no ngram table drafts; use --mode ngram, or hybrid --hybrid-drafters ngram"
+        )
     found: list[tuple[dict[str, int], EngineConfig]] = []
     left_out: list[str] = []
     for point in product(*(values for _, values in axes)):

@@ -1,5 +1,5 @@
 """Measures on a GPU which tile is fastest for a shape of weights, and keeps it. Nothing here runs at a start:
-`python -m benchmark gpu --step tiles` does.
+`sharesd bench gpu --step tiles` does.
 
 Another tile may be another order of summation, so what was measured once stays until somebody measures anew.
 """

@@ -1,1 +1,1 @@
-"""`python -m sharesd`, and what other command lines share with it."""
+"""The commands generate, chat and cache, and what other command lines share with it."""

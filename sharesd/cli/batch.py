@@ -23,7 +23,7 @@ from multigpu.replicas import Numbered, Replica, Tasks, start
 from sharesd.cli import options
 from sharesd.cli.answering import answering
 from sharesd.cli.asked import encode
-from sharesd.cli.console import err_console, set_up_logging
+from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.decoding.converse import CHUNK, converse
 from sharesd.models.progress import Progress, silent
@@ -69,27 +69,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where their answers go, as JSON Lines in the same order; run it again to go on after an end of any kind",
     )
-    group.add_argument("--max-batch", type=int, metavar="N", help=f"prompts at once in each process ({MAX_BATCH})")
+    group.add_argument(
+        "--max-batch", type=int, metavar="N", help=f"prompts at once in a process (default: {MAX_BATCH})"
+    )
     options.add_replicas_option(group)
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """ValueError for options that do not fit together."""
-    given = {"--out": args.out, "--max-batch": args.max_batch, "--replicas": args.replicas}
-    name = next((name for name, value in given.items() if value is not None), None)
+    """ValueError for options that do not fit together; a warning for those that change nothing."""
     if args.file is None:
         if not args.prompts:
             raise ValueError("there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE")
-        if name is not None:
-            raise ValueError(f"{name} belongs to prompts in a file; add --prompts FILE, or drop {name}")
+        if args.out is not None:
+            raise ValueError(f"{FLAG} belongs to prompts in a file; add --prompts FILE, or drop {FLAG}")
+        idle = [flag for flag, value in (("--max-batch", args.max_batch), ("--replicas", args.replicas)) if value]
+        if idle:
+            warn(f"{', '.join(idle)}: no effect without --prompts FILE")
         return
     if args.prompts:
         raise ValueError(f"--prompts is {args.file} and a prompt {args.prompts[0]!r} is given; drop one of the two")
     if args.out is None:
         raise ValueError(f"--prompts is {args.file} and there is no --out; add --out FILE for the answers")
-    idle = "--json" if args.json else "--verbose" if args.verbose else None
-    if idle is not None:
-        raise ValueError(f"{idle} has no effect on --prompts, whose answers are JSON Lines; drop it")
+    idle = [flag for flag, value in (("--json", args.json), ("--verbose", args.verbose)) if value]
+    if idle:
+        warn(f"{', '.join(idle)}: no effect with --prompts, whose answers are JSON Lines in {FLAG}")
     if args.max_batch is not None and args.max_batch < 1:
         raise ValueError(f"--max-batch is {args.max_batch}; it must be at least 1")
 

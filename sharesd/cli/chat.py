@@ -1,4 +1,4 @@
-"""A conversation on the terminal: `python -m sharesd chat`.
+"""A conversation on the terminal: `sharesd chat`.
 
 Answers go to stdout, all else to stderr. Each turn reads only what is new: the KV of earlier turns stays in the cache.
 """
@@ -22,7 +22,7 @@ from sharesd.decoding.stats import Stats
 from sharesd.load import Runtime
 
 HELP = {
-    "/mode [naive|share|classic]": "tell the mode, or change it",
+    "/mode NAME": "switch to one that is loaded: {loaded}; /mode alone tells the present one",
     "/system [TEXT]": "set the system prompt, or remove it",
     "/reset": "forget the conversation",
     "/stats": "statistics of the last answer and of each mode",
@@ -166,7 +166,7 @@ class Chat:
     def _help(self) -> None:
         width = max(map(len, HELP))
         for command, meaning in HELP.items():
-            note(f"{command:{width}}  {meaning}")
+            note(f"{command:{width}}  {meaning.format(loaded=', '.join(self._runtime.modes))}")
         note(TIPS)
 
 

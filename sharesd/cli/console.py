@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -72,13 +71,26 @@ def set_up_logging(level: str) -> None:
     """
     if level.upper() not in LEVELS:
         raise ValueError(f"LOGLEVEL is {level!r}; choose one of {', '.join(LEVELS)}")
-    handler = RichHandler(console=err_console, show_path=False, show_time=False)
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    handler.setLevel(level.upper())
+    handler = _Lines(level.upper())
+    handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name in PACKAGES:
         logging.getLogger(name).setLevel(level.upper())
+
+
+def warn(text: str) -> None:
+    """Say in one line on stderr what has no effect, or is done in another way than one might think."""
+    log.warning(text)
+
+
+class _Lines(logging.Handler):
+    """Messages on stderr, above progress bars; one line each, however long."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        name = "" if record.levelno == logging.WARNING else f"{record.name}: "
+        text = f"{record.levelname.lower()}: {name}{self.format(record)}"
+        err_console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

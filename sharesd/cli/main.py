@@ -1,4 +1,4 @@
-"""The command line: `python -m sharesd generate | chat | cache`.
+"""The command line of `sharesd generate | chat | cache`.
 
 torch is imported only once all arguments are known to be right.
 """
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from textwrap import shorten
+from typing import Any
 
-from sharesd import __version__
 from sharesd.cli import batch
 from sharesd.cli import cache as cache_command
 from sharesd.cli.asked import encode
@@ -30,25 +30,27 @@ from sharesd.cli.options import (
     parse,
     sampling_params,
 )
-from sharesd.config import HEADS, MODES, Mode
+from sharesd.config import MODES, TABLES, Mode
 
+PROG = "python -m sharesd"
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells expect it."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run a command line; returns the exit status."""
-    return main_guard(lambda: _run(argv))
+    return main_guard(lambda: _run(argv, prog))
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    args = parse(_parser(), argv)
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    args = parse(make_parser(prog), argv)
     return args.run(args)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m sharesd", description="Lossless speculative decoding with one shared model.")
-    parser.add_argument("--version", action="version", version=_version())
+def make_parser(prog: str = PROG) -> Parser:
+    """The parser; `prog` is what the program was started as."""
+    parser = Parser(prog=prog, description="Lossless speculative decoding with one shared model.")
+    parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
 
     generate = commands.add_parser(
@@ -92,18 +94,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    return f"sharesd {__version__}, torch {metadata.version('torch')}, transformers {metadata.version('transformers')}"
+class _Version(argparse.Action):
+    """Prints what is installed, and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show versions, and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """Our version and those of what computes."""
+    from sharesd import __version__
+
+    return f"sharesd {__version__}, torch {_installed('torch')}, transformers {_installed('transformers')}"
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _generate(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     system = getattr(args, "system", None)
     if args.raw and system is not None:
-        raise ValueError("--system has no effect on --raw; drop one of the two")
+        raise ValueError("--system is not heeded with --raw, which takes no template; drop one of the two")
     batch.check_options(args)
     if args.logprobs and not args.json and args.file is None:
-        raise ValueError("--logprobs has no effect on plain text; add --json or drop --logprobs")
+        raise ValueError("--logprobs cannot be shown as plain text; add --json or drop --logprobs")
     params = replace(sampling_params(args), logprobs=args.logprobs)
     config = engine_config(args, modes=(mode,))
     if args.file is not None:
@@ -150,10 +173,9 @@ def _read_prompts(given: Sequence[str]) -> list[str]:
 def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
-    # A model of its own is loaded where asked for, and so is a head.
-    asked = {"classic": mode == "classic" or hasattr(args, "draft")}
-    asked |= {name: name == mode or name in modes_of_heads(args) for name in HEADS}
-    modes: tuple[Mode, ...] = tuple(m for m in MODES if asked.get(m, True))  # type: ignore[misc]
+    # Whatever needs weights besides the target's is loaded only where it is asked for.
+    asked = {mode, *modes_of_heads(args), *(["classic"] if hasattr(args, "draft") else ())}
+    modes: tuple[Mode, ...] = tuple(m for m in MODES if m in asked or m == "naive" or m in TABLES)  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 
     from sharesd.cli.start import load_runtime

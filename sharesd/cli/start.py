@@ -33,9 +33,12 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
     with err_console.status("importing torch"):
         from sharesd.load import Runtime
     with loading_bars() as progress:
-        return Runtime(
+        runtime = Runtime(
             config, modes, progress=progress, planned=lambda plan: err_console.print(plan_table(plan.reasons))
         )
+    if runtime.auto is not None:
+        err_console.print(str(runtime.auto), style="dim", highlight=False, markup=False, soft_wrap=True)
+    return runtime
 
 
 def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:

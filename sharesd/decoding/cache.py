@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compile.attention import new_kv, round_slots, row_keeper, unpack_kv
+from compile.attention import kv_layout, new_kv, round_slots, row_keeper, unpack_kv
 from compile.pages import zeros_like
 from compile.places import keep_places
 from multigpu.pipeline import Split
@@ -49,12 +49,13 @@ class StaticKVCache:
         self.slots = round_slots(slots)
         device = torch.device(device) if split is None else split.home
         places = [device if split is None else split.device_of(layer) for layer in range(len(shapes))]
+        new = kv_layout if device.type == "cpu" else new_kv
         pairs = [
-            new_kv(batch, heads, self.slots, size, dtype, place, plain=plain)
+            new(batch, heads, self.slots, size, dtype, place, plain=plain)
             for (heads, size), place in zip(shapes, places, strict=True)
         ]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
-        if device.type == "cpu":
+        if device.type == "cpu":  # memory that is not touched before tokens come
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
         self.taps = tuple(taps)
@@ -62,7 +63,10 @@ class StaticKVCache:
         self.features: Tensor | None = None
         """[B, S, F]: the hidden states of each slot's token, of all depths behind each other; None = nobody asked."""
         if taps:
-            self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=device)
+            on = "meta" if device.type == "cpu" else device
+            self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=on)
+            if device.type == "cpu":
+                [self.features] = zeros_like([self.features])
         self._split = split
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]

@@ -81,16 +81,31 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
 
 
 def warm_up_each_kind(engine: Engine) -> None:
-    """Capture rounds of all kinds that requests may make up together, where rounds are captured: whoever asks for
-    something first shall not wait for that, and neither shall others. (Not with grammars, which are rare, and not of
+    """Run rounds of all kinds that requests may make up together: whoever asks for something first shall not wait until
+    that is captured or compiled, and neither shall others. (Not with grammars, which are rare, and not of
     other acceptance than `match`, for which all requests must be alike.) What rounds take was measured with one kind.
     """
     if engine.graphs is None:
+        _choose_each_way(engine)
         return
     for temperature, bias, logprobs in product((0.0, 1.0), ({}, {0: 0.0}), (False, True)):
         params = SamplingParams(max_new_tokens=1, temperature=temperature, logit_bias=bias, logprobs=logprobs)
         engine.generate([[0]], params)  # a first token, which no round makes
         _capture(engine, params)
+    engine.forget()
+
+
+def _choose_each_way(engine: Engine) -> None:
+    """Choose tokens in all ways, where nothing is captured: kernels that do so are built or compiled when first used.
+    Not where weights travel, whose passes take long.
+    """
+    if engine.offloaded:
+        return
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            max_new_tokens=3, temperature=temperature, top_k=4, top_p=0.9, min_p=0.01, logprobs=True, top_logprobs=1
+        )
+        engine.generate([[0]], params)
     engine.forget()
 
 
@@ -315,7 +330,7 @@ def _read(file: Path) -> list[Costs]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is measured again, it cannot be read (%s: %s)", file, type(error).__name__, error)
+        log.warning("%s is measured again, it cannot be read (%s)", file, repr(error))
         return []
 
 

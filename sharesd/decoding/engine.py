@@ -180,8 +180,7 @@ class Engine:
         num_ahead = len(self._waiting) - len(self._slots.free) + 1
         if self.max_queue is not None and num_ahead > self.max_queue:
             raise QueueFull(f"{len(self._waiting)} requests wait and the queue holds {self.max_queue}; try again later")
-        ids = self._encode(prompt)
-        self._check(params)
+        ids = self.check(prompt, params)
         sampling.check_alike([params, *(request.params for request in self._requests)])
         if all(request.call is not None for request in self._requests):
             self._take_cache()
@@ -204,10 +203,14 @@ class Engine:
             chunks = self._read(whole=False)
             return [*chunks, *self._round()] if others or not chunks else chunks  # first tokens go out at once
         except BaseException:
-            for request in self._requests:
-                self.cancel(request)
-            self._reader.request, self._flight = None, None
+            self.cancel_all()
             raise
+
+    def cancel_all(self) -> None:
+        """All requests end where they are; what was launched for them is forgotten."""
+        for request in self._requests:
+            self.cancel(request)
+        self._reader.request, self._flight = None, None
 
     def cancel(self, request: Request) -> None:
         """The request ends where it is, without a reason, and no chunk of it follows. Its row is free at once."""
@@ -263,6 +266,12 @@ class Engine:
 
     # ---- what comes in
 
+    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt that `add` would take with these parameters; ValueError as there."""
+        ids = self._encode(prompt)
+        self._check(params)
+        return ids
+
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -295,6 +304,7 @@ class Engine:
         reuse = reuse and not params.prompt_logprobs
         request = Request(ids, params, index, checker, self._new_stats(), matcher=matcher, reuse=reuse, call=call)
         request.stats.accept_lengths.append([])
+        request.stats.prompt_tokens = len(ids)
         self._waiting.append(request)
         self.stats.prompt_tokens += len(ids)
         return request
@@ -331,7 +341,7 @@ class Engine:
     def _read(self, *, whole: bool) -> list[TokenChunk]:
         """Read a piece of a prompt; with `whole`, all prompts that get a row. Returns the first tokens of answers."""
         chunks: list[TokenChunk] = []
-        started = time.perf_counter()
+        started = began = time.perf_counter()
         reader, self._has_read = self._reader, False
         while reader.request or (self._waiting and self._slots.free):
             request = reader.request or self._admit()
@@ -340,6 +350,8 @@ class Engine:
             if logits_1V is not None:
                 self._stale = True
                 chunks.append(self._first_token(request, logits_1V))
+            began, before = time.perf_counter(), began
+            request.stats.prefill_s += began - before
             if not whole:
                 break
         self.stats.prefill_s += time.perf_counter() - started
@@ -468,8 +480,6 @@ class Engine:
                 each.count_round(num_drafted, num_new - 1, len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
-        stats.steps += 1
-        stats.draft_steps += tree.num_steps
         draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
         overhead_s = time.perf_counter() - started - draft_s - verify_s
         CREW.worked(draft_s + verify_s + overhead_s, policy.expected(tree))
@@ -478,9 +488,9 @@ class Engine:
         policy.record(tree, accepted_of, draft_s, verify_s + overhead_s, moved)
         if not num_nodes:
             self._reader.took(draft_s + verify_s + overhead_s)
-        stats.draft_s += draft_s
-        stats.verify_s += verify_s
-        stats.overhead_s += time.perf_counter() - started - draft_s - verify_s
+        overhead_s = time.perf_counter() - started - draft_s - verify_s
+        for each in (stats, *(request.stats for request in live)):
+            each.count_step(tree.num_steps, draft_s, verify_s, overhead_s)
         self._note_traffic()
         return chunks
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sharesd.decoding.request import Request
+from sharesd.decoding.stats import Stats
 from sharesd.decoding.stops import FinishReason
 
 Source = Literal["target", "accepted", "recovered", "bonus"]
@@ -54,6 +55,8 @@ class Completion:
     """Of the prompt's tokens but the first, if asked for."""
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: FinishReason | None = None
+    stats: Stats | None = field(default=None, compare=False)
+    """Counts and times of its request; None before the first chunk."""
 
     def add(self, chunk: TokenChunk) -> None:
         """Append a chunk of this prompt."""
@@ -67,4 +70,4 @@ class Completion:
             self.top_logprobs = (self.top_logprobs or []) + chunk.top_logprobs
         self.prompt_logprobs = chunk.request.prompt_logprobs
         self.prompt_top_logprobs = chunk.request.prompt_top_logprobs
-        self.finish_reason = chunk.finish_reason
+        self.finish_reason, self.stats = chunk.finish_reason, chunk.request.stats

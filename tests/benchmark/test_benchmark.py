@@ -316,7 +316,7 @@ def answers(mode: str) -> list[str]:
 class TestCommand:
     def test_all_modes(self, run: Run, model: Path, tmp_path: Path) -> None:
         head = make_head(tmp_path / "head", decoder_config(model), "eagle3", dtype=torch.bfloat16)
-        status, out, err = run("--runs", "2", "--log-dir", "logs", "--head", str(head))
+        status, out, err = run("--runs", "2", "--log-dir", "logs", "--draft-head", str(head))
         assert status == 0, err
         assert "report: out/report.md" in out and "Warning" not in err
         names = {path.name for path in Path("out").iterdir()}
@@ -377,7 +377,7 @@ class TestCommand:
 
         before = Path("out/answers-naive.jsonl").read_bytes()
         CREW._set(1)  # a busy neighbour keeps a thread from work
-        status, _, err = run("--resume", "--num-draft", "3")
+        status, _, err = run("--resume", "--num-speculative-tokens", "3")
         assert status == 2 and err.startswith("error: --resume: num_draft was 'auto' in out and is 3 now;")
         status, _, err = run()
         assert status == 2 and "out holds run.json already; add --resume" in err
@@ -406,9 +406,7 @@ class TestCommand:
         assert [path.name for path in Path("out").iterdir()] == ["run.json"]
 
     def test_one_mode_sampled(self, run: Run) -> None:
-        status, _, err = run(
-            "--mode", "sd-share", "--do-sample", "--temp", "0.7", "--seed", "3", "--num-questions", "1"
-        )
+        status, _, err = run("--mode", "sd-share", "--temperature", "0.7", "--seed", "3", "--num-questions", "1")
         assert status == 0, err
         found = read_summary()
         assert found["settings"]["modes"] == ["share"] and found["settings"]["sampling"]["temperature"] == 0.7
@@ -427,21 +425,19 @@ class TestCommand:
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
             (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, parallel, glide, ngram"),
             (["--mode", "naive,"], "mode is ''"),
-            (["--mode", "naive", "--draft", "x"], "--draft is 'x' but no mode is classic"),
-            (["--temp", "0.5"], "--temp has no effect on greedy decoding; add --do-sample"),
-            (["--top-k", "5"], "--top-k has no effect on greedy decoding"),
-            (["--do-sample", "--temp", "0"], "--do-sample with --temp 0 contradict each other"),
-            (["--do-sample", "--temp", "-1"], "temperature is -1.0"),
-            (["--do-sample", "--temp", "nan"], "'nan' is not a number"),
-            (["--do-sample", "--top-p", "2"], "top_p is 2.0"),
+            (["--mode", "naive", "--draft-model", "x"], "--draft-model is 'x' but no mode is classic"),
+            (["--do-sample", "--temperature", "0"], "--do-sample and --temperature 0 contradict each other"),
+            (["--temperature=-1"], "temperature is -1.0"),
+            (["--temperature", "nan"], "'nan' is not a number"),
+            (["--temperature", "1", "--top-p", "2"], "top_p is 2.0"),
             (["--seed", "-1"], "seed is -1"),
             (["--seed", "9" * 5000], "is not a whole number"),
-            (["--num-draft", "0"], "num_draft is 0"),
+            (["--num-speculative-tokens", "0"], "num_draft is 0"),
             (["--max-new-tokens", "0"], "max_new_tokens is 0"),
             (["--max-new-tokens", "500"], "the context holds 256; raise --max-context or lower --max-new-tokens"),
             (["--max-context", "1"], "max_context is 1"),
-            (["--quant", "hqq:5"], "bits (hqq) is 5"),
-            (["--quant", "awq"], "quantization is 'awq'"),
+            (["--draft-quant", "hqq:5"], "bits (hqq) is 5"),
+            (["--draft-quant", "awq"], "quantization is 'awq'"),
             (["--quant-skip", "heads=1"], "quantization skip is 'heads=1'"),
             (["--dtype", "int8"], "argument --dtype: 'int8' is none of auto, bfloat16"),
             (["--device", "tpu"], "device is 'tpu'"),
@@ -471,7 +467,7 @@ class TestCommand:
         vocab = tokens["model"]["vocab"]
         vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
         (other / "tokenizer.json").write_text(json.dumps(tokens))
-        status, _, err = run("--draft", str(other))
+        status, _, err = run("--draft-model", str(other))
         assert status == 2 and "the draft model has another vocabulary" in err.splitlines()[-1]
         assert not Path("out").exists()
 

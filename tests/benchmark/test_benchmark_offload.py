@@ -42,7 +42,7 @@ def test_what_does_not_fit_travels_and_texts_are_the_same(
     [
         (["--link", "0"], "give a number above 0"),
         (["--memory", "1,-2"], "give a number above 0"),
-        (["--host-memory", "1GB"], "--memory has several; drop them"),
+        (["--cpu-memory-limit", "1GB"], "--memory has several; drop them"),
     ],
 )
 def test_mistakes_cost_a_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Choosing a quantization by measuring, keeping the choice, and `--quant auto`, which uses it."""
+"""Choosing a quantization by measuring, keeping the choice, and `--draft-quant auto`, which uses it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def config_of(*argv: str) -> EngineConfig:
 def test_settings_are_measured_and_the_best_is_kept(
     tiny: Path, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--num-questions", "2", "--max-new-tokens", "12", "--max-context", "512", "--max-draft", "4"]
+    sizes = ["--num-questions", "2", "--max-new-tokens", "12", "--max-context", "512", "--max-speculative-tokens", "4"]
     argv = ["calibrate", "--target", str(tiny), "--quants", "hqq:8:64,hqq:4:64+head=4"]
-    assert main([*argv, "--quant", "hqq:4:64", "--keep", "down", *sizes, "--out-dir", str(tmp_path / "out")]) == 0
+    assert main([*argv, "--draft-quant", "hqq:4:64", "--keep", "down", *sizes, "--out-dir", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "calibration.json").read_text())
     measured = report["measured"]
     assert [each["quant"] for each in measured] == ["hqq:8:64", "hqq:4:64,head=4", "hqq:4:64 skip proj=down"]
@@ -66,9 +66,9 @@ def test_settings_are_measured_and_the_best_is_kept(
     entry = json.loads(file.read_text())
     assert str(QuantConfig.parse(entry["quant"], entry["skips"])) == best["quant"]
     assert entry["facts"]["alpha"] == best["alpha"]
-    assert str(config_of("--target", str(tiny), "--quant", "auto").quant) == best["quant"]
+    assert str(config_of("--target", str(tiny), "--draft-quant", "auto").quant) == best["quant"]
     out = capsys.readouterr().out
-    assert " * " in out and f"--quant auto now uses {best['quant']}" in out
+    assert " * " in out and f"--draft-quant auto now uses {best['quant']}" in out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["calibration.json"]
 
 
@@ -158,12 +158,12 @@ def test_an_entry_that_cannot_be_read_is_ignored(content: str | bytes, caplog: p
     assert f"{file} is ignored" in caplog.text and len(caplog.records) == 1
 
 
-# --quant auto
+# --draft-quant auto
 
 
 def test_auto_falls_back_to_the_default_and_says_so(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sharesd.settings"):
-        config = config_of("--target", str(tiny), "--quant", "auto")
+        config = config_of("--target", str(tiny), "--draft-quant", "auto")
     default = config_of("--target", str(tiny))
     assert config == replace(default, offload=replace(default.offload, choose_bits=False))  # bits were asked for
     [record] = caplog.records
@@ -175,14 +175,19 @@ def test_auto_takes_what_was_measured_for_dtype_and_device(tiny: Path, caplog: p
     quant = QuantConfig.parse("hqq:8:64", ["proj=o"])
     remember(place_of(EngineConfig(target=str(tiny), device="cpu")), quant, {})
     with caplog.at_level(logging.INFO, "sharesd.settings"):
-        assert config_of("--target", str(tiny), "--quant", "auto", "--device", "cpu", "--dtype", "bf16").quant == quant
+        assert (
+            config_of("--target", str(tiny), "--draft-quant", "auto", "--device", "cpu", "--dtype", "bf16").quant
+            == quant
+        )
     assert "measured best" in caplog.text
-    assert config_of("--target", str(tiny), "--quant", "auto", "--device", "cpu", "--dtype", "fp32").quant == DEFAULT
+    assert (
+        config_of("--target", str(tiny), "--draft-quant", "auto", "--device", "cpu", "--dtype", "fp32").quant == DEFAULT
+    )
 
 
 def test_auto_leaves_nothing_to_skip(tiny: Path) -> None:
-    with pytest.raises(ValueError, match="--quant auto chooses what to skip, and --quant-skip is 'proj=o'; drop"):
-        config_of("--target", str(tiny), "--quant", "auto", "--quant-skip", "proj=o")
+    with pytest.raises(ValueError, match="--draft-quant auto chooses what to skip, and --quant-skip is 'proj=o'; drop"):
+        config_of("--target", str(tiny), "--draft-quant", "auto", "--quant-skip", "proj=o")
 
 
 def test_a_place_names_processor_and_version(tiny: Path) -> None:

@@ -39,7 +39,7 @@ def compare(tiny: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 def test_all_modes_are_exact(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     modes = ("classic", "share", "ngram", "suffix")
-    status, report = compare(tiny, tmp_path / "out", "--num-draft", "1,3", "--mode", ",".join(modes))
+    status, report = compare(tiny, tmp_path / "out", "--num-speculative-tokens", "1,3", "--mode", ",".join(modes))
     assert status == 0 and report["identical"] is True
     seen = [(c["mode"], c["num_draft"], c["temperature"], c["seed"]) for c in report["cases"]]
     ways = ((0, 0), (1, 0), (1, 1))  # greedy decoding knows no seeds
@@ -64,7 +64,7 @@ def test_a_wrong_acceptance_rule_is_found(
 
     right = sampler.accept_match
     monkeypatch.setattr(sampler, "accept_match", credulous)
-    options = ("--mode", "share", "--quant", "hqq:2:64", "--num-draft", "2", "--temps", "0")
+    options = ("--mode", "share", "--draft-quant", "hqq:2:64", "--num-speculative-tokens", "2", "--temperatures", "0")
     status, report = compare(tiny, tmp_path, *options)
     assert status == 1 and report["identical"] is False
     [case] = report["cases"]
@@ -129,8 +129,8 @@ def test_first_difference() -> None:
     ("options", "message"),
     [
         (["--mode", "naive"], "--mode is naive alone"),
-        (["--num-draft", "0,1"], "num_draft is 0"),
-        (["--temps=-1"], "temperature is -1"),
+        (["--num-speculative-tokens", "0,1"], "num_draft is 0"),
+        (["--temperatures=-1"], "temperature is -1"),
         (["--seeds=-1"], "seed is -1"),
         (["--questions", "none.jsonl"], "cannot read questions from none.jsonl"),
         (["--out-dir", "taken/x"], "--out-dir taken/x cannot be made"),
@@ -153,6 +153,6 @@ def test_mistakes_cost_a_line(
 
 def test_lists_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["exact", "--num-draft", "1,x"])
+        main(["exact", "--num-speculative-tokens", "1,x"])
     assert "'1,x' is not a list of numbers such as 1,2" in capsys.readouterr().err
     assert exact._list_of(int)("2,1,2") == (2, 1)

@@ -37,7 +37,7 @@ def grid(tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
 
 def test_every_cell_is_measured(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     axes = ("--contexts", "900,100", "--batches", "1,2", "--temperatures", "0,1")
-    drafts = ("--modes", "ngram,hybrid", "--with", "suffix,ngram", "--max-draft", "2")
+    drafts = ("--modes", "ngram,hybrid", "--hybrid-drafters", "suffix,ngram", "--max-speculative-tokens", "2")
     report = grid(tiny, tmp_path / "out", *axes, *drafts, "--busy", "1")
     cells = report["cells"]
     points = [tuple(cell[name] for name in ("batch", "context", "temperature", "mode")) for cell in cells]

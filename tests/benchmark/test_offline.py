@@ -49,7 +49,7 @@ def run(model: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*args: str) -> tuple[int, str, str]:
         """Status, stdout and stderr of `offline` on the tiny model."""
         try:
-            status = main(["offline", "--model", str(model), "--enforce-eager", "--max-tokens", "8", *args])
+            status = main(["offline", "--target", str(model), "--enforce-eager", "--max-new-tokens", "8", *args])
         except SystemExit as stop:
             assert isinstance(stop.code, int)
             status = stop.code
@@ -97,7 +97,7 @@ def test_prompts() -> None:
 def test_second_model_sampled(run: Run, plain: Path) -> None:
     """Its context of 300 tokens is shorter than the usual one, and long enough."""
     status, _, err = run(
-        *("--speculative-model", str(plain), "--temperature", "0.8", "--seed", "3", "--save-output", "x.json")
+        *("--draft-model", str(plain), "--temperature", "0.8", "--seed", "3", "--save-output", "x.json")
     )
     assert status == 0, err
     found = results("x.json")
@@ -114,7 +114,7 @@ def test_texts_that_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = sampler.accept_match
     monkeypatch.setattr(sampler, "accept_match", credulous)
-    status, out, err = run("--max-tokens", "24")
+    status, out, err = run("--max-new-tokens", "24")
     assert status == 1 and "the texts of prompts" in err and "equal" not in out
     assert results()["equal"] is False
 
@@ -129,7 +129,7 @@ def test_differing() -> None:
 
 def test_template(run: Run, model: Path, plain: Path) -> None:
     Path("mine.jinja").write_text("{% for m in messages %}Q: {{ m.content }}{% endfor %}<|im_end|>A:")
-    status, _, err = run("--demo", "chat", "--template", "mine.jinja", "--model", str(plain))
+    status, _, err = run("--demo", "chat", "--template", "mine.jinja", "--target", str(plain))
     assert status == 0, err
     tokenizer = load_tokenizer(plain)
     ids = offline._encode(tokenizer, "why", "chat", CHAT_TEMPLATE)
@@ -167,7 +167,7 @@ class TestMemory:
         status, _, err = run("--gpu-memory-utilization", "0.5")
         assert status == 0, err
         assert results()["settings"]["max_context"] == 320 - 2 * fixed_width("cpu", 5)
-        status, _, err = run("--gpu-memory-utilization", "0.5", "--max-tokens", "290")
+        status, _, err = run("--gpu-memory-utilization", "0.5", "--max-new-tokens", "290")
         assert status == 2 and "holds 302 tokens, and the longest prompt needs" in err
         status, _, err = run("--gpu-memory-utilization", "0.1")
         assert status == 2 and "raise it or use a smaller model" in err and err.count("\n") == 1
@@ -195,20 +195,20 @@ class TestMemory:
     ("args", "complaint"),
     [
         (["--demo", "fr"], "invalid choice: 'fr'"),
-        (["--max-tokens", "0"], "max_new_tokens is 0"),
-        (["--max-tokens", "600"], "the model's context holds 512; lower --max-tokens"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--max-new-tokens", "600"], "the model's context holds 512; lower --max-new-tokens"),
         (["--temperature", "nan"], "'nan' is not a number"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--seed", "-1"], "seed is -1"),
         (["--num-speculative-tokens", "0"], "--num-speculative-tokens is 0; it must be at least 1"),
         (["--ngram-prompt-lookup-min", "4"], "--ngram-prompt-lookup-min is 4 and --ngram-prompt-lookup-max is 3"),
-        (["--tensor-parallel-size", "0"], "--tensor-parallel-size is 0; it must be at least 1"),
-        (["--tensor-parallel-size", "3"], "the model's 2 key/value heads cannot be shared out evenly; take 2"),
-        (["--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.5"], "leave one of them out"),
+        (["--tensor-parallel", "0"], "--tensor-parallel is 0; it must be at least 1"),
+        (["--tensor-parallel", "3"], "the model's 2 key/value heads cannot be shared out evenly; take 2"),
+        (["--tensor-parallel", "2", "--gpu-memory-utilization", "0.5"], "leave one of them out"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization is 1.5; it must be above 0"),
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization is 0; it must be above 0"),
-        (["--model", "no/such/model"], "no/such/model does not exist"),
-        (["--speculative-model", "no/such/model"], "no/such/model does not exist"),
+        (["--target", "no/such/model"], "no/such/model does not exist"),
+        (["--draft-model", "no/such/model"], "no/such/model does not exist"),
         (["--device", "tpu"], "device is 'tpu'"),
         (["--device", "tpu", "--gpu-memory-utilization", "0.5"], "device is 'tpu'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
@@ -235,5 +235,5 @@ def test_mistakes(run: Run, args: list[str], complaint: str) -> None:
 
 
 def test_no_chat_template(run: Run, plain: Path) -> None:
-    status, _, err = run("--demo", "chat", "--model", str(plain))
+    status, _, err = run("--demo", "chat", "--target", str(plain))
     assert status == 2 and "has no chat template; give one with --template FILE" in err

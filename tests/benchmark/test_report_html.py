@@ -202,7 +202,7 @@ def test_a_measurement_writes_the_page(model: Path, tmp_path: Path, monkeypatch:
     questions = [{"question_id": i, "category": "c", "turns": ["why is the sky blue", "and red"]} for i in (1, 2)]
     Path("q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     modes = ("naive", "share", "hybrid")
-    sizes = ["--max-new-tokens", "24", "--max-context", "256", "--num-draft", "3", "--compile", "off"]
+    sizes = ["--max-new-tokens", "24", "--max-context", "256", "--num-speculative-tokens", "3", "--compile", "off"]
     given = ["--target", str(model), "--questions", "q.jsonl", "--mode", ",".join(modes), "--out-dir", "out"]
     assert main(["mtbench", *given, *sizes]) == 0
     text = Path("out/report.html").read_text()

@@ -31,7 +31,7 @@ def sweep(tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
 
 
 def test_one_setting(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = sweep(tiny, tmp_path / "out", "--mode", "share", "--over", "K=3,1", "--quant", "hqq:8:64")
+    report = sweep(tiny, tmp_path / "out", "--mode", "share", "--over", "K=3,1", "--draft-quant", "hqq:8:64")
     assert [cell["values"] for cell in report["cells"]] == [{"K": 1}, {"K": 3}]
     for cell in report["cells"]:
         assert cell["speedup"] == pytest.approx(cell["tokens_per_second"] / cell["naive_tokens_per_second"])
@@ -41,7 +41,7 @@ def test_one_setting(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "mode share" in out and "tau" in out and out.count("x *") == 1
 
 
-@pytest.mark.parametrize("mode", [("ngram",), ("hybrid", "--with", "share,ngram")])
+@pytest.mark.parametrize("mode", [("ngram",), ("hybrid", "--hybrid-drafters", "share,ngram")])
 def test_two_settings(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: tuple[str, ...]) -> None:
     argv = ("--over", "max-draft=2,4", "--over", "ngram-max=1,3")
     report = sweep(tiny, tmp_path / "out", "--mode", *mode, "--ngram-min", "2", *argv)
@@ -93,7 +93,10 @@ def test_pictures_stand_what_was_not_measured(tmp_path: Path, speedups: tuple[fl
             "--over names K, K; give one setting, or two different",
         ),
         (("--mode", "share", "--over", "K=1", "--over", "max-draft=2"), "drop one of the two"),
-        (("--mode", "share", "--over", "K=1,2", "--num-draft", "3"), "--num-draft is 3 and --over names K; drop"),
+        (
+            ("--mode", "share", "--over", "K=1,2", "--num-speculative-tokens", "3"),
+            "--num-speculative-tokens is 3 and --over names K; drop",
+        ),
         (("--mode", "share", "--over", "tree-budget=8"), "--over names tree-budget, but there is no tree; give"),
         (("--mode", "ngram", "--over", "ngram-min=5,6"), "every point has ngram-min above ngram-max"),
     ],

@@ -30,8 +30,7 @@ NUM = 40
 TOO_LONG = 7
 """Number of a prompt that does not fit."""
 SAMPLED = [
-    "--do-sample",
-    "--temp",
+    "--temperature",
     "1",
     "--seed",
     "5",
@@ -190,10 +189,9 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
     ("args", "message"),
     [
         ([], "there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
-        (["why", "--replicas", "2"], "--replicas belongs to prompts in a file; add --prompts FILE"),
+        (["why", "--out", "x"], "--out belongs to prompts in a file; add --prompts FILE"),
         (["why", "--prompts", "a.txt", "--out", "b"], "--prompts is a.txt and a prompt 'why' is given"),
         (["--prompts", "a.txt"], "--prompts is a.txt and there is no --out"),
-        (["--prompts", "a.txt", "--out", "b", "--json"], "--json has no effect on --prompts"),
         (["--prompts", "none.txt", "--out", "b"], "none.txt cannot be read (No such file or directory)"),
         (["--prompts", "none.json", "--out", "b"], "none.json cannot be read (No such file or directory)"),
         (["--prompts", "/dev/null", "--out", "b"], "/dev/null: no prompts"),

@@ -224,5 +224,5 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
         Runtime(EngineConfig(mode="parallel", heads=(str(tmp_path / "eagle3"),), **given))
     with pytest.raises(ValueError, match="drafts shall be 5 tokens deep and the head guesses 4"):
         Runtime(EngineConfig(mode="parallel", heads=(str(tmp_path / "parallel"),), num_draft=5, **given))
-    assert main(["generate", "a", "--mode", "share", "--head", str(tmp_path / "parallel")]) == 2
+    assert main(["generate", "a", "--mode", "share", "--draft-head", str(tmp_path / "parallel")]) == 2
     assert "no mode is eagle or parallel" in capsys.readouterr().err

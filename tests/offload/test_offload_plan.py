@@ -82,7 +82,9 @@ def test_more_bits_win_where_the_link_is_slow() -> None:
     assert "4 bits 1.7" in next(line.why for line in both.reasons if line.what == "drafts")
     small = make_plan(WIDE, Limits(device=1.2 * GB), rates, [four, eight])
     assert small.bits == 4
-    assert "8 bits needs --host-memory of at least 1.49 GB" in next(r.why for r in small.reasons if r.what == "drafts")
+    assert "8 bits needs --cpu-memory-limit of at least 1.49 GB" in next(
+        r.why for r in small.reasons if r.what == "drafts"
+    )
     often = replace(four, held=steady(0.968))
     assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [often, eight]).bits == 4
 
@@ -141,7 +143,7 @@ def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> Non
     assert max(b - a for a, b in zip((-1, *plan.travelling), (*plan.travelling, 32), strict=True)) == 2
     keeps = Drafter(name="keeps", resident=0, step=0.01, held=steady(0.9), stays=(0, 1, 2, 31))
     assert {0, 1, 2, 31} <= set(make_plan(WIDE, Limits(device=room), rates, [keeps]).resident)
-    with pytest.raises(DoesNotFit, match="keeps: --host-memory of at least 703 MB"):
+    with pytest.raises(DoesNotFit, match="keeps: --cpu-memory-limit of at least 703 MB"):
         make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.block), rates, [keeps])
 
 
@@ -160,11 +162,11 @@ def test_three_tiers() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (Limits(device=0.3 * GB), "--host-memory of at least 479 MB"),
-        (Limits(device=0.3 * GB, host=8 * GB), "--device-memory of at least 479 MB"),
-        (Limits(device=GB, host=0.1 * GB), "--host-memory of at least 113 MB"),
+        (Limits(device=0.3 * GB), "--cpu-memory-limit of at least 479 MB"),
+        (Limits(device=0.3 * GB, host=8 * GB), "--gpu-memory-limit of at least 479 MB"),
+        (Limits(device=GB, host=0.1 * GB), "--cpu-memory-limit of at least 113 MB"),
         (Limits(device=GB, disk=GB), "a disk with 1.8 GB free"),
-        (Limits(device=GB, host=GB, disk=None), "--host-memory of at least 1.29 GB"),
+        (Limits(device=GB, host=GB, disk=None), "--cpu-memory-limit of at least 1.29 GB"),
     ],
 )
 def test_the_smallest_limits_are_told_and_would_do(limits: Limits, message: str) -> None:
@@ -172,7 +174,7 @@ def test_the_smallest_limits_are_told_and_would_do(limits: Limits, message: str)
     with pytest.raises(DoesNotFit, match=message):
         make_plan(WIDE, limits, rates, [])
     told = float(message.split()[-2]) * (1e6 if message.endswith("MB") else 1e9) if "least" in message else 1.8 * GB
-    field = "disk" if "disk" in message else "device" if "--device" in message or limits.host is None else "host"
+    field = "disk" if "disk" in message else "device" if "--gpu" in message or limits.host is None else "host"
     assert make_plan(WIDE, replace(limits, **{field: told}), rates, []).offloads
 
 

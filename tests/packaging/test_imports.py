@@ -21,7 +21,7 @@ ALLOWED = {package: {package} for package in LOW} | {
     "train": {"train", "sharesd", *LOW},
     "serve": {"serve", "sharesd", *LOW},
 }
-"""Package -> packages of this project that it may import: arrows go down only (docs/architecture.md)."""
+"""Package -> packages of this project that it may import: arrows go down only (docs/explanation/architecture.md)."""
 FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

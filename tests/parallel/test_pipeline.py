@@ -380,7 +380,16 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text("hello")
 
     def text(*args: str) -> str:
-        common = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "20", "--num-draft", "3"]
+        common = [
+            "--target",
+            str(folder),
+            "--max-context",
+            "128",
+            "--max-new-tokens",
+            "20",
+            "--num-speculative-tokens",
+            "3",
+        ]
         assert main(["generate", "why is the sky blue", *common, *args]) == 0
         return capsys.readouterr().out
 
@@ -392,8 +401,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             "which have one device each",
         ),
         (["hello", "--devices", "cpu,cpu", "--device-map", "auto"], "give one of the two"),
-        (["hello", "--draft-device", "cpu"], "no mode is classic"),
-        (["hello", "--devices", "cpu,cpu", "--host-memory", "1GB"], "the model is split among devices"),
+        (["hello", "--devices", "cpu,cpu", "--cpu-memory-limit", "1GB"], "the model is split among devices"),
     ):
         try:
             status = main(["generate", "--target", str(folder), *args])
@@ -403,7 +411,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "12", "--num-draft", "2"]
+    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "12", "--num-speculative-tokens", "2"]
     args += ["--stages", "2", "--hop", "3", "--ranks", "3", "--repeats", "1", "--out-dir", str(tmp_path)]
     assert benchmark(["multi", *args]) == 0
     report = json.loads((tmp_path / "multi.json").read_text())
@@ -428,7 +436,7 @@ def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_the_study_of_ranks(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", hidden=128)  # groups of 64 inputs for each of two ranks
-    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "8", "--num-draft", "2"]
+    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "8", "--num-speculative-tokens", "2"]
     assert benchmark(["multi", *args, "--stages", "1", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "multi.json").read_text())
     figures = {(one["place"], one["mode"]): one for one in report["figures"]}

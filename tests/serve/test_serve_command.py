@@ -35,7 +35,7 @@ ORIGIN = "http://[::1]:8080"
     [
         (["--port", "70000"], "ports end at 65535"),
         (["--max-batch", "0"], "max_batch is 0"),
-        (["--max-body", "lots"], "512M or 2G"),
+        (["--max-body", "lots"], "512M, 8GB or 8GiB"),
         (["--shutdown-timeout", "nan"], "not a number of seconds"),
         (["--api-key", ""], "an API key is empty"),
         (["--api-key", "secret "], "spaces at its ends"),

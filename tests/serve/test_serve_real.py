@@ -17,7 +17,7 @@ from serve.command import load_model
 from sharesd import parts, planning
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.grammar import from_choices, from_json_schema, from_lark, from_regex
-from sharesd.load import build
+from sharesd.load import Runtime
 from tests.helpers.served import Served, served
 from tests.helpers.tiny import make_checkpoint
 
@@ -45,7 +45,7 @@ def test_rounds_of_all_kinds_are_ready_before_the_first_request(folder: Path, mo
 
 
 def test_texts_are_those_of_plain_decoding_whatever_runs_beside(folder: Path, server: Served) -> None:
-    plain = build(EngineConfig(target=str(folder), mode="naive", max_batch=2, max_context=256))
+    plain = Runtime(EngineConfig(target=str(folder), mode="naive", max_batch=2, max_context=256)).engine()
     asked: list[dict[str, Any]] = [
         {"prompt": PROMPTS, "n": 2, "seed": seed, "temperature": temperature, "max_tokens": 12 + 3 * seed}
         for seed, temperature in ((1, 0.8), (2, 0.0), (3, 1.2), (4, 0.6))
@@ -77,7 +77,7 @@ SCHEMA = {
 
 
 def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(folder: Path, server: Served) -> None:
-    plain = build(EngineConfig(target=str(folder), mode="naive", max_context=256))
+    plain = Runtime(EngineConfig(target=str(folder), mode="naive", max_context=256)).engine()
     schema = {"type": "json_schema", "json_schema": {"name": "animals", "schema": SCHEMA, "strict": True}}
     asked: list[tuple[dict[str, Any], str]] = [
         ({"response_format": schema}, from_json_schema(SCHEMA)),
@@ -107,7 +107,7 @@ def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(folder:
 
 
 def test_prompts_are_scored_as_evaluation_harnesses_ask_for(folder: Path, server: Served) -> None:
-    plain = build(EngineConfig(target=str(folder), mode="naive", max_context=256))
+    plain = Runtime(EngineConfig(target=str(folder), mode="naive", max_context=256)).engine()
     prompts = [plain.tokenizer.encode(prompt) for prompt in (*PROMPTS, PROMPTS[0])]
     given = {"max_tokens": 1, "temperature": 0, "seed": 1234}
     choices = server.complete(prompts, echo=True, logprobs=1, **given)["choices"]

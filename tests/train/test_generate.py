@@ -348,7 +348,6 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
     [
         (["--temperature", "0,x"], {}, "--temperature is '0,x'; give numbers"),
         (["--temperature", "-1"], {}, "temperature is -1.0; it must be at least 0"),
-        (["--temperature", "0", "--top-p", "0.9"], {}, "--top-p has no effect on greedy decoding"),
         (["--max-batch", "0"], {}, "--max-batch is 0; it must be at least 1"),
         (["--samples", "0"], {}, "--samples is 0; it must be at least 1"),
         (["--samples", "3"], {}, "--samples 3 at --temperature 0,1 answers some records greedily twice"),

@@ -234,22 +234,25 @@ def test_a_model_that_fits_the_device_has_no_plan(tiny: Path, gpu: LateDevice) -
     assert len(found.plan.from_host) == len(found.plan.travelling)
 
 
-def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice) -> None:
+def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice, caplog: pytest.LogCaptureFixture) -> None:
     def refused(message: str, **limits: Any) -> None:
         with pytest.raises(ValueError, match=message):
             plan_for(config_of(tiny, offload=OffloadConfig(**limits)), ("share",))
 
     plan = planned(config_of(tiny, limit_for(tiny, 3, "share")), "share").plan
     limit = limit_for(tiny, 3, "share")
-    with pytest.raises(DoesNotFit, match="--device-memory of at least"):
+    with pytest.raises(DoesNotFit, match="--gpu-memory-limit of at least"):
         plan_for(config_of(tiny, 1000), ("share",))
-    refused("--host-memory of at least", device_memory=limit, host_memory=plan.host_bytes - 1, choose_bits=False)
+    refused("--cpu-memory-limit of at least", device_memory=limit, host_memory=plan.host_bytes - 1, choose_bits=False)
     fits = OffloadConfig(device_memory=limit, host_memory=plan.host_bytes, choose_bits=False)
     assert planned(config_of(tiny, offload=fits), "share").plan == replace(plan, reasons=plan.reasons)
-    refused("--host-memory has no effect: all of the model stays on", host_memory=10**9)
-    refused("--offload-dir has no effect: blocks travel from the host's memory", device_memory=limit, folder="here")
+    idle: dict[str, Any]
+    for idle in ({"host_memory": 10**9}, {"device_memory": limit, "folder": "here"}):
+        caplog.clear()
+        plan_for(config_of(tiny, offload=OffloadConfig(**idle)), ("share",))
+        assert "no effect" in caplog.text
     gpu.free = limit - 1
-    refused("--device-memory is .* free; give less, or end", device_memory=limit)
+    refused("--gpu-memory-limit is .* free; give less, or end", device_memory=limit)
     with pytest.raises(ValueError, match="compile is 'full', and blocks that travel run one by one; take regional"):
         plan_for(config_of(tiny, limit, compile="full"), ("share",))
 

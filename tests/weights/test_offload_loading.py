@@ -188,10 +188,8 @@ def test_tables_may_fill_the_step_however_little_they_promise(tiny: Path, option
 
 
 def test_what_cannot_be_honoured_is_told(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFit, match="--host-memory of at least"):
+    with pytest.raises(DoesNotFit, match="--cpu-memory-limit of at least"):
         plan_for(config_of(tiny, 1000), ("share",))
-    with pytest.raises(ValueError, match="--device-memory has no effect on a CPU"):
-        plan_for(config_of(tiny, offload=OffloadConfig(device_memory=10**9)), ("share",))
     with pytest.raises(ValueError, match="compile is 'off'; offloaded blocks run in the CPU kernel"):
         plan_for(config_of(tiny, 10**9, compile="off"), ("share",))
     with pytest.raises(ValueError, match="offload is off, and a limit"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,23 +27,26 @@ def config_of(*argv: str) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("8GB", 8 * GB), ("1.5GB", 3 * GB // 2), ("8GiB", 2**33), ("512MiB", 2**29), ("2TB", 2000 * GB)],
+    [
+        *(("8GB", 8 * GB), ("1.5GB", 3 * GB // 2), ("8GiB", 2**33), ("512MiB", 2**29), ("2TB", 2000 * GB)),
+        *(("8G", 2**33), ("8gb", 8 * GB), ("512M", 2**29), ("4k", 2**12), ("4000B", 4000)),
+    ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    assert config_of("--host-memory", text).offload.host_memory == num_bytes
-    assert config_of("--device-memory", text).offload.device_memory == num_bytes
+    assert config_of("--cpu-memory-limit", text).offload.host_memory == num_bytes
+    assert config_of("--gpu-memory-limit", text).offload.device_memory == num_bytes
 
 
-@pytest.mark.parametrize("text", ["8", "GB", "8 G", "8gb", "-8GB", "1e3GB", "8GBGB", "infGB"])
+@pytest.mark.parametrize("text", ["8", "GB", "8 G", "8iB", "-8GB", "1e3GB", "8GBGB", "infGB"])
 def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        config_of(f"--host-memory={text}")
-    assert "for example 8GB or 8GiB" in capsys.readouterr().err
+        config_of(f"--cpu-memory-limit={text}")
+    assert "is no size; write for example 512M, 8GB or 8GiB" in capsys.readouterr().err
 
 
 def test_the_plan_chooses_what_nobody_gave() -> None:
     assert config_of().offload == OffloadConfig()
-    given = config_of("--quant", "hqq:4:64,head=4", "--max-draft", "8", "--offload-dir", "here")
+    given = config_of("--draft-quant", "hqq:4:64,head=4", "--max-speculative-tokens", "8", "--offload-dir", "here")
     assert given.offload == OffloadConfig(folder="here", choose_bits=False, choose_depth=False)
     assert (given.quant, given.max_draft) == (EngineConfig().quant, EngineConfig().max_draft)
 
@@ -49,11 +54,8 @@ def test_the_plan_chooses_what_nobody_gave() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--offload", "off", "--host-memory", "1GB"), "offload is off, and a limit or a folder for it is given"),
-        (("--device-memory", "1GB"), "--device-memory has no effect on a CPU"),
-        (("--offload-dir", "here"), "--offload-dir has no effect: all of the model stays in memory"),
-        (("--offload-dir", "here", "--host-memory", "50GB"), "--offload-dir has no effect"),
-        (("--host-memory", "1MB"), "the model does not fit, even with all blocks travelling"),
+        (("--offload", "off", "--cpu-memory-limit", "1GB"), "offload is off, and a limit or a folder for it is given"),
+        (("--cpu-memory-limit", "1MB"), "the model does not fit, even with all blocks travelling"),
     ],
 )
 def test_mistakes_cost_one_line(
@@ -62,6 +64,30 @@ def test_mistakes_cost_one_line(
     folder = make_checkpoint(tmp_path / "tiny")
     assert main(["generate", "hello", "--target", str(folder), "--device", "cpu", *args]) == 2
     assert message in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ({"device_memory": GB}, "--gpu-memory-limit: no effect on a CPU"),
+        ({"folder": "here"}, "--offload-dir: no effect, all of the model stays in memory"),
+        ({"folder": "here", "host_memory": 50 * GB}, "--offload-dir: no effect"),
+    ],
+)
+def test_limits_without_effect_are_a_warning(
+    given: dict[str, Any],
+    warning: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
+    folder = make_checkpoint(tmp_path / "tiny")
+    config = EngineConfig(target=str(folder), device="cpu", offload=OffloadConfig(**given))
+    with caplog.at_level(logging.WARNING, "sharesd"):
+        found = planning.plan_for(config, ("naive",))
+    assert found is None or not found.plan.offloads
+    assert [record.message for record in caplog.records if warning in record.message]
 
 
 @pytest.mark.parametrize("program", [lambda *args: main(["generate", "hello", *args]), lambda *args: serve(args)])

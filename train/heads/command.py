@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from multigpu.ranks import rank_and_world
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.cli.options import DTYPES
+from sharesd.cli.parse_types import DTYPES
 from train.shards import settings_of
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
-    group = parser.add_argument_group("what")
+    group = parser.add_argument_group("input and output")
     group.add_argument("--data", required=True, metavar="DIR", help="answers of the target, as `generate` wrote them")
     group.add_argument("--out-dir", required=True, metavar="DIR", help="for heads (last, best), log and curves")
-    group.add_argument("--target", "-llm", metavar="MODEL", help="its checkpoint (default: what wrote the answers)")
+    group.add_argument("--target", metavar="MODEL", help="its checkpoint (default: what wrote the answers)")
     group.add_argument("--resume", action="store_true", help="go on with the training in --out-dir, if there is one")
     group.add_argument("--dry-run", action="store_true", help="print the plan, from a few steps, and write nothing")
     group = parser.add_argument_group("data")
@@ -112,8 +112,9 @@ def _add_head_options(group: Any, kind: str) -> None:
     group.add_argument(
         "--init",
         metavar="DIR",
-        help="begin as this trained head, with its draft tokens and depths, for example on more answers (default: as "
-        "the target's last block)" + ("; an eagle3 head will do" if kind == "parallel" else ""),
+        help="begin as this trained head, with its draft tokens and depths, for example on more answers (default: "
+        + ("a linear map" if kind == "eagle" else "as the target's last block")
+        + (")" if kind != "parallel" else "); an eagle3 head will do"),
     )
     group.add_argument(
         "--draft-vocab",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from sharesd.cli.pictures import can_draw
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LOG, CURVES, TENSORBOARD = "log.jsonl", "curves.png", "tensorboard"
 SMOOTH = 0.9
@@ -33,6 +36,7 @@ class Journal:
         draft.write_text(text, encoding="utf-8")
         draft.replace(self._path)
         self._board = _tensorboard(folder / TENSORBOARD, step)
+        self._draws = can_draw(CURVES)
 
     def add(self, step: int, **values: Any) -> None:
         """Keep a record."""
@@ -47,8 +51,9 @@ class Journal:
                 self._board.add_scalar(name, number, step)
 
     def draw(self) -> None:
-        """Write the picture anew."""
-        _picture(self.records).savefig(self._curves)
+        """Write the picture anew, where matplotlib is installed."""
+        if self._draws:
+            _picture(self.records).savefig(self._curves)
 
     def close(self) -> None:
         """All is written."""
@@ -74,6 +79,8 @@ def _tensorboard(folder: Path, step: int) -> Any:
 
 
 def _picture(records: Sequence[dict[str, Any]]) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 4), dpi=120, layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     train = [record for record in records if "loss" in record]

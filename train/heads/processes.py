@@ -99,7 +99,7 @@ def join(index: int, number: int, device: str) -> Processes:
     try:
         from accelerate import PartialState
     except ImportError as error:
-        raise ValueError(f"{number} processes need accelerate ({error}); pip install -e '.[train]'") from error
+        raise ValueError(f"{number} processes need accelerate ({error}); run: pip install accelerate") from error
     PartialState(cpu=own.type == "cpu", backend="gloo" if own.type == "cpu" else "nccl", timeout=PATIENCE)
     return Processes(index, number, str(own))
 

@@ -13,7 +13,7 @@ import torch
 
 from sharesd.config import DType, EngineConfig, Mode, SamplingParams
 from sharesd.decoding.costs import Costs
-from sharesd.device import device_of
+from sharesd.device import device_of, warn_untried
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.folder import read_config
@@ -102,7 +102,9 @@ class Session:
         self.recipe = recipe(self.rows)
         folder = resolve(task.target, progress=progress)
         dtype = torch.bfloat16 if task.dtype == "auto" else getattr(torch, task.dtype)
-        target = load_decoder(folder, dtype=dtype, device=device_of(task.device), progress=progress)
+        device = device_of(task.device)
+        warn_untried(device)
+        target = load_decoder(folder, dtype=dtype, device=device, progress=progress)
         if task.max_length > target.max_context:
             raise ValueError(
                 f"--max-length is {task.max_length} and the target takes {target.max_context} tokens; lower it"

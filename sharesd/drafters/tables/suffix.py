@@ -332,7 +332,7 @@ def open_datastore(path: str | Path) -> Datastore:
     try:
         stored = np.load(path, mmap_mode="r")
     except FileNotFoundError as error:
-        raise ValueError(f"{path} does not exist; give a file of `python -m train corpus`") from error
+        raise ValueError(f"{path} does not exist; give a file of `sharesd train corpus`") from error
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(damaged) from error
     if not isinstance(stored, np.ndarray) or stored.dtype != TOKEN or stored.ndim != 2 or len(stored) != 2:

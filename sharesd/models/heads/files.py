@@ -1,6 +1,6 @@
 """Trained heads from and to checkpoint folders, in the layouts that serving engines read.
 
-Of heads that guess in one pass and of GLIDE there are none; docs/training.md has ours.
+There are no public layouts of parallel heads and GLIDE; docs/reference/training.md has ours.
 """
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+"""Values of flags: text in, value out, argparse's error for what is none."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from sharesd import option_values
+from sharesd.option_values import DTYPES
+
+__all__ = [
+    "DTYPES",
+    "SIZES",
+    "dtype",
+    "names",
+    "number",
+    "size",
+    "sizes_of_gpus",
+    "tree",
+    "whole",
+    "whole_or_auto",
+    "window",
+]
+
+_T = TypeVar("_T")
+SIZES = "G and GiB are 2^30 bytes, GB is 10^9; so are M, T and K"
+"""The units of `size`, for help texts."""
+
+
+def size(text: str) -> int:
+    """Bytes of a size such as 2G, 2GiB, 2GB or 512M; small letters do as well."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(I?B)?|B)", text.upper())
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 512M, 8GB or 8GiB")
+    power = " KMGT".index(parts[2] or " ")
+    return int(float(parts[1]) * (1000 if parts[3] == "B" else 1024) ** power)
+
+
+def sizes_of_gpus(text: str) -> tuple[tuple[int, int], ...]:
+    """GPU numbers and bytes: 0=10GB,1=20GB."""
+    sizes: dict[int, int] = {}
+    for part in text.split(","):
+        number, _, of_it = part.strip().partition("=")
+        if not number.isdecimal() or int(number) in sizes:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs and sizes; write for example 0=10GB,1=20GB")
+        sizes[int(number)] = size(of_it)
+    return tuple(sizes.items())
+
+
+def whole(text: str) -> int:
+    """A whole number."""
+    return int(_checked(int, text, "a whole number"))
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    return _checked(float, text, "a number")
+
+
+def whole_or_auto(text: str) -> int | str:
+    """A whole number, or `auto`."""
+    return text if text == "auto" else whole(text)
+
+
+def window(text: str) -> int | str:
+    """A whole number, `auto` or `off`."""
+    return text if text in ("auto", "off") else whole(text)
+
+
+def _shown(convert: Callable[[str], _T]) -> Callable[[str], _T]:
+    """The same, with argparse's error."""
+
+    def shown(text: str) -> _T:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return shown
+
+
+tree, dtype, names = _shown(option_values.tree), _shown(option_values.dtype), option_values.names
+
+
+def _checked(convert: Callable[[str], float], text: str, kind: str) -> float:
+    try:
+        value = convert(text)
+        finite = math.isfinite(value)
+    except (ValueError, OverflowError):
+        finite = False
+    if not finite:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+    return value

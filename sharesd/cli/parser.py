@@ -1,0 +1,87 @@
+"""argparse as all commands use it: one line for a mistake, second names of flags, programs of subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from sharesd.cli.console import main_guard
+
+SECOND_NAMES = {
+    "--target": ("--model", "-llm"),
+    "--draft-model": ("--draft", "-ssm", "--speculative-model"),
+    "--draft-head": ("--head",),
+    "--draft-quant": ("--quant",),
+    "--num-speculative-tokens": ("--num-draft",),
+    "--max-speculative-tokens": ("--max-draft",),
+    "--hybrid-drafters": ("--with",),
+    "--gpu-memory-limit": ("--device-memory",),
+    "--cpu-memory-limit": ("--host-memory",),
+    "--max-context": ("--max-model-len",),
+    "--max-batch": ("--max-num-seqs",),
+    "--max-new-tokens": ("--max-tokens",),
+    "--temperature": ("--temp",),
+    "--temperatures": ("--temps",),
+    "--tensor-parallel": ("--tensor-parallel-size",),
+}
+"""Flag -> names that work in its place in every command which has it, and that no help and no message shows."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, where flags are never abbreviated and a mistake costs one line on stderr and exit status 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does it, with SECOND_NAMES."""
+        for flag, others in SECOND_NAMES.items():
+            action = self._option_string_actions.get(flag)
+            if action is not None:
+                for other in others:  # not in the action's own list, from which help and messages take names
+                    self._option_string_actions.setdefault(other, action)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {' '.join(message.split())}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(2)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not those that say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        idle = action.default is None or action.default is False or action.default in ([], "")
+        return action.help if idle else super()._get_help_string(action)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. A subcommand which sets the default `parser` to itself reports its own unknown flags."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        getattr(args, "parser", parser).error(f"unknown argument {unknown[0]!r}")
+    return args
+
+
+def program(prog: str, description: str, kind: str, modules: Sequence[str] | Mapping[str, str]) -> Parser:
+    """The parser of a program of subcommands, one or more in each module.
+
+    Modules have `add_parser(subparsers)`, which sets the defaults `run` (args -> exit status) and `parser`. Of a
+    mapping each module's one command has the name that is given.
+    """
+    parser = Parser(prog=prog, description=description)
+    subparsers = parser.add_subparsers(metavar=kind, required=True)
+    for module in modules:
+        name = (modules[module],) if isinstance(modules, Mapping) else ()
+        importlib.import_module(module).add_parser(subparsers, *name)
+    return parser
+
+
+def run_command(parser: Parser, argv: Sequence[str] | None) -> int:
+    """Run a subcommand of a `program`; returns the exit status."""
+    args = parse(parser, argv)
+    return main_guard(lambda: args.run(args))

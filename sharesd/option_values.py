@@ -1,0 +1,110 @@
+"""Values of options as texts, for flags and for the keywords of `LLM`; ValueError for what is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from quant.config import QuantConfig
+from sharesd.config import DType, EngineConfig, OffloadConfig, SplitConfig
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names of dtypes."""
+
+
+def whole(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
+def tree(text: str) -> str | tuple[int, ...]:
+    """Three whole numbers, K:DEPTH:BUDGET, or `auto` or `off`."""
+    if text in ("auto", "off"):
+        return text
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise ValueError(f"{text!r} is not K:DEPTH:BUDGET, auto or off; for example 2:4:8")
+    return tuple(map(whole, parts))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas between."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+def dtype(text: str) -> str:
+    """A dtype, by its long or its short name."""
+    name = DTYPES.get(text, text)
+    if name not in get_args(DType):
+        raise ValueError(f"{text!r} is none of {', '.join((*get_args(DType), *DTYPES))}")
+    return name
+
+
+def split(text: str) -> SplitConfig:
+    """Devices between commas, `auto`, or a file with a device map."""
+    if text == "auto" or text.endswith(".json"):
+        return SplitConfig(device_map=text)
+    return SplitConfig(devices=names(text))
+
+
+def engine_config(
+    given: Mapping[str, Any], *, modes: Sequence[str], best: Callable[[EngineConfig], QuantConfig]
+) -> EngineConfig:
+    """The config of these fields of EngineConfig, of which the nested ones may be texts; for the first of `modes`.
+
+    `best` tells what quant `auto` means.
+    """
+    known = [field.name for field in fields(EngineConfig) if field.name != "mode"]
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        near = get_close_matches(unknown, known, n=1)
+        hint = f"take {near[0]}" if near else f"take one of {', '.join(known)}"
+        raise ValueError(f"{unknown} is no option of LLM; {hint}")
+    values = {name: _converted(name, value) for name, value in given.items()}
+    auto = values.get("quant") == "auto"
+    if auto:
+        del values["quant"]
+    if not isinstance(values.get("offload"), OffloadConfig):
+        values["offload"] = _offload(values.get("offload", "auto"), values)
+    mode = "classic" if values.get("draft") is not None and "classic" in modes else modes[0]
+    config = EngineConfig(mode=mode, **values)  # type: ignore[arg-type]
+    return replace(config, quant=best(config)) if auto else config
+
+
+def _offload(when: str, given: Collection[str]) -> OffloadConfig:
+    """A plan chooses what has not been given."""
+    return OffloadConfig(when=when, choose_bits="quant" not in given, choose_depth="max_draft" not in given)  # type: ignore[arg-type]
+
+
+_TEXTS: dict[str, Callable[[str], Any]] = {
+    "tree": tree,
+    "hybrid_with": names,
+    "auto_drafters": names,
+    "heads": lambda text: (text,),
+    "dtype": dtype,
+    "split": split,
+    "quant": lambda text: text if text == "auto" else QuantConfig.parse(text),
+    "head_quant": QuantConfig.parse,
+    "num_draft": lambda text: None if text == "auto" else text,
+    "threads": lambda text: None if text == "auto" else text,
+}
+"""Fields -> what their texts mean."""
+
+
+def _converted(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(str(each) if isinstance(each, Path) else each for each in value)
+    if isinstance(value, Path):
+        value = str(value)
+    if not isinstance(value, str) or name not in _TEXTS:
+        return value
+    try:
+        return _TEXTS[name](value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

