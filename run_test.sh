@@ -38,13 +38,14 @@ same() {
 }
 same --mode share
 same --mode eagle
-same --mode hybrid --with eagle,suffix,recycle
+same # --mode auto
+same --mode hybrid --hybrid-drafters eagle,suffix,recycle
 if [ "$all" ]; then
   same --mode classic
-  same --mode classic --draft small
+  same --mode classic --draft-model small
   same --mode glide
-  same --mode share --tree 2:4:8 --num-draft 8
-  same --mode hybrid --with share,suffix,recycle
+  same --mode share --tree 2:4:8 --num-speculative-tokens 8
+  same --mode hybrid --hybrid-drafters share,suffix,recycle
 fi
 
 step "chat: two turns, a change of mode"
