@@ -38,7 +38,8 @@ def results(count: int, settings: dict[str, Any], at_once: int = 2) -> dict[int,
     return found
 
 
-def test_each_task_is_done_once_by_some_replica(tmp_path: Path) -> None:
+def test_each_task_is_done_once_by_some_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for count in (1, 3):
         meet = tmp_path / str(count)
         meet.mkdir()
