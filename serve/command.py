@@ -44,11 +44,16 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None, prog: str 
 
 
 def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Model:
-    """The model and its engine, warmed up. ValueError for a KV cache above `memory_limit` bytes."""
+    """Load the model and warm up its engine. ValueError for a KV cache above `memory_limit` bytes.
+
+    With a limit, a context of `auto` is the usual one: the model's own may be any number of times as long.
+    """
     from serve.engine_thread import Model
     from sharesd.cli.start import load_runtime, start_engine
     from sharesd.config import SamplingParams
 
+    if memory_limit is not None:
+        config = replace(config, max_context=config.planned_context)
     runtime = load_runtime(config, (mode,))
     taken = runtime.cache.nbytes
     if memory_limit is not None and taken > memory_limit:

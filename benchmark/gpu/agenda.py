@@ -55,7 +55,7 @@ STEPS = (
     Step("classic", 40, "widened:compare", "classic against naive, at 1B", {"modes": "naive,classic", "size": "1b"}),
     Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", {"size": "1b"}),
 )
-"""Most valuable first; together they take 29 minutes at most. docs/gpu.md says how to run them in three parts."""
+"""Most valuable first; 29 minutes together at most. docs/how-to/gpu.md says how to run them in three parts."""
 
 
 def named(names: Sequence[str]) -> tuple[Step, ...]:

@@ -42,7 +42,8 @@ class Settings:
     def from_json(cls, values: dict[str, Any]) -> Settings:
         """What `to_json` made."""
         quant = values["config"]["quant"]
-        fields = {**values["config"], **{name: tuple(values["config"][name]) for name in ("hybrid_with", "heads")}}
+        lists = ("hybrid_with", "auto_drafters", "heads")
+        fields = {**values["config"], **{name: tuple(values["config"][name]) for name in lists}}
         split = fields["split"]  # of lists, where it was JSON
         stages = {"devices": tuple(split["devices"]), "max_memory": tuple(map(tuple, split["max_memory"]))}
         parsed = {

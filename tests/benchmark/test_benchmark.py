@@ -372,8 +372,8 @@ class TestCommand:
             status, out, err = run()
         assert status == 130 and "--resume --out-dir out" in err and "Traceback" not in err
         assert sum(len(answers(mode)) for mode in MODES if Path(f"out/answers-{mode}.jsonl").exists()) == 5
-        assert read_summary()["status"] == {"complete": False, "num_missing_turns": 23}
-        assert "**Not complete:** 23 turns" in Path("out/report.md").read_text()
+        assert read_summary()["status"] == {"complete": False, "num_missing_turns": 27}
+        assert "**Not complete:** 27 turns" in Path("out/report.md").read_text()
 
         before = Path("out/answers-naive.jsonl").read_bytes()
         CREW._set(1)  # a busy neighbour keeps a thread from work

@@ -168,7 +168,7 @@ def test_auto_falls_back_to_the_default_and_says_so(tiny: Path, caplog: pytest.L
     assert config == replace(default, offload=replace(default.offload, choose_bits=False))  # bits were asked for
     [record] = caplog.records
     assert record.levelno == logging.INFO and "nothing was measured for this model" in record.message
-    assert str(DEFAULT) in record.message and "benchmark calibrate" in record.message
+    assert str(DEFAULT) in record.message and "sharesd tune" in record.message
 
 
 def test_auto_takes_what_was_measured_for_dtype_and_device(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:

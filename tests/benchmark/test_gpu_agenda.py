@@ -108,7 +108,7 @@ def test_the_steps_fit_into_29_minutes_and_their_functions_exist() -> None:
 
 def test_three_calls_of_ten_minutes_make_up_the_agenda() -> None:
     """As the documentation has them."""
-    text = (agenda.ROOT / "docs/gpu.md").read_text()
+    text = (agenda.ROOT / "docs/how-to/gpu.md").read_text()
     calls = re.findall(r"--step (\S+) +# (\d+) s", text)
     assert len(calls) == 3
     names = [names.split(",") for names, _ in calls]

@@ -234,7 +234,7 @@ def test_a_head_drafts_in_its_own_mode(tmp_path: Path) -> None:
         parser = Parser()
         add_model_options(parser)
         add_mode_option(parser, several=True)
-        args = parse(parser, ["--mode", "all", "--draft-head", str(tmp_path / mode)])
+        args = parse(parser, ["--mode", "all", "--target", "other", "--draft-head", str(tmp_path / mode)])
         assert mode in modes_of(args, default=MODES) and other not in modes_of(args, default=MODES)
 
 

@@ -204,7 +204,9 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
 
     for module in (decoder, glide):
         patch.setattr(module, "attend", attend)
-    patch.setattr(sharesd.decoding.cache, "new_kv", lambda *size, plain: compile.attention.new_kv(*size, plain=True))
+    for name in ("new_kv", "kv_layout"):
+        make = getattr(compile.attention, name)
+        patch.setattr(sharesd.decoding.cache, name, lambda *size, plain, make=make: make(*size, plain=True))
     patch.setattr(
         sharesd.decoding.cache,
         "row_keeper",

@@ -39,7 +39,8 @@ def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
 
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
     offload = OffloadConfig(host_memory=limit, choose_bits=False)
-    return EngineConfig(**{"target": str(tiny), "device": "cpu", "max_context": 256, "offload": offload} | options)
+    usual = {"target": str(tiny), "mode": "share", "device": "cpu", "max_context": 256, "offload": offload}
+    return EngineConfig(**usual | options)
 
 
 def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> int:
