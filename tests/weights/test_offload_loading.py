@@ -220,7 +220,7 @@ def look():
 watch = threading.Thread(target=look)
 watch.start()
 runtime = Runtime(EngineConfig(**config, offload=OffloadConfig(host_memory=limit, choose_bits=False)), ("share",))
-runtime.engine().generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
+runtime.engine("share").generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
 ends = True
 watch.join()
 print(len(runtime.streamed.stream.blocks), limit, peak, need.block)

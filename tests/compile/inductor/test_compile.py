@@ -124,7 +124,7 @@ def test_rows_of_a_step_have_the_same_bits_at_any_width(runtime: Runtime) -> Non
 
 def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Path) -> None:
     """With one mode loaded, some forms of its widths do not exist: full weights at width 1."""
-    engine = new_runtime(checkpoint, "regional", ("share",)).engine()
+    engine = new_runtime(checkpoint, "regional", ("share",)).engine("share")
     with no_recompiles():
         for length in range(1, 3 + NUM_DRAFT):
             engine.generate([list(range(length))], GREEDY)
