@@ -55,13 +55,13 @@ def test_a_head_is_taken_where_there_is_one(folder: Path, tmp_path: Path) -> Non
     for kind, mode in (("eagle", "eagle"), ("glide", "glide")):
         head = make_head(tmp_path / kind, decoder_config(folder), kind)
         choice = chosen(config_of(folder, heads=(str(head),)), folder)
-        assert choice.drafters == (mode, *TABLES) and choice.reason == "a trained head was given"
-    assert str(choice) == "mode auto drafts with glide, suffix, recycle: a trained head was given"
+        assert choice.drafters == (mode, "suffix") and choice.reason == "a trained head was given"
+    assert str(choice) == "mode auto drafts with glide, suffix: a trained head was given"
 
 
 def test_a_head_that_ships_is_taken(folder: Path) -> None:
     choice = chosen(config_of(None), folder)
-    assert choice.drafters == ("eagle", *TABLES) and choice.reason == "a trained head ships with this model"
+    assert choice.drafters == ("eagle", "suffix") and choice.reason == "a trained head ships with this model"
 
 
 def test_quantized_linears_are_taken_where_they_promise_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
