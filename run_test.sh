@@ -18,18 +18,16 @@ ruff format --check .
 mypy sharesd compile quant offload multigpu benchmark train serve
 
 step "help of every command"
-for program in sharesd "sharesd generate" "sharesd chat" "sharesd cache" serve train benchmark; do
+sharesd --help
+for name in generate chat serve train bench cache tune verify; do
+  sharesd "$name" --help >/dev/null
+done
+for program in sharesd serve train benchmark; do
   python -m $program --help >/dev/null
 done
-if [ -f sharesd_command.py ]; then
-  sharesd --help
-  for name in generate chat serve train bench cache tune verify; do
-    sharesd "$name" --help >/dev/null
-  done
-fi
 
 step "generate: all modes give one text"
-generate() { python -m sharesd generate "Name three colours of the rainbow." --max-new-tokens 24 "$@"; }
+generate() { sharesd generate "Name three colours of the rainbow." --max-new-tokens 24 "$@"; }
 generate --mode naive >"$out/naive.txt"
 cat "$out/naive.txt"
 same() {
@@ -38,19 +36,23 @@ same() {
 }
 same --mode share
 same --mode eagle
-same # --mode auto
-same --mode hybrid --hybrid-drafters eagle,suffix,recycle
+same --mode auto
 if [ "$all" ]; then
   same --mode classic
   same --mode classic --draft-model small
   same --mode glide
   same --mode share --tree 2:4:8 --num-speculative-tokens 8
+  same --mode hybrid --hybrid-drafters eagle,suffix,recycle
   same --mode hybrid --hybrid-drafters share,suffix,recycle
 fi
 
 step "chat: two turns, a change of mode"
 printf 'Hello! Who are you?\n/mode naive\nSay that again, shorter.\n/stats\n/exit\n' |
-  python -m sharesd chat --mode share --max-new-tokens 24
+  sharesd chat --mode share --max-new-tokens 24
+
+step "verify: drafts change no token; cache: what is kept"
+sharesd verify --mode share,suffix --num-questions 1 --max-new-tokens 8 --num-speculative-tokens auto --temperatures 0
+sharesd cache info
 
 step "benchmark: mtbench on two questions"
 python -m benchmark mtbench --num-questions 2 --max-new-tokens 16 --out-dir "$out/mtbench"

@@ -108,7 +108,7 @@ def _summary(name: str) -> str:
 
 
 def _section(command: Command, anchors: dict[tuple, str], differing: set[tuple[tuple, str]]) -> str:
-    """What a command has of its own, links to the rest, and those of its defaults that are not everyone's."""
+    """Options of a command alone, links to shared ones, and defaults that differ from theirs."""
     own = [row for group in command.groups if group.key not in anchors for row in group.rows]
     linked = [group for group in command.groups if group.key in anchors]
     parts = [f"## {command.name}", command.description]

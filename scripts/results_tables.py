@@ -8,7 +8,8 @@
 A page holds `<!-- table: FILE.csv | COLUMN=VALUE, ... | COLUMN, ... -->` before a table and `<!-- /table -->` after it:
 the rows of the file that have these values (`COLUMN=` keeps rows where it is empty), and the columns to show.
 `COLUMN as HEADING` renames one. README.md holds `<!-- results -->` and `<!-- /results -->` around the table of
-mtbench.csv: medians over the runs of its last date, and the least and the most of the speedups.
+mtbench.csv: medians over the runs of its last date, and the least and the most of the speedups. `--add` also draws its
+plot, docs/img/mtbench.png.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "docs" / "results"
 MTBENCH = RESULTS / "mtbench.csv"
+PLOT = ROOT / "docs" / "img" / "mtbench.png"
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) \|([^|]*)\|([^>]*?)-->\n).*?(<!-- /table -->)", re.DOTALL)
 _RESULTS = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 Row = dict[str, str]
@@ -156,6 +158,41 @@ def pages() -> dict[Path, str]:
     return made
 
 
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Draw the speedups of the README's table: medians as bars, the least and the most as lines."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["date"] == max(each["date"] for each in rows)]
+    temperatures = sorted({float(row["temperature"]) for row in rows})
+    greedy = [row for row in rows if float(row["temperature"]) == temperatures[0]]
+    modes = sorted(
+        dict.fromkeys(row["mode"] for row in greedy),
+        key=lambda mode: median(_values([row for row in greedy if row["mode"] == mode], temperatures[0], "speedup")),
+    )
+    figure = Figure(figsize=(8, 0.6 + 0.36 * len(modes)), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    height = 0.8 / len(temperatures)
+    for number, temperature in enumerate(temperatures):
+        colour = ("#0072B2", "#56B4E9")[min(number, 1)]
+        axes.barh(0, 0, color=colour, label=f"T = {temperature:g}")
+        for place, mode in enumerate(modes):
+            found = _values([row for row in rows if row["mode"] == mode], temperature, "speedup")
+            if not found:
+                continue
+            middle, y = median(found), place + height * ((len(temperatures) - 1) / 2 - number)
+            axes.barh(y, middle, height, color=colour)
+            axes.plot([min(found), max(found)], [y, y], color="#333333", linewidth=1)
+            axes.text(max(found) + 0.02, y, f"{middle:.2f}x", va="center", fontsize=8)
+    axes.axvline(1.0, color="#999999", linewidth=0.8)
+    axes.set_yticks(range(len(modes)), modes)
+    axes.set_xlabel("speed over plain decoding, same text")
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(temperatures) > 1:
+        axes.legend(frameon=False, loc="lower right")
+    file.parent.mkdir(exist_ok=True)
+    figure.savefig(file)
+
+
 def _known(file: Path, rows: Sequence[Row], column: str) -> None:
     if rows and column not in rows[0]:
         raise ValueError(f"{file.name} has no column {column!r}; it has {', '.join(rows[0])}")
@@ -196,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.host:
                 raise ValueError("--add needs --host; name the machine as docs/results/README.md does")
             add(args.add, host=args.host, date=args.date, commit=args.commit)
+            draw(read(MTBENCH), PLOT)
         made = pages()
     except (OSError, KeyError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

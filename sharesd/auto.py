@@ -37,7 +37,7 @@ class Choice:
 
     drafters: tuple[str, ...]
     reason: str
-    """Of the model drafter, or of having none."""
+    """Reason for the model drafter, or for having none."""
 
     def __str__(self) -> str:
         return f"mode auto drafts with {', '.join(self.drafters)}: {self.reason}"
@@ -90,7 +90,7 @@ def _model_drafter(
 def _predicted_speedup(
     decoder: Decoder, config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype, how: CompileMode
 ) -> float:
-    """Of chains, by timed products of both kinds and the acceptance that is usual for these bits."""
+    """Predict the speedup of chains: timed products, and the usual acceptance of these bits."""
     if how == "native":
         prepare(str(dtype).removeprefix("torch."))
     if config.threads is not None:

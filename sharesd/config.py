@@ -235,7 +235,7 @@ class SplitConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What a `Runtime` is made of; these are the keywords of `LLM`, too."""
+    """Options of a `Runtime`; also the keywords of `LLM`."""
 
     target: str | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""

@@ -13,7 +13,7 @@ STEADY_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": 
 """Too little room for the parts of a sum: eight buffers of 16 KiB, and 1 KiB."""
 
 GPU_TRIED = False
-"""Whether docs/results holds a run on a GPU; with the first one this becomes True, and nobody is warned any more."""
+"""True once docs/results holds a run on a GPU; until then its use is a warning."""
 UNTRIED = 'the CUDA path has not run on a card yet; --device cpu (in Python: device="cpu") is the way out'
 _warned = False
 

@@ -21,7 +21,7 @@ from sharesd.models.tokenizer import Tokenizer
 from sharesd.settings import best_quant
 
 DEFAULT_MODE: Mode = "auto"
-"""What drafts where nobody says."""
+"""Mode of an LLM without `mode` and `modes`."""
 MAX_BATCH = 8
 """Prompts that an LLM decodes together, as the server does."""
 

@@ -107,6 +107,8 @@ class LoadReport:
     """The target's quantized linears (share), or those of the classic copy."""
     resident_share: float = 1.0
     """Share of the target's blocks whose weights at full precision stay in memory."""
+    max_context: int = 0
+    """Tokens of prompt and answer that a row of the KV cache holds."""
     predicted: float | None = None
     """Tokens per second that the plan promised, where one was made because the model does not fit."""
 
@@ -378,6 +380,7 @@ class Runtime:
             load_seconds=self.load_seconds,
             compile_seconds=self.compile_seconds.get(mode, 0.0),
             weight_bytes=self.weight_bytes,
+            max_context=self.max_context,
             quant=self._reports.get(mode),
             resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
             predicted=self.plan.tokens_per_second if self.plan is not None and self.plan.offloads else None,

@@ -253,7 +253,7 @@ class Parts:
         )
 
     def step_seconds(self, quant: QuantConfig, rows: int) -> tuple[float, float, float]:
-        """Of the products of a plain step, of one of `rows` rows, and of a draft step, all weights in memory."""
+        """Time the products of a plain step, of one of `rows` rows, and of a draft step."""
         linear = self._probe()
         num_bytes = self.num_blocks * self.layout(None).record_bytes + self._laid(self.decoder.head).nbytes
         plain, several = (self._seconds_per_byte(linear, num) * num_bytes for num in (1, rows))

@@ -93,7 +93,7 @@ def recall(place: Place) -> QuantConfig | None:
 
 
 def best_quant(config: EngineConfig) -> QuantConfig:
-    """What `--draft-quant auto` means for a config: the best measured, or else the config's own; the log says which."""
+    """Quantization of `--draft-quant auto`: the best measured, else the config's own; the log says which."""
     found = recall(place_of(config))
     if found is None:
         log.info(

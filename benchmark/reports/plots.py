@@ -38,12 +38,18 @@ def draw_plots(folder: Path, summary: Mapping[str, Any]) -> list[str]:
     title = "\n".join(filter(None, [f"{settings['model']} on {settings['questions']['label']}", tables_from(settings)]))
     drawn: list[str] = []
     if modes:
-        _save(folder / "speed.png", lambda axes: _speed(axes, modes, title), width=3 + 0.9 * len(_groups(modes)))
+        _save(
+            folder / "speed.png", lambda axes: _speed(axes, modes, title), width=_width(len(_groups(modes)), len(modes))
+        )
         drawn.append("speed.png")
     drafters = accepted_positions(modes)
     if drafters:
         num_draft = max(map(len, drafters.values()))
-        _save(folder / "acceptance.png", lambda axes: _acceptance(axes, drafters, title), width=3 + 1.1 * num_draft)
+        _save(
+            folder / "acceptance.png",
+            lambda axes: _acceptance(axes, drafters, title),
+            width=_width(num_draft, len(drafters)),
+        )
         drawn.append("acceptance.png")
     return drawn
 
@@ -86,6 +92,11 @@ def _acceptance(axes: Axes, drafters: Mapping[str, list[float]], title: str) -> 
     axes.set_ylim(0, 108)
     axes.set_yticks(range(0, 101, 20))
     axes.set_title(f"Accepted draft tokens\n{title}", fontsize=10)
+
+
+def _width(num_groups: int, num_modes: int) -> float:
+    """Inches of a picture in which the labels of neighbouring bars do not overlap."""
+    return 3 + num_groups * max(1.0, 0.22 * num_modes)
 
 
 def _bars(modes: Mapping[str, Any], num_groups: int) -> list[tuple[str, list[float], float]]:

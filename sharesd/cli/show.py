@@ -122,6 +122,7 @@ def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
     for label in dict.fromkeys(label for rows in sorted(shown, key=len, reverse=True) for label in rows):
         table.add_row(label, *(rows.get(label, "") for rows in shown))
     table.add_section()
+    table.add_row("context", f"{report.max_context:,} tokens")
     table.add_row("loading", f"{report.load_seconds:.1f} s")
     table.add_row("compiling", f"{report.compile_seconds:.1f} s")
     return table

@@ -36,9 +36,21 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
         runtime = Runtime(
             config, modes, progress=progress, planned=lambda plan: err_console.print(plan_table(plan.reasons))
         )
-    if runtime.auto is not None:
-        err_console.print(str(runtime.auto), style="dim", highlight=False, markup=False, soft_wrap=True)
+    chosen = _chosen(runtime)
+    if chosen:
+        err_console.print(chosen, style="dim", highlight=False, markup=False, soft_wrap=True)
     return runtime
+
+
+def _chosen(runtime: Runtime) -> str:
+    """Line about drafters and context that were chosen, with reasons.
+
+    Empty if the mode was given and the context is the model's own.
+    """
+    parts = [] if runtime.auto is None else [str(runtime.auto)]
+    if runtime.config.max_context == "auto" and (parts or runtime.max_context < runtime.target.max_context):
+        parts.append(f"context of {runtime.max_context:,} tokens: {runtime.context_reason}")
+    return "; ".join(parts)
 
 
 def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:

@@ -33,7 +33,7 @@ class Call:
         """
         self.mode, self.asked, self.whole = mode, asked, whole
         self.matches = all(params.acceptance == "match" for _, params, _ in asked)
-        """Whether drafts are accepted so that rows need not be sampled alike."""
+        """True if acceptance is `match`, so that rows may be sampled in different ways."""
         self.requests: list[Request] = []
         """Those that the engine has got, in order."""
         self.pieces: deque[TokenChunk] = deque()
@@ -42,11 +42,11 @@ class Call:
         """Prompts whose answers have not ended."""
         self.error: BaseException | None = None
         self.closed = False
-        """Whether the caller wants no more of it."""
+        """True once the caller has closed its iterator."""
 
     @property
     def ready(self) -> bool:
-        """Whether there is something for the caller."""
+        """True if there are pieces, an end or an error for the caller."""
         return self.error is not None or not self.num_left or (bool(self.pieces) and not self.whole)
 
     @property

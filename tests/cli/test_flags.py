@@ -31,7 +31,7 @@ OLD = {
     "--cpu-memory-limit": "--host-memory",
     "--temperature": "--temp",
 }
-"""What flags were called before."""
+"""Former names of flags."""
 VALUES = {
     "--num-speculative-tokens": "3",
     "--max-speculative-tokens": "5",
