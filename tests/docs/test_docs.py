@@ -220,7 +220,7 @@ def check_pip(argv: list[str]) -> None:
     for word in words:
         if word in ("-c", "-r"):
             assert (ROOT / next(words)).is_file()
-        elif word == "--index-url":
+        elif word in ("--index-url", "--extra-index-url"):
             next(words)
         elif word.startswith("."):
             extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
