@@ -96,7 +96,7 @@ def _acceptance(axes: Axes, drafters: Mapping[str, list[float]], title: str) -> 
 
 def _width(num_groups: int, num_modes: int) -> float:
     """Inches of a picture in which the labels of neighbouring bars do not overlap."""
-    return 3 + num_groups * max(1.0, 0.22 * num_modes)
+    return 3 + num_groups * max(1.0, 0.14 * num_modes)
 
 
 def _bars(modes: Mapping[str, Any], num_groups: int) -> list[tuple[str, list[float], float]]:
