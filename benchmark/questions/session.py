@@ -39,6 +39,8 @@ def measure_session(
     announce(job)
     with loading_bars() as progress:
         runtime = Runtime(job.config, job.modes, progress=progress)
+    if runtime.auto is not None:
+        err_console.print(str(runtime.auto), highlight=False, markup=False, soft_wrap=True)
     questions = job.questions.questions
     require_room(
         runtime.tokenizer, questions, max_new_tokens=job.params.max_new_tokens, max_context=runtime.max_context
@@ -145,6 +147,7 @@ def session_facts(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str,
         "compile": runtime.compile,
         "prompt_format": prompt_format(runtime.tokenizer),
         "max_context": runtime.max_context,
+        "auto": None if runtime.auto is None else str(runtime.auto),
         "weight_bytes": runtime.weight_bytes,
         "kv_bytes": runtime.cache.nbytes,
         "modes": {mode: _mode_facts(runtime, mode, engine) for mode, engine in engines.items()},
