@@ -460,8 +460,11 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     wait_for("stopped")
     wait_for("> ")
     os.write(ours, b"\x03")
-    while not select.select([ours], [], [], 0.5)[0]:
-        os.write(ours, b" ")  # readline shows its prompt before it listens; a signal in between waits for the next key
+    while "Ctrl-C again leaves" not in shown:
+        if select.select([ours], [], [], 1)[0]:
+            shown += os.read(ours, 65536).decode()
+        else:  # readline shows its prompt before it listens; a signal in between waits for the end of the line
+            os.write(ours, b"\n")
     wait_for("Ctrl-C again leaves")
     wait_for("> ")
     os.write(ours, b"\x15\x04")  # the line is emptied
