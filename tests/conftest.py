@@ -102,7 +102,7 @@ def costs_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """What is made once for all workers of this run."""
+    """Folders and texts that all workers of this run share."""
     folder = tmp_path_factory.getbasetemp()
     return Shared(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 

@@ -117,7 +117,7 @@ class Engine:
         self._meanwhile = meanwhile
         self._traffic, self._traffic_before = traffic, traffic() if traffic else None
         self.stats = self._new_stats()
-        """Of the last call of `generate` or `stream`, or of all steps since."""
+        """Counts of the last call of `generate` or `stream`, or of all steps since."""
         self.gumbel = gumbel
         self._device = cache.lengths.device
         self._clock = Clock(self._device)

@@ -17,7 +17,7 @@ from tests.helpers.paths import ROOT
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints, run from the repository root."""
+    """Output of a fresh interpreter, run from the repository root."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
     page: Path
     line: int
-    """Of the opening fence, from 1."""
+    """Line of the opening fence, from 1."""
     language: str
     text: str
     mark: str
@@ -169,12 +169,12 @@ def parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def main_of(program: str) -> Callable[[Sequence[str]], int]:
-    """What `python -m PROGRAM` runs."""
+    """Entry points of `python -m PROGRAM`."""
     return importlib.import_module(f"{program}.__main__").main
 
 
 def console_command() -> Callable[[Sequence[str]], int]:
-    """What the command `sharesd` runs."""
+    """Entry points of the command `sharesd`."""
     module, _, name = project()["scripts"]["sharesd"].partition(":")
     return getattr(importlib.import_module(module), name)
 

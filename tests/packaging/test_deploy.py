@@ -82,7 +82,7 @@ def status(url: str, body: object = None, **headers: str) -> int:
 
 
 def test_the_image_installs_the_server(tmp_path: Path) -> None:
-    """Of its commands those that copy and install ShareSD; packages are here, and are not fetched again."""
+    """Run the commands that copy and install ShareSD; packages are not fetched again."""
     found = instructions()
     assert ("COPY", ". /opt/sharesd") in found
     [install] = [rest for name, rest in found if name == "RUN" and "[serve]" in rest]

@@ -112,7 +112,7 @@ def index_of(folder: Path, version: str) -> Iterator[str]:
 def choose(
     index: str, *, nvidia: bool = False, wait: float = 30, system: str = "Linux", **variables: str
 ) -> tuple[str, str]:
-    """What `torch_index` prints and says on a machine with or without a device."""
+    """Output of `torch_index` on a machine with or without a device."""
     command = (
         f"source scripts/torch_build.sh; torch_wait={wait}; has_nvidia() {{ {str(nvidia).lower()}; }}\n"
         f"uname() {{ echo {system}; }}; torch_index {sys.executable}"

@@ -103,7 +103,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints, run from the repository root."""
+    """Output of a fresh interpreter, run from the repository root."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

