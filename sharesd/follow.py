@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 
@@ -32,4 +33,7 @@ def follow(device: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(follow(*sys.argv[1:]))
+    status = follow(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of a broken connection would end a process that is taken down in order, in their words
