@@ -8,9 +8,8 @@ if [ ! -x "$python" ]; then
   echo "error: there is no $python; make it: bash scripts/cuda_env.sh" >&2
   exit 2
 fi
-library=$(sh "$root/tests/stand_in/driver/build.sh" "$python")
 cache=${SHARESD_STAND_IN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/sharesd-stand-in}
-mkdir -p "$cache"
+library=$(sh "$root/tests/stand_in/driver/build.sh" "$python" "$cache/driver")
 ulimit -v $((26 * 1000 * 1000))  # sizes that torch reads from this device are arbitrary
 export SHARESD_CACHE_DIR=$cache/sharesd TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton
 export TRITON_LIBCUDA_PATH=$library PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
