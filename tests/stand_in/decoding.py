@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from tests.stand_in.plausible import counts, driver, in_rounds, install
 
 if TYPE_CHECKING:
@@ -28,29 +28,33 @@ def decode(
     *,
     joins: bool = False,
     each_kind: bool = False,
+    resident: int | None = None,
     **results: Any,
 ) -> Counted:
     """Decode one text, or with `joins` a few that come one after the other, in one of the modes that are loaded.
 
-    Returns what `count` says, and of the whole process so far the bytes taken. `results`: see `plausible.install`.
+    `resident`: so many blocks stay on the device, and the weights of the others travel. `results`: see
+    `plausible.install`. Returns what `count` says, and bytes that were taken since the runtime began.
     """
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     install(**results)
-    runtime = load(config, modes, results.get("rows_agree", True))
+    runtime = load(config, modes, results.get("rows_agree", True), resident)
     found = count(runtime, mode, params, joins=joins, each_kind=each_kind)
-    for device in range(torch.cuda.device_count()):
-        found[f"peak {device}"] = driver().fake_peak(device)
-    return found | {"pinned": driver().fake_pinned(), "planned": runtime.plan.device_bytes if runtime.plan else 0}
+    taken = [driver().fake_peak(device) for device in range(torch.cuda.device_count())]
+    planned = runtime.plan.device_bytes if runtime.plan else 0
+    return found | {"taken": max(taken), "planned": planned, "pinned": driver().fake_pinned()}
 
 
 _loaded: list[tuple[Any, Runtime]] = []
 
 
-def load(config: EngineConfig, modes: tuple[Mode, ...], rows_agree: bool = True) -> Runtime:
+def load(
+    config: EngineConfig, modes: tuple[Mode, ...], rows_agree: bool = True, resident: int | None = None
+) -> Runtime:
     """The runtime of the last call, if it was for the same; else that one goes first."""
     from sharesd.load import Runtime
 
-    wanted = config, modes, rows_agree
+    wanted = config, modes, rows_agree, resident
     if not _loaded or _loaded[0][0] != wanted:
         if _loaded:
             _loaded.pop()[1].close()
@@ -58,8 +62,20 @@ def load(config: EngineConfig, modes: tuple[Mode, ...], rows_agree: bool = True)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         driver().fake_forget_peaks()
+        if resident is not None:
+            config = replace(config, offload=_leaving(resident, config, modes))
         _loaded.append((wanted, Runtime(config, modes)))
     return _loaded[0][1]
+
+
+def _leaving(resident: int, config: EngineConfig, modes: tuple[Mode, ...]) -> OffloadConfig:
+    """The limit that leaves so many blocks on the device."""
+    from sharesd.planning import plan_for
+
+    whole = plan_for(replace(config, offload=OffloadConfig(device_memory=torch.cuda.mem_get_info()[0])), modes)
+    assert whole is not None and not whole.plan.offloads
+    plan = whole.plan
+    return OffloadConfig(device_memory=plan.device_bytes - (plan.num_blocks - resident - 2) * plan.block)
 
 
 def count(
