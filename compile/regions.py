@@ -22,7 +22,7 @@ torch.compiler.config.cache_key_tag += "sharesd: a storage for each tensor"
 # longer do: code that was kept when they did reads beyond their ends, and must not be found.
 
 
-OPTIONS = {
+OPTIONS: dict[str, str | int | bool | Callable] = {
     "guard_filter_fn": lambda guards: [False] * len(guards),
     "deterministic": True,  # no sum's order depends on what was faster when a form was made
     "triton.autotune_pointwise": False,  # which would time several kernels for each that is kept

@@ -41,7 +41,11 @@ PENALTIES: dict[str, dict[str, Any]] = {
     "": {},
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 }
-LOGPROBS: dict[str, dict[str, Any]] = {"": {}, "logprobs": {"logprobs": True}, "top": {"logprobs": True, "top_logprobs": 3}}
+LOGPROBS: dict[str, dict[str, Any]] = {
+    "": {},
+    "logprobs": {"logprobs": True},
+    "top": {"logprobs": True, "top_logprobs": 3},
+}
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"device": "cuda"}),
     "rows differ": (1, {"device": "cuda"}),
