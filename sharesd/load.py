@@ -307,6 +307,11 @@ class Runtime:
                     f"draft_device is {config.draft_device!r} and the target is on {self.device}, which would wait for "
                     "it; give a device of its kind"
                 )
+            if self.compile == "full":
+                raise ValueError(
+                    f"compile is 'full' and draft_device is {config.draft_device!r}, where steps go over and come back "
+                    "from; take regional, or auto"
+                )
         if split is None:
             return
         if self._offload is not None:
