@@ -279,8 +279,6 @@ class Runtime:
         """The target, as it runs."""
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
-        if self.device.type == "cuda":
-            self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
@@ -335,6 +333,7 @@ class Runtime:
         if each_kind:
             warm_up_each_kind(engine)
         if self.device.type == "cuda":
+            self._warm_prompts()
             save_configs(cache_root() / "settings")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
@@ -345,7 +344,10 @@ class Runtime:
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
-        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'."""
+        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'.
+
+        Captures give back memory that nothing uses, so it comes behind them: prompts find what they need.
+        """
         models = {id(self.cache): (self.step, self.cache)}
         for drafter in self._drafters.values():
             model_drafter = drafter.model_drafter if isinstance(drafter, HybridDrafter) else drafter
