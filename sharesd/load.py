@@ -248,7 +248,7 @@ class Runtime:
         if self._part.rank:
             return  # who follows rank 0 needs no more
         for head in self._heads.of.values():
-            head.native = self._steps.head(head)
+            self._steps.prepare(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         captures = self.device.type == "cuda" and self.compile != "off"
         if captures and self.streamed is not None:
