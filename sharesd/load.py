@@ -17,7 +17,7 @@ import torch
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
-from compile.native import cache_root, kernels_version, prepare
+from compile.native import cache_root, keep_compiled, kernels_version, prepare
 from compile.ops import runs_triton
 from compile.stack import NativeStack
 from compile.threads import CREW
@@ -138,6 +138,8 @@ class Runtime:
         """
         started = time.perf_counter()
         self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
+        if self.device.type == "cuda" or config.compile in ("regional", "full"):
+            keep_compiled()
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
             if group is None or not group.rank:
