@@ -14,6 +14,7 @@ from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
 from benchmark.questions.conversation import prompt_ids
 from benchmark.questions.questions import load
+from benchmark.timed import generate
 from compile.graphs import Graphs
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.decoding.engine import Engine
@@ -131,7 +132,7 @@ def answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
     """Answer one prompt after the other."""
     found = Answers([], [])
     for prompt in prompts:
-        found.token_ids.append(engine.generate([prompt], params)[0].token_ids)
+        found.token_ids.append(generate(engine, [prompt], params)[0].token_ids)
         found.stats.append(engine.stats)
     return found
 
