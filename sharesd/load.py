@@ -74,7 +74,7 @@ from sharesd.planning import Offloading, plan_for
 from sharesd.quantizing import Quantizing
 from sharesd.settings import cpu_name
 from sharesd.sharing import leave, meet
-from sharesd.splitting import one_device, split_for
+from sharesd.splitting import split_for
 from sharesd.staged import StagedBlocks
 from sharesd.steps import Steps
 from sharesd.streamed import StreamedBlocks
@@ -302,7 +302,7 @@ class Runtime:
         if config.draft_device is not None:
             if "classic" not in self._needs:
                 raise ValueError(f"draft_device is {config.draft_device!r} and no mode is classic; leave it out")
-            if one_device(config.draft_device).type != self.device.type:
+            if device_of(config.draft_device).type != self.device.type:
                 raise ValueError(
                     f"draft_device is {config.draft_device!r} and the target is on {self.device}, which would wait for "
                     "it; give a device of its kind"
@@ -567,7 +567,7 @@ class Runtime:
         """Where a second model is, if that has been asked for."""
         if self.config.draft_device is None:
             return None
-        place = Split.of([one_device(self.config.draft_device)], [len(decoder_config(folder).layers)])
+        place = Split.of([device_of(self.config.draft_device)], [len(decoder_config(folder).layers)])
         return replace(place, apart=self.device, hop_seconds=self.config.split.hop_seconds)
 
     def _classic(self, shapes: Sequence[Shape], top: int) -> Drafter:

@@ -17,6 +17,7 @@ from quant.linear import Switch
 from sharesd import sampling
 from sharesd.config import CompileMode
 from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.prefill import PIECES
 from sharesd.decoding.selfcheck import check_compiled
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
@@ -53,8 +54,11 @@ class Steps:
             return model
         if not isinstance(model, Decoder):
             return self._whole(model, widths, new_cache, draft_widths)
+        # Kernels that read all slots they are given would need a form for each number of slots.
+        pieces = set(PIECES) if model.flash_reads else set()
         if self.how == "full":
             model.step_widths = frozenset(widths)
+            model.run_block = CompiledBlocks(pieces, self._low)
             return CompiledModel(model, widths, self._low)
         if self.how == "native":
             try:
@@ -65,7 +69,7 @@ class Steps:
                     raise
                 log.warning("%s; blocks are compiled by Inductor instead", reason)
         model.step_widths = frozenset(widths)
-        model.run_block = CompiledBlocks(widths, self._low)
+        model.run_block = CompiledBlocks(widths | pieces, self._low)
         return model
 
     def stack(self, model: Decoder) -> NativeStack:

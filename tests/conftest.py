@@ -42,6 +42,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "compile/cuda/test_cuda_launch.py": ("slow",),
     "compile/cuda/test_cuda_shapes.py": ("slow",),
     "serve/test_page.py": ("browser",),
+    "stand_in": ("stand_in",),
 }
 """Markers of all tests under a path; tests that differ from their neighbours have theirs by hand."""
 

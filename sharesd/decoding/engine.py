@@ -142,6 +142,7 @@ class Engine:
         self._flight: _Flight | None = None  # launched ahead
         self._stale = True  # what the device knows of live rows
         self._num_idle = 0  # rounds since the drafter took part
+        self._since = 0.0  # when the last round was collected, or the last piece of a prompt read
 
     @property
     def mode(self) -> str:
@@ -354,7 +355,8 @@ class Engine:
             request.stats.prefill_s += began - before
             if not whole:
                 break
-        self.stats.prefill_s += time.perf_counter() - started
+        self._since = time.perf_counter()
+        self.stats.prefill_s += self._since - started
         self._note_traffic()
         return chunks
 
@@ -451,15 +453,16 @@ class Engine:
 
     def _collect(self, flight: _Flight) -> list[TokenChunk]:
         """What came out of a round: tokens for the callers, and what is to be learnt from it."""
-        live, first, counting, alone, policy, tree, result, marks, started = flight
+        live, first, counting, alone, policy, tree, result, marks, launched = flight
         stats, num_nodes = self.stats, tree.tokens.shape[1]
-        if self.ahead:
-            self._clock.wait(marks[-1])
+        started = max(launched, self._since)  # before, others' time went on
+        self._clock.wait(marks[-1])
         counted = result.counted_BX.tolist()  # the one host synchronisation of a round
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
         live = [request for request in live if request.slot is not None]
         if not live:
+            self._since = time.perf_counter()
             return []
         lines = [request.slot - first for request in live]  # type: ignore[operator]
         if self.drafter is not None and self.drafter.on_host:
@@ -481,14 +484,15 @@ class Engine:
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
         draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
-        overhead_s = time.perf_counter() - started - draft_s - verify_s
-        CREW.worked(draft_s + verify_s + overhead_s, policy.expected(tree))
+        took = time.perf_counter() - started
+        CREW.worked(took, policy.expected(tree))
         moved = advance(live, before, alone)
         accepted_of = [paths[request] for request in counting if request in paths]
-        policy.record(tree, accepted_of, draft_s, verify_s + overhead_s, moved)
+        policy.record(tree, accepted_of, draft_s, max(verify_s, took - draft_s), moved)
         if not num_nodes:
-            self._reader.took(draft_s + verify_s + overhead_s)
-        overhead_s = time.perf_counter() - started - draft_s - verify_s
+            self._reader.took(took)
+        self._since = time.perf_counter()
+        overhead_s = self._since - started - draft_s - verify_s
         for each in (stats, *(request.stats for request in live)):
             each.count_step(tree.num_steps, draft_s, verify_s, overhead_s)
         self._note_traffic()
