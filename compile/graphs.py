@@ -36,6 +36,8 @@ class Graphs:
         self._pool: object | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}  # of each device one: a pool's memory is that of a stream
         self._failed = False
+        self.nbytes = 0
+        """Memory that the pool has taken, on all devices; what a graph needs for itself, the driver has besides."""
 
     def capture(self, function: Callable[[], T]) -> tuple[Callable[[], object], T] | None:
         """How to replay the function, and its result, which lies where it lies. Runs nothing.
@@ -72,7 +74,9 @@ class Graphs:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # nothing may lie between two calls
             with torch.cuda.graph(graph, pool=self._pool, stream=self._streams[device]):  # type: ignore[arg-type]
+                before = torch.cuda.memory_reserved(device)
                 yield graph.replay
+        self.nbytes += torch.cuda.memory_reserved(device) - before
 
 
 class _Capture:
