@@ -141,16 +141,18 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
     model, way = _model_drafter(engine), engine.way(params)
     round_, shapes = way.round(), way.policy.shapes if model is not None else ()
     kinds = {(shape.is_tree, shape.recent): shape for shape in shapes}
-    for _ in range(1 + WARM_CALLS):
+
+    def verify(tree: DraftTree) -> None:
         if not engine.offloaded:
-            round_.verify(DraftTree(torch.zeros(engine.cache.batch, 0, dtype=torch.int64)))
+            round_.fetched(round_.verify(tree))
+
+    for _ in range(1 + WARM_CALLS):
+        verify(DraftTree(torch.zeros(engine.cache.batch, 0, dtype=torch.int64)))
         for shape in kinds.values():  # the largest of each kind
             assert model is not None
-            tree = model.draft(round_.drafting, shape)
-            if not engine.offloaded:
-                round_.verify(tree)
-        if engine.num_draft and not engine.offloaded:
-            round_.verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
+            verify(model.draft(round_.drafting, shape))
+        if engine.num_draft:
+            verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
 
 
 @torch.inference_mode()
