@@ -17,7 +17,7 @@ import torch
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
-from compile.native import cache_root, kernels_version, prepare
+from compile.native import cache_root, keep_compiled, kernels_version, prepare
 from compile.ops import runs_triton
 from compile.stack import NativeStack
 from compile.threads import CREW
@@ -138,6 +138,8 @@ class Runtime:
         """
         started = time.perf_counter()
         self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
+        if self.device.type == "cuda" or config.compile in ("regional", "full"):
+            keep_compiled()
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
             if group is None or not group.rank:
@@ -248,7 +250,7 @@ class Runtime:
         if self._part.rank:
             return  # who follows rank 0 needs no more
         for head in self._heads.of.values():
-            head.native = self._steps.head(head)
+            self._steps.prepare(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         captures = self.device.type == "cuda" and self.compile != "off"
         if captures and self.streamed is not None:
@@ -279,8 +281,6 @@ class Runtime:
         """The target, as it runs."""
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
-        if self.device.type == "cuda":
-            self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
@@ -307,6 +307,11 @@ class Runtime:
                     f"draft_device is {config.draft_device!r} and the target is on {self.device}, which would wait for "
                     "it; give a device of its kind"
                 )
+            if self.compile == "full":
+                raise ValueError(
+                    f"compile is 'full' and draft_device is {config.draft_device!r}, where steps go over and come back "
+                    "from; take regional, or auto"
+                )
         if split is None:
             return
         if self._offload is not None:
@@ -330,6 +335,7 @@ class Runtime:
         if each_kind:
             warm_up_each_kind(engine)
         if self.device.type == "cuda":
+            self._warm_prompts()
             save_configs(cache_root() / "settings")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
@@ -340,7 +346,10 @@ class Runtime:
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
-        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'."""
+        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'.
+
+        Captures give back memory that nothing uses, so it comes behind them: prompts find what they need.
+        """
         models = {id(self.cache): (self.step, self.cache)}
         for drafter in self._drafters.values():
             model_drafter = drafter.model_drafter if isinstance(drafter, HybridDrafter) else drafter

@@ -243,6 +243,11 @@ class StaticKVCache:
         return keep
 
     @property
+    def kind(self) -> tuple:
+        """What a compiled form that is given a cache depends on."""
+        return self.batch, self.slots, self.recent, self.taps
+
+    @property
     def batch(self) -> int:
         """Rows of the cache."""
         return self.lengths.shape[0]
