@@ -12,7 +12,18 @@ import pytest
 from tests.helpers.paths import ROOT
 
 RUNNER = ROOT / "scripts" / "run_tests.py"
-MARKERS = "slow inductor interpreted subprocess real_model browser cuda kernels long stand_in".split()
+MARKERS = [
+    "slow",
+    "inductor",
+    "interpreted",
+    "subprocess",
+    "real_model",
+    "browser",
+    "cuda",
+    "kernels",
+    "long",
+    "stand_in",
+]
 KERNELS = 2 + len(run_path(str(RUNNER))["older_processors"]())
 """Groups of kernels' tests."""
 PLANTED = """
