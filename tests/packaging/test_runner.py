@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.paths import ROOT
 
 RUNNER = ROOT / "scripts" / "run_tests.py"
-MARKERS = [
+MARKERS = (
     "slow",
     "inductor",
     "interpreted",
@@ -23,7 +23,7 @@ MARKERS = [
     "kernels",
     "long",
     "stand_in",
-]
+)
 KERNELS = 2 + len(run_path(str(RUNNER))["older_processors"]())
 """Groups of kernels' tests."""
 PLANTED = """

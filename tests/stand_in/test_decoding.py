@@ -28,7 +28,7 @@ def check(point: Point, outcome: Outcome) -> None:
         pytest.fail(outcome.trouble, pytrace=False)
     assert "without CUDA graphs" not in outcome.log, outcome.log
     found = outcome.value
-    new = {name: found[name] for name in ("after", "mallocs", "host_mallocs", "modules")}
+    new = {name: found[name] for name in ("after", "first mallocs", "mallocs", "host_mallocs", "modules")}
     assert not any(new.values()), f"after warming up: {new}"
     assert found["drafted"] or not point.always_drafts, found
     if point.captured:
