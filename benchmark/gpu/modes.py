@@ -91,13 +91,13 @@ def compare_modes(
 
     Everything is warmed up before anything is counted: what is captured or compiled later is noted, and should be 0.
     """
-    asked = prompts_of(runtime, prompts if job.on_gpu else 1)
+    asked = prompts_of(runtime, 1 if job.tiny else prompts)
     copied = copy_bandwidth(job.device)
     answers: dict[tuple[str, str], Answers] = {}
     for way in ways:
         if answers and not job.has_time(45):
             break
-        params = _params(way, tokens if job.on_gpu else 8)
+        params = _params(way, 8 if job.tiny else tokens)
         engines, warmed = {}, {}
         for mode in modes:
             held = torch.cuda.memory_reserved() if job.on_gpu else 0

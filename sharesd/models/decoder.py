@@ -297,8 +297,9 @@ class Decoder(nn.Module):
                 x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=here.recent)
                 cache.tap(index + 1, x_BTD)
             each.after()
-        if x_BTD.device != self.norm.weight.device:  # where only the first few blocks ran
-            [x_BTD] = hop(self.norm.weight.device, x_BTD)
+        end = self.split.stages[-1].device
+        if end != self.split.device_of(len(self.blocks) - 1):  # where only the first few blocks ran
+            [x_BTD] = hop(end, x_BTD)
         if self._norm_in_head and self.normed_depth not in cache.taps:
             return x_BTD
         normed_BTD = self.norm(x_BTD)

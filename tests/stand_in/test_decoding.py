@@ -24,15 +24,16 @@ def chosen(*places: str) -> pytest.MarkDecorator:
 
 def check(point: Point, outcome: Outcome) -> None:
     """AssertionError for whatever is not as it must be."""
-    assert not outcome.error, outcome.error
-    assert not outcome.violations, outcome.log
+    if outcome.trouble:
+        pytest.fail(outcome.trouble, pytrace=False)
     assert "without CUDA graphs" not in outcome.log
     found = outcome.value
-    new = {name: found[name] for name in ("after", "mallocs", "host_mallocs", "modules")}
+    names = () if point.grammar else ("after", "mallocs", "host_mallocs")  # grammars are captured when first seen
+    new = {name: found[name] for name in ("modules", *names)}
     assert not any(new.values()), f"after warming up: {new}"
     if point.captured:
         assert found["captures"] and found["replayed"] >= 1, found
-        assert found["launched"] < 0.5, found
+        assert found["launched"] <= 1, found
     else:
         assert not found["graphs"] or point.place == "offload", found
     if point.place == "offload":

@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
 _BEGINS = "== call "
+_SHOWN = 30
+"""Lines of what went wrong."""
 PATIENCE = 900.0
 """Seconds that all calls of a process may take: it hangs, if it takes longer."""
 
@@ -43,6 +45,13 @@ class Outcome:
     def violations(self) -> dict[str, int]:
         """Rules that were broken, and how often."""
         return dict(Counter(re.findall(r"^VIOLATION (.*)", self.log, re.M)))
+
+    @property
+    def trouble(self) -> str:
+        """What went wrong, in a few lines; "" for nothing."""
+        broken = [f"{number} x {rule}" for rule, number in self.violations.items()]
+        first = self.log[self.log.index("VIOLATION") :].splitlines()[:_SHOWN] if broken else []
+        return "\n".join([*self.error.splitlines()[-_SHOWN:], *broken, *first])
 
 
 def run(calls: Sequence[Callable[[], Any]], **settings: str) -> list[Outcome]:
