@@ -65,7 +65,7 @@ def decoded(config: EngineConfig, mode: Mode, each_kind: bool = False) -> dict[s
     engine.generate([PROMPT], PARAMS)
     found["of one"] = {*_replayed}
     _replayed.clear()
-    joined(engine, PARAMS, config.max_batch + 2)
+    joined(engine, PARAMS, min(config.max_batch + 2, 7))
     rows = {grid[0] for launches in _replayed for name, grid in launches if name == "note_round_of"}
     return found | {"rows": sorted(rows), "after": Graphs.num_captures - before}
 
