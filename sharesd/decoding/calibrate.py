@@ -21,6 +21,7 @@ from compile.graphs import WARM_CALLS
 from sharesd.config import SamplingParams
 from sharesd.decoding.costs import Costs
 from sharesd.decoding.engine import Engine
+from sharesd.decoding.round import Round
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, pack
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.tables.base import Guess
@@ -53,14 +54,13 @@ RATES = ("draft", "level", "draft_begin", "level_begin", "draft_slot", "level_sl
 
 
 def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) -> None:
-    """Compile what this way of sampling needs, but for its grammar; where the policy chooses lengths, give it costs.
+    """Compile what this way of sampling needs; where the policy chooses lengths, give it costs.
 
     `kept` is the file of costs measured before under the same conditions. Those of the first few starts are joined;
     later starts measure nothing but a plain step, which tells whether the machine was in a bad way then.
     """
-    params = replace(params, grammar=None)
     policy = engine.way(params).policy
-    short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
+    short = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None)
     shapes = _shapes(engine, params)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
@@ -136,17 +136,19 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
     model, way = _model_drafter(engine), engine.way(params)
     shapes = way.policy.shapes if model is not None else ()
     kinds = {(shape.is_tree, shape.recent): shape for shape in shapes}
+
+    def verify(round_: Round, tree: DraftTree) -> None:
+        if not engine.offloaded:
+            round_.fetched(round_.verify(tree))
+
     for rows, _ in product(reversed(engine.sizes), range(1 + WARM_CALLS)):
         round_ = way.round(0, rows)
-        if not engine.offloaded:
-            round_.verify(DraftTree(torch.zeros(rows, 0, dtype=torch.int64)))
+        verify(round_, DraftTree(torch.zeros(rows, 0, dtype=torch.int64)))
         for shape in kinds.values():  # the largest of each kind
             assert model is not None
-            tree = model.draft(round_.drafting, shape)
-            if not engine.offloaded:
-                round_.verify(tree)
-        if engine.num_draft and not engine.offloaded:
-            round_.verify(DraftTree(torch.zeros(rows, 1, dtype=torch.int64)))
+            verify(round_, model.draft(round_.drafting, shape))
+        if engine.num_draft:
+            verify(round_, DraftTree(torch.zeros(rows, 1, dtype=torch.int64)))
 
 
 @torch.inference_mode()

@@ -504,7 +504,7 @@ class Engine:
             marks.append(self._clock.mark())
         result = batch.round.verify(tree, self._masks(batch, tree) if batch.constrained else None)
         if self.ahead or self._on_gpu:
-            result = result.copied()
+            result = batch.round.fetched(result)
         marks.append(self._clock.mark())
         self._num_idle = 0 if shape.nodes else self._num_idle + 1
         return _Flight(batch, counting, alone, place, tree, result, marks, started)
@@ -557,7 +557,8 @@ class Engine:
         accepted_of = [paths[request] for request in counting if request in paths]
         took = time.perf_counter() - started
         CREW.worked(took, policy.expected(tree))
-        policy.record(tree, accepted_of, draft_s, max(verify_s, took - draft_s), moved)
+        if batch.way.learns:
+            policy.record(tree, accepted_of, draft_s, max(verify_s, took - draft_s), moved)
         if not num_nodes:
             self._reader.took(took)
         self._since = time.perf_counter()

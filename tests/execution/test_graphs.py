@@ -179,7 +179,7 @@ def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pools, taken, streams = [], [], iter(range(9))
 
     @contextmanager
-    def captures(graph: object, pool: object, stream: Any) -> Iterator[None]:
+    def captures(graph: object, pool: object, stream: Any, **_: str) -> Iterator[None]:
         pools.append(pool)
         taken.append(stream)
         yield
