@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,7 @@ class Cards:
     """GPUs that torch sees, by what they answer."""
 
     capabilities: list[tuple[int, int]]
-    said: str = ""
+    said: str = "Torch not compiled with CUDA enabled"
     """Said by torch where it finds none."""
     broken: dict[int, str] = field(default_factory=dict)
     """Errors of those that cannot be used."""
@@ -47,10 +46,8 @@ class Cards:
     """What nvidia-smi prints."""
 
     def put(self, patch: pytest.MonkeyPatch) -> None:
-        def available() -> bool:
-            if self.said:
-                warnings.warn(self.said, stacklevel=1)
-            return bool(self.capabilities)
+        def init() -> None:
+            raise AssertionError(self.said)
 
         def free(gpu: torch.device) -> tuple[int, int]:
             if gpu.index in self.broken:
@@ -58,7 +55,8 @@ class Cards:
             return 10**10, 10**10
 
         answers: dict[str, Any] = {
-            "is_available": available,
+            "is_available": lambda: bool(self.capabilities),
+            "init": init,
             "is_initialized": lambda: False,
             "device_count": lambda: len(self.capabilities),
             "get_device_capability": lambda gpu: self.capabilities[gpu.index],
@@ -98,7 +96,7 @@ def test_without_any_gpu_the_cpu_is_taken_without_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert opens(Cards([]), monkeypatch) == CPU and not caplog.messages
-    with pytest.raises(ValueError, match=r"finds no GPU; use --device cpu"):
+    with pytest.raises(ValueError, match=r"finds no GPU \(Torch not compiled .*\); use --device cpu"):
         device_of("cuda")
 
 
