@@ -502,7 +502,8 @@ class Engine:
         draft, mark = on_host(tree), self._clock.mark()
 
         def masks() -> tuple[Tensor, list[tuple[int, int]]]:
-            self._clock.wait(mark)
+            if tree.tokens.shape[1]:
+                self._clock.wait(mark)
             return allowed(draft, batch.live, batch.first, self.target.vocab_size, pinned=self._on_gpu)
 
         return masks
