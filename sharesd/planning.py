@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from compile.attention import MAX_STEP
 from compile.native import cache_root
 from offload.disk import read_rate
@@ -21,7 +19,7 @@ from offload.link import LinkError
 from offload.plan import DEPTHS, Limits, Plan, make_plan, show_bytes
 from offload.store import Content
 from sharesd.config import EngineConfig, Mode
-from sharesd.device import device_of
+from sharesd.device import device_of, dtype_of
 from sharesd.homes import Home, OnGpu, home_of
 from sharesd.memory import free_memory
 from sharesd.models.decoder import Decoder
@@ -76,7 +74,7 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
             raise ValueError("no plan for offloading: the model is split among devices, which keep all of it")
         return None
     device = device_of(config.device)
-    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = dtype_of(config.dtype, device)
     home = home_of(device, dtype, 1 + max(DEPTHS[-1], config.most_draft), config.max_batch)
     problem, folder = _unsuited(config, home, in_memory), resolve(config.target, progress=progress)
     try:

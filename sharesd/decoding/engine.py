@@ -31,7 +31,7 @@ from sharesd.decoding.output import Completion, Source, TokenChunk
 from sharesd.decoding.reader import Reader
 from sharesd.decoding.request import QueueFull, Request, advance, awaited, bearable
 from sharesd.decoding.round import Masks, Meanwhile, Round, RoundResult, RowState
-from sharesd.decoding.slots import Slots
+from sharesd.decoding.slots import Slots, doubling
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.stops import StopChecker
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, on_host
@@ -96,6 +96,7 @@ class Engine:
         widths: Sequence[int] | None = None,
         reread: bool = False,
         graphs: Graphs | None = None,
+        buckets: bool = False,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
         max_queue: int | None = None,
         prefill_chunk: int | None = None,
@@ -112,8 +113,9 @@ class Engine:
         `widths` are the numbers of tokens that a step may have (it is padded to the next), or None = any. It is a
         single one, the same in all modes, where the target does not give a row the same bits at any width. `reread`:
         prompts have bits of their own, which depend on how they are cut; so they are cut in one way, and what steps
-        wrote is read again rather than reused. `graphs` capture rounds, which are replayed then. `gumbel` may be a
-        compiled form.
+        wrote is read again rather than reused. `graphs` capture rounds, which are replayed then; with `buckets` for
+        1, 2, 4 ... rows, and all: where the target gives a row the same bits whatever their number, and its kernels
+        leave out rows of a length below 0. `gumbel` may be a compiled form.
 
         At most `max_queue` requests wait (None = any number). While others are decoded, at most `prefill_chunk` tokens
         of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
@@ -147,12 +149,20 @@ class Engine:
         """Whether rounds are launched before the last one is read."""
         self.partial = not self._on_gpu and graphs is None and widths is None and not target.step_widths
         """Whether a round runs over no more rows than it must: where nothing is made for one number of rows."""
+        self.sizes = doubling(cache.batch) if buckets or (self.partial and not self.offloaded) else [cache.batch]
+        """Numbers of rows, up to which rounds have costs of their own; and where they are captured, graphs."""
+        model = getattr(drafter, "model_drafter", drafter)
+        self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
+        """The target's, and that of a model drafter."""
+        if buckets:
+            for each in self.caches:
+                each.parked = max_context - each.slots  # counted from the end, no text has such slots
         self._reader = Reader(
             target, cache, drafter, reread=reread, prefill_chunk=prefill_chunk, offloaded=self.offloaded
         )
         self._has_read = False  # in this step
         self._ways: dict[Kind, Way] = {}
-        self._slots = Slots(cache, reread=reread, partial=self.partial)
+        self._slots = Slots(cache, reread=reread, span=self._span)
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=(*target.eos_ids, *tokenizer.eos_ids))
         self._waiting: deque[Request] = deque()
         self._turn: object | None = None
@@ -349,6 +359,8 @@ class Engine:
         self._reader.request, self._flight, self._batch, self._shape = None, None, None, None
         self._turn = self.cache.turn = object()
         self.cache.lengths.clamp_(min=1)  # steps of drafters may look at the token before
+        for cache in self.caches:
+            cache.park(0, cache.batch)
 
     def _check_turn(self, turn: object | None = None) -> None:
         if self.cache.turn is not (turn or self._turn):
@@ -445,7 +457,7 @@ class Engine:
         if not live:
             return None
         rows: list[int] = [request.slot for request in live]  # type: ignore[misc]
-        first, end = (rows[0], rows[-1] + 1) if self.partial else (0, self.cache.batch)
+        first, end = self._span(rows)
         way = self._way(rows)
         active, drafts = [0] * self.cache.batch, [False] * self.cache.batch
         for row, request in zip(rows, live, strict=True):
@@ -589,11 +601,21 @@ class Engine:
     def _release(self, request: Request) -> None:
         """The request's row is free."""
         assert request.slot is not None
-        self.sampling.release(request.slot)
+        row = request.slot
+        self.sampling.release(row)
         self._slots.release(request)
+        if self.cache.turn is self._turn:  # else another call has it, which may have given the row away
+            for cache in self.caches:
+                cache.park(row, row + 1)
         if self._reader.request is request:
             self._reader.request = None
         self._batch = None
+
+    def _span(self, rows: Sequence[int]) -> tuple[int, int]:
+        """The rows, from the first to before the last, that a round of these runs over."""
+        if self.partial:
+            return min(rows), max(rows) + 1
+        return 0, next(size for size in self.sizes if size > max(rows))
 
     def rest(self) -> None:
         """Rows take part in no rounds but those of `step` and `stream`: others change nothing."""

@@ -188,7 +188,7 @@ class _StepGuesser(HeadGuesser):
 
     def __init__(self, head: FeatureHead, *reading: Any, num_states: int) -> None:
         super().__init__(head, *reading)
-        self._head, D = head, head.config.block.hidden_size
+        self._head, D = head.steps, head.config.block.hidden_size
         self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **head.place)
         """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
 
