@@ -31,7 +31,8 @@ def note_grids() -> None:
     run, record = JITFunction.run, Graphs._record
 
     def noted(self: Any, *args: Any, grid: Any, **options: Any) -> Any:
-        _launched.append((self.fn.__name__, tuple(grid)))
+        if not callable(grid):  # as others' may be
+            _launched.append((self.fn.__name__, tuple(grid)))
         return run(self, *args, grid=grid, **options)
 
     def recorded(self: Any, function: Any) -> Any:
@@ -67,7 +68,7 @@ def decoded(config: EngineConfig, mode: Mode, each_kind: bool = False) -> dict[s
     _replayed.clear()
     joined(engine, PARAMS, min(config.max_batch + 2, 7))
     rows = {grid[0] for launches in _replayed for name, grid in launches if name == "note_round_of"}
-    return found | {"rows": sorted(rows), "after": Graphs.num_captures - before}
+    return found | {"rows": sorted(rows), "after": Graphs.num_captures - before, "sizes": engine.sizes}
 
 
 def main() -> None:
