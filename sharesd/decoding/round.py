@@ -144,7 +144,7 @@ class Round:
         return RoundResult(here.copied("counted", counted_BX), logprobs_BT, top, num_rows, is_tree)
 
     def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[..., RoundResult]:
-        """Verifies whatever lies in this draft; where there are grammars in two parts, given masks that come between."""
+        """Verifies whatever lies in this draft; where there are grammars in two parts, with masks in between."""
         if not self._constrained:
             return Replayed(lambda: self._decide(self._read(tree)), graphs)
         tree = tree._replace(legal=self._buffers.legal_BTW[:, : 1 + tree.tokens.shape[1]])
