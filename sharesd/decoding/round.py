@@ -210,9 +210,12 @@ class Round:
 
 
 def _moved(tree: DraftTree, device: torch.device) -> DraftTree:
-    """Guesses of tables, on the device."""
-    branches = tree.branches and Branches(*(part.to(device) for part in tree.branches))
-    return tree._replace(tokens=tree.tokens.to(device), branches=branches)
+    """Guesses of tables, on their way to the device."""
+
+    def moved(part: Tensor) -> Tensor:
+        return (part.pin_memory() if device.type == "cuda" else part).to(device, non_blocking=True)
+
+    return tree._replace(tokens=moved(tree.tokens), branches=tree.branches and Branches(*map(moved, tree.branches)))
 
 
 def _padded(branches: Branches, padding: int) -> Branches:
