@@ -76,7 +76,8 @@ def test_products_wait_before_they_touch_memory(W: int, K: int, bits: int, given
 
 def test_other_kernels_have_no_part_in_it() -> None:
     """They begin when all before them has ended."""
-    for kernel in (walk.walk, rows.keep_rows, notes.step_tokens_of, notes.note_token_of, notes.note_round_of):
+    small = notes.step_tokens_of, notes.note_token_of, notes.note_text_of, notes.note_round_of
+    for kernel in (walk.walk, rows.keep_rows, *small):
         assert "PDL" not in kernel.arg_names
 
 
