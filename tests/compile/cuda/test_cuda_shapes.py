@@ -11,47 +11,13 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda import attention  # noqa: E402
 from compile.cuda import grow as growing  # noqa: E402
-from compile.cuda.gemm import row_gemm  # noqa: E402
-from compile.cuda.settings import Device, by_rule  # noqa: E402
-from tests.compile.cuda.test_cuda_attention import binary_of  # noqa: E402
-from tests.compile.cuda.test_cuda_linear import GATED, NORM, PROCESSORS, RESIDUAL, arguments  # noqa: E402
-from tests.helpers.ptx import SHARED, Binary, compile_for  # noqa: E402
+from benchmark.gpu.absent import SHARED  # noqa: E402
+from tests.compile.cuda.test_cuda_attention import parts_of  # noqa: E402
 
 HALF, FULL = torch.float16, torch.float32
-SMALL = pytest.param(80, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.slow), 90
-ON_ALL = pytest.mark.parametrize("arch", SMALL)
-BIAS = {"bias_ptr": torch.bfloat16}
-
-
-def product(W: int, K: int, dtype: torch.dtype, arch: int, folder: Path, **given: Any) -> Binary:
-    bits = 32 if dtype == FULL else 16
-    tile = by_rule(W, K, bits, 0, Device("none", PROCESSORS[arch], SHARED[arch]))
-    parts = {"parts_ptr": FULL, "counters_ptr": torch.int32} if tile.split > 1 else {}
-    cut = {"BN": tile.outputs, "BK": tile.inputs, "SPLIT": tile.split, "STAGES": tile.stages}
-    _, values = arguments(W, K, 16, arch, **{name: dtype for name in ("x_ptr", "w_ptr", "y_ptr")})
-    values |= {"parts_ptr": None, "counters_ptr": None, "PACKED_MATH": bits == 16, **parts, **cut, **given}
-    return compile_for(arch, row_gemm, values, folder, warps=tile.warps, stages=tile.stages, dependent=arch >= 90)
-
-
-@ON_ALL
-@pytest.mark.parametrize(
-    "W, K, dtype, given",
-    [
-        (57344, 8192, torch.bfloat16, NORM | GATED),  # 70B
-        (8192, 28672, torch.bfloat16, RESIDUAL),
-        (151936, 896, torch.bfloat16, NORM),  # the smallest Qwen2.5 and its head
-        (1152, 896, torch.bfloat16, NORM | BIAS),
-        (896, 4864, torch.bfloat16, RESIDUAL),
-        (128256, 4096, HALF, {}),
-        (4096, 14336, HALF, {"residual_ptr": HALF}),
-        (576, 1536, FULL, {"residual_ptr": FULL}),
-        (3072, 576, FULL, {"norm_ptr": FULL} | GATED),
-    ],
+ON_ALL = pytest.mark.parametrize(
+    "arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)]
 )
-def test_products(W: int, K: int, dtype: torch.dtype, given: Any, arch: int, tmp_path: Path) -> None:
-    made = product(W, K, dtype, arch, tmp_path, **given)
-    assert made.shared <= SHARED[arch] and made.spilled == 0, (made.shared, made.spilled)
-    assert "tf32" not in made.ptx, "float32 is multiplied as such"
 
 
 @ON_ALL
