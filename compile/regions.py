@@ -1,9 +1,9 @@
 """Compilation by Inductor of what a step repeats: one block, reused for all layers, or the whole step.
 
-A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. Each is
-compiled once, ahead of time; everything else (prompts) runs eagerly. Each compiled form is a function of its own, whose
-shapes, structure and constants are known from the key under which it is kept; so Dynamo's guards have nothing to tell
-apart and are left out: a call costs no checks.
+A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. On a GPU
+pieces of prompts have few sizes, too. Each is compiled once, ahead of time; everything else runs eagerly. Each compiled
+form is a function of its own, whose shapes, structure and constants are known from the key under which it is kept; so
+Dynamo's guards have nothing to tell apart and are left out: a call costs no checks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ Step = Callable[..., Tensor]
 torch.compiler.config.cache_key_tag += "sharesd: a storage for each tensor"
 # Inductor finds kept code by the shapes of its inputs, whether or not they shared a storage when it was made. Ours no
 # longer do: code that was kept when they did reads beyond their ends, and must not be found.
+
+
+OPTIONS: dict[str, str | int | bool | Callable] = {
+    "guard_filter_fn": lambda guards: [False] * len(guards),
+    "deterministic": True,  # no sum's order depends on what was faster when a form was made
+    "triton.autotune_pointwise": False,  # which would time several kernels for each that is kept
+}
+"""Of Inductor, for all forms."""
 
 
 class CompiledBlocks:
@@ -92,9 +100,7 @@ def compile_step(function: Callable) -> Step:
     code = function.__code__.replace()  # Dynamo keeps compiled code by code object: ours must be nobody else's
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(
-        own, fullgraph=True, dynamic=False, options={"guard_filter_fn": lambda guards: [False] * len(guards)}
-    )
+    return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
 
 
 def structure(module: nn.Module) -> tuple:

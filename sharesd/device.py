@@ -28,14 +28,14 @@ def warn_untried(device: torch.device) -> None:
 
 def use(device: torch.device) -> None:
     """What this thread launches without naming a GPU goes to this one: graphs, events and kernels of Triton."""
-    if device.type == "cuda" and device.index is not None:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name; ValueError for one that is not there."""
+    """The device of a name, with the number of the GPU: devices are compared. ValueError for one that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _current_gpu() if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -46,7 +46,12 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"device is {name!r} but torch {torch.__version__} finds no GPU; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; count from 0")
-    return device
+    return _current_gpu() if device.type == "cuda" and device.index is None else device
+
+
+def _current_gpu() -> torch.device:
+    """The GPU that is meant where none is named."""
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def prepare_cuda(*, steady: bool) -> None:

@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 
-from multigpu.launch import join
+from multigpu.launch import join, local_device
 from multigpu.lifeline import LOST, RankLost
 from sharesd.cli.console import describe
-from sharesd.device import device_of
+from sharesd.device import device_of, use
 from sharesd.load import follow_rank_0
 
 
@@ -21,7 +21,9 @@ def follow(device: str) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     logging.disable(logging.WARNING)  # rank 0 says the same
-    group = join(device_of(device))
+    own = local_device(device_of(device), 1)
+    use(own)  # or each rank would have a context on the first GPU, too
+    group = join(own)
     try:
         follow_rank_0(group)
     except RankLost as error:

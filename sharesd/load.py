@@ -17,7 +17,7 @@ import torch
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
-from compile.native import cache_root, kernels_version, prepare
+from compile.native import cache_root, keep_compiled, kernels_version, prepare
 from compile.ops import runs_triton
 from compile.stack import NativeStack
 from compile.threads import CREW
@@ -74,7 +74,7 @@ from sharesd.planning import Offloading, plan_for
 from sharesd.quantizing import Quantizing
 from sharesd.settings import cpu_name
 from sharesd.sharing import leave, meet
-from sharesd.splitting import one_device, split_for
+from sharesd.splitting import split_for
 from sharesd.staged import StagedBlocks
 from sharesd.steps import Steps
 from sharesd.streamed import StreamedBlocks
@@ -138,6 +138,8 @@ class Runtime:
         """
         started = time.perf_counter()
         self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
+        if self.device.type == "cuda" or config.compile in ("regional", "full"):
+            keep_compiled()
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
             if group is None or not group.rank:
@@ -248,7 +250,7 @@ class Runtime:
         if self._part.rank:
             return  # who follows rank 0 needs no more
         for head in self._heads.of.values():
-            head.native = self._steps.head(head)
+            self._steps.prepare(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         captures = self.device.type == "cuda" and self.compile != "off"
         if captures and self.streamed is not None:
@@ -279,8 +281,6 @@ class Runtime:
         """The target, as it runs."""
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
-        if self.device.type == "cuda":
-            self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
@@ -302,10 +302,15 @@ class Runtime:
         if config.draft_device is not None:
             if "classic" not in self._needs:
                 raise ValueError(f"draft_device is {config.draft_device!r} and no mode is classic; leave it out")
-            if one_device(config.draft_device).type != self.device.type:
+            if device_of(config.draft_device).type != self.device.type:
                 raise ValueError(
                     f"draft_device is {config.draft_device!r} and the target is on {self.device}, which would wait for "
                     "it; give a device of its kind"
+                )
+            if self.compile == "full":
+                raise ValueError(
+                    f"compile is 'full' and draft_device is {config.draft_device!r}, where steps go over and come back "
+                    "from; take regional, or auto"
                 )
         if split is None:
             return
@@ -330,6 +335,7 @@ class Runtime:
         if each_kind:
             warm_up_each_kind(engine)
         if self.device.type == "cuda":
+            self._warm_prompts()
             save_configs(cache_root() / "settings")
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
@@ -340,7 +346,10 @@ class Runtime:
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
-        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'."""
+        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'.
+
+        Captures give back memory that nothing uses, so it comes behind them: prompts find what they need.
+        """
         models = {id(self.cache): (self.step, self.cache)}
         for drafter in self._drafters.values():
             model_drafter = drafter.model_drafter if isinstance(drafter, HybridDrafter) else drafter
@@ -567,7 +576,7 @@ class Runtime:
         """Where a second model is, if that has been asked for."""
         if self.config.draft_device is None:
             return None
-        place = Split.of([one_device(self.config.draft_device)], [len(decoder_config(folder).layers)])
+        place = Split.of([device_of(self.config.draft_device)], [len(decoder_config(folder).layers)])
         return replace(place, apart=self.device, hop_seconds=self.config.split.hop_seconds)
 
     def _classic(self, shapes: Sequence[Shape], top: int) -> Drafter:

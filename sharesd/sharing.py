@@ -63,7 +63,7 @@ def meet(
     if config.threads is None:
         CREW.reset(max(1, CREW.available // num_sharing(size)))
     if isinstance(group, ProcessGroup) or group is None:
-        if device.index is not None:
+        if ":" in config.device:
             raise ValueError(f"device is {config.device!r} and tensor_parallel is {size}; take cuda for one each")
         device = local_device(device, size)
         use(device)

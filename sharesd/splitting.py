@@ -51,14 +51,8 @@ def split_for(config: EngineConfig, modes: Sequence[Mode], folder: Path, dtype: 
     return split
 
 
-def one_device(name: str) -> torch.device:
-    """`device_of`, with the number of the GPU: devices are compared."""
-    device = device_of(name)
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
 def _devices(names: Sequence[str]) -> list[torch.device]:
-    devices = [one_device(name) for name in names]
+    devices = [device_of(name) for name in names]
     if len({device.type for device in devices}) > 1:
         raise ValueError(f"devices are {', '.join(names)}; give GPUs, or the CPU several times, not both")
     return devices
@@ -126,7 +120,7 @@ def _sizes(decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], device
                 blocks[job.layer or 0] += size
     if "classic" in needs:
         drafts = copied + sum(kv) + decoder.embed.weight.nbytes if second is None else _size_of(second)
-        place = devices[-1] if config.draft_device is None else one_device(config.draft_device)
+        place = devices[-1] if config.draft_device is None else device_of(config.draft_device)
         if place in devices:  # of stages that share it, the last one
             beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
     last += sum(map(_size_of, config.heads))

@@ -87,8 +87,8 @@ def choose_rows(
 
 
 def shallow(model: Decoder) -> Decoder:
-    """The model with its first block alone, which runs as it does in the model (but for `run_stack`). Weights of that
-    block which travel stay where they are from step to step, since no others need the place.
+    """The model with its first block alone, which runs as it does in the model (but for `run_stack`), on its device.
+    Weights of that block which travel stay where they are from step to step, since no others need the place.
     """
     twin = copy.copy(model)
     twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
@@ -97,5 +97,8 @@ def shallow(model: Decoder) -> Decoder:
     if isinstance(head, HeadInPieces):
         twin._modules["head"] = head.tail
     twin.run_stack = None
-    twin.ranges = lambda: [Range(each.first, each.num_blocks, each.before, moves=each.moves) for each in model.ranges()]
+    twin.ranges = lambda: [
+        Range(each.first, each.num_blocks, each.before, moves=each.moves, hand_over=each.hand_over)
+        for each in model.ranges()
+    ]
     return twin

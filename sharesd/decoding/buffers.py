@@ -60,7 +60,7 @@ class DraftBuffers:
         B, T = self.depth_BT.shape
         return torch.full((B, T, num_words(self._vocab_size)), -1, dtype=torch.int32, device=self.depth_BT.device)
 
-    def tree(self, *, branches: bool, probs: bool, legal: bool) -> DraftTree:
+    def tree(self, *, branches: bool, probs: bool) -> DraftTree:
         """Whatever is in here, as the largest of drafts."""
         return DraftTree(
             self.tokens_BN,
@@ -69,14 +69,11 @@ class DraftBuffers:
             depth=self.most,
             num_steps=self.most,
             places=self.places_BT if branches else None,
-            legal=self.legal_BTW if legal else None,
         )
 
-    def allow(self, legal_BTW: Tensor) -> Tensor:
-        """What grammars allow after the root and as many nodes: where it lies now."""
-        here_BTW = self.legal_BTW[:, : legal_BTW.shape[1]]
-        here_BTW.copy_(legal_BTW, non_blocking=True)
-        return here_BTW
+    def allow(self, legal_BTW: Tensor) -> None:
+        """What grammars allow after the root and as many nodes, from the host."""
+        self.legal_BTW[:, : legal_BTW.shape[1]].copy_(legal_BTW, non_blocking=True)
 
     def clear(self) -> None:
         """No nodes; chains may follow."""

@@ -41,10 +41,12 @@ class StaticKVCache:
         taps: Sequence[int] = (),
         hidden_size: int = 0,
         split: Split | None = None,
+        whole_rows: bool = False,
     ) -> None:
         """`shapes` holds (key/value heads, head size) of every layer. `taps` are the depths whose hidden states, of
         `hidden_size`, are kept: numbers of blocks, and one more than there are for what the last norm returns.
-        With a `split` keys and values are where the layers are, and all else at its home.
+        With a `split` keys and values are where the layers are, and all else at its home. `whole_rows`: attention reads
+        live slots alone, however many it is given.
         """
         self.slots = round_slots(slots)
         device = torch.device(device) if split is None else split.home
@@ -67,7 +69,7 @@ class StaticKVCache:
             self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=on)
             if device.type == "cpu":
                 [self.features] = zeros_like([self.features])
-        self._split = split
+        self._split, self._whole_rows = split, whole_rows
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
         """Head size of every layer."""
@@ -101,9 +103,9 @@ class StaticKVCache:
         return self._views[first, end]
 
     def row(self, b: int, slots: int) -> StaticKVCache:
-        """Row b by itself; where the layout is plain, no more than `slots` slots of it."""
+        """Row b by itself; no more than `slots` slots of it, where attention reads all that it is given."""
         whole = self.rows(b, b + 1)
-        if slots >= self.slots or self.k[0].ndim != 4:
+        if slots >= self.slots or self.k[0].ndim != 4 or self._whole_rows:
             return whole
         view = whole._view()
         view.slots = slots
@@ -239,6 +241,11 @@ class StaticKVCache:
                 hop(split.apart)
 
         return keep
+
+    @property
+    def kind(self) -> tuple:
+        """What a compiled form that is given a cache depends on."""
+        return self.batch, self.slots, self.recent, self.taps
 
     @property
     def batch(self) -> int:

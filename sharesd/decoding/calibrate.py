@@ -53,11 +53,12 @@ RATES = ("draft", "level", "draft_begin", "level_begin", "draft_slot", "level_sl
 
 
 def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) -> None:
-    """Compile what this way of sampling needs; where the policy chooses lengths, give it costs.
+    """Compile what this way of sampling needs, but for its grammar; where the policy chooses lengths, give it costs.
 
     `kept` is the file of costs measured before under the same conditions. Those of the first few starts are joined;
     later starts measure nothing but a plain step, which tells whether the machine was in a bad way then.
     """
+    params = replace(params, grammar=None)
     policy = engine.way(params).policy
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
     shapes = _shapes(engine, params)

@@ -160,7 +160,10 @@ class Policy:
         rate, plain = self.rate_of_shape(best), self.rate_of_shape(PLAIN)
         if rate > max(MARGIN * plain, LEAD * (beside or 0.0)):
             self._plain_rounds, self._patience, self._trying = 0, FIRST_TRY, 0
-            return PLAIN if self.must_probe(rate / plain) else self._ask(self._anew(best), rate)
+            if self.must_probe(rate / plain):
+                self._since_plain = 0  # the round may be launched, and others behind it, before it is recorded
+                return PLAIN
+            return self._ask(self._anew(best), rate)
         if rate > MARGIN * plain:  # it would pay, and tables promise more
             return PLAIN
         self._plain_rounds += 1
@@ -243,7 +246,7 @@ class Policy:
         if not self.live.known:
             return 1.0
         shape = model_shape(tree)
-        catching_up = self._catching_up if shape.nodes else 0.0
+        catching_up = tree.missed * self.costs.read
         return catching_up + self.live.draft(shape) + self.live.step(1 + tree.tokens.shape[1])
 
     def must_probe(self, promise: float) -> bool:
@@ -455,7 +458,7 @@ class Policy:
             self._look_s += (draft_s - self._look_s) / self._num_looks
         if tree.kept:  # which says nothing of what guessing takes
             draft_s = self.live.draft(shape) * self.live.drift
-        drafting_s = draft_s - self._catching_up * self.live.drift if shape.nodes else draft_s
+        drafting_s = draft_s - tree.missed * self.costs.read * self.live.drift
         self.live.learn(shape, 1 + num_nodes, max(drafting_s, draft_s / 2), step_s)
         self._since_plain = self._since_plain + 1 if num_nodes else 0
         if paths and self.live.settled:

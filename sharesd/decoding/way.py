@@ -35,6 +35,7 @@ class Way:
         meanwhile: Meanwhile | None,
         widths: Sequence[int] | None,
         graphs: Graphs | None,
+        ahead: bool,
         gumbel: Callable[..., Tensor],
     ) -> None:
         """As `Engine` has them."""
@@ -52,7 +53,7 @@ class Way:
             pinned=None if auto_length else shapes[-1],
             probes=not offloaded,
             first_alphas=drafter.first_alphas if drafter else FIRST_ALPHAS,
-            stops=graphs is None and cache.lengths.device.type == "cpu",
+            stops=graphs is None and cache.lengths.device.type == "cpu" and not ahead,
         )
         self._rounds: dict[tuple[int, int], Round] = {}
 

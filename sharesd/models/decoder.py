@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from compile.attention import Branches, attend
+from compile.attention import Branches, attend, flash_reads
 from compile.fused import project
 from compile.ranges import Range, Ranges, first_blocks
 from multigpu.pipeline import Split
@@ -224,6 +224,7 @@ class Decoder(nn.Module):
             taps=taps,
             hidden_size=c.hidden_size,
             split=self.split if self.split.hands_over else None,
+            whole_rows=self.flash_reads,
         )
 
     def forward(
@@ -242,7 +243,8 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * self.embed_scale
         x_BTD = (self.run_stack or self._run_stack)(x_BTD, cache, branches)
         if keep_BR is not None:
-            keep_BR = keep_BR.to(x_BTD.device)
+            if split.apart is not None:
+                [keep_BR] = hop(split.stages[-1].device, keep_BR)
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
         logits_BRV = project(self.head, x_BTD, norm=self.norm if self._norm_in_head else None)
         cap = self.config.final_softcap
@@ -251,6 +253,12 @@ class Decoder(nn.Module):
         if split.apart is not None:
             [logits_BRV] = hop(split.apart, logits_BRV, seconds=split.hop_seconds)
         return logits_BRV
+
+    @property
+    def flash_reads(self) -> bool:
+        """Whether pieces of prompts are attended to by flash attention, which reads no slots but live ones."""
+        c, table = self.config, self.get_buffer("cos_0")
+        return flash_reads(table.device, table.dtype, c.head_dim, c.attn_softcap)
 
     @property
     def _norm_in_head(self) -> bool:
@@ -289,7 +297,9 @@ class Decoder(nn.Module):
                 x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=here.recent)
                 cache.tap(index + 1, x_BTD)
             each.after()
-        x_BTD = x_BTD.to(self.norm.weight.device)  # where only the first few blocks ran
+        end = self.split.stages[-1].device
+        if end != self.split.device_of(len(self.blocks) - 1):  # where only the first few blocks ran
+            [x_BTD] = hop(end, x_BTD)
         if self._norm_in_head and self.normed_depth not in cache.taps:
             return x_BTD
         normed_BTD = self.norm(x_BTD)

@@ -24,8 +24,10 @@ from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SplitConfig
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import Piece, prefill, read_piece
+from sharesd.decoding.selfcheck import check_rows
 from sharesd.load import Runtime
 from sharesd.models.weights import decoder_config
+from sharesd.widths import shallow
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
 from tests.helpers.served import served
@@ -238,6 +240,30 @@ def test_copies_to_other_devices_wait_for_nothing() -> None:
     with Copies():
         hops.hop(torch.device("meta"), torch.ones(2))
     assert waits == [False]
+
+
+def test_the_first_block_alone_runs_where_it_is(way_of_cuda: None) -> None:
+    """The check of rows runs it, and the norm and the head behind it, which are with the last stage."""
+    decoder = in_stages(tiny_decoder(num_hidden_layers=4), (2, 2))
+    first = shallow(decoder)
+    cache = first.new_cache(1, 256)
+    with watched(decoder, decoder.new_cache(1, 256)) as places:
+        places.put([cache.k[0], cache.v[0]], 0)
+        places.put([cache.lengths], 1)
+        check_rows(first, cache, (1, 3), trees=True)
+    assert {*places.found} == {"copy_ on 0 while 1 is the current device"}, "which fills the cache, before steps"
+    assert places.current == 1
+
+
+def test_a_model_apart_is_told_there_which_rows_are_kept(way_of_cuda: None) -> None:
+    decoder = in_stages(tiny_decoder(num_hidden_layers=2), (2,), apart=1)
+    cache = decoder.new_cache(1, 64)
+    with watched(decoder, cache) as places:
+        tokens_BT, keep_BR = torch.tensor([[1, 2, 3]]), torch.tensor([[2]])
+        places.put([tokens_BT, keep_BR, cache.lengths], 1)
+        logits_BRV = decoder.forward(tokens_BT, cache, keep_BR)
+    assert places.found == [] and places.current == 1
+    assert places.hops[0] == Hop((1, 3), 1, 0) and places.hops[-1] == Hop(tuple(logits_BRV.shape), 0, 1)
 
 
 def test_a_stage_whose_device_was_not_made_current_is_noticed(way_of_cuda: None, monkeypatch: Any) -> None:

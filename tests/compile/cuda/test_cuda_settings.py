@@ -73,9 +73,22 @@ def test_the_option() -> None:
 def test_the_gpu_that_was_asked_for_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name in ("cpu", "cuda", "cuda:3"):
+    for name in ("cpu", "cuda:3"):
         device.use(torch.device(name))
-    assert current == [torch.device("cuda:3")], "without a number it is the current one already"
+    assert current == [torch.device("cuda:3")]
+
+
+def test_a_gpu_has_its_number_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without one is no device that tensors are on, and copies there go to whichever is current."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("auto", "cuda", "cuda:0"):
+        assert device.device_of(name) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert device.device_of("cuda") == torch.device("cuda", 2)
+    assert device.device_of("cuda:3") == torch.device("cuda", 3)
 
 
 def test_loading_and_every_call_make_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

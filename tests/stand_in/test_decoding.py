@@ -1,0 +1,52 @@
+"""Modes load, are captured and replayed under the stand-in driver, and ask for nothing that they should not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.stand_in.points import Point, in_order, points
+from tests.stand_in.worker import Outcome
+
+EVERY_PAIR, EVERY_VALUE = points()
+
+
+def chosen(*places: str) -> pytest.MarkDecorator:
+    """Points in these places; those that are not needed to see every value once are `long`."""
+    return pytest.mark.parametrize(
+        "point",
+        [
+            pytest.param(point, id=str(point), marks=() if point in EVERY_VALUE else pytest.mark.long)
+            for point in in_order(EVERY_PAIR)
+            if point.place in places
+        ],
+    )
+
+
+def check(point: Point, outcome: Outcome) -> None:
+    """AssertionError for whatever is not as it must be."""
+    if outcome.trouble:
+        pytest.fail(outcome.trouble, pytrace=False)
+    assert "without CUDA graphs" not in outcome.log
+    found = outcome.value
+    names = () if point.grammar else ("after", "mallocs", "host_mallocs")  # grammars are captured when first seen
+    new = {name: found[name] for name in ("modules", *names)}
+    assert not any(new.values()), f"after warming up: {new}"
+    if point.captured:
+        assert found["captures"] and found["replayed"] >= 1, found
+        assert found["launched"] <= 1, found
+    else:
+        assert not found["graphs"] or point.place == "offload", found
+    if point.place == "offload":
+        assert found["taken"] <= found["planned"], found
+
+
+class TestOneGpu:
+    @chosen("one", "rows differ", "offload")
+    def test_decodes(self, point: Point, outcome: Outcome) -> None:
+        check(point, outcome)
+
+
+class TestSeveralGpus:
+    @chosen("second", "2 stages", "4 stages", "draft elsewhere", "draft behind stages", "2 ranks")
+    def test_decodes(self, point: Point, outcome: Outcome) -> None:
+        check(point, outcome)
