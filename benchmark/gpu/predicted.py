@@ -2,9 +2,9 @@
 
     python -m benchmark.gpu.predicted                    writes docs/results/predicted_bandwidth.csv
 
-A product takes the longer of two times. One is that of its bytes, at `ACHIEVED` of a card's bandwidth. The other is that of
-its fullest processor: programs times steps, where a step takes the latency of memory over the steps in flight, or its
-instructions over the rate at which they are issued. `LAUNCH_S` and `SPLIT_S` come on top.
+A product takes the longer of two times. One is that of its bytes, at `ACHIEVED` of a card's bandwidth. The other is
+that of its fullest processor: programs times steps, where a step takes the latency of memory over the steps in flight, or
+its instructions over the rate at which they are issued. `LAUNCH_S` and `SPLIT_S` come on top.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmark.gpu.absent import SHARED, Binary, gpu
+from benchmark.gpu.shapes import MODELS, Linear, Model
 from compile.cuda.gemm import multiply
 from compile.cuda.settings import ROWS, Device, Tile, by_rule
 
@@ -65,49 +66,6 @@ H100 = Card("H100 SXM", 90, 132, 3.35e12, 1.755e9)
 A100 = Card("A100 40 GB", 80, 108, 1.555e12, 1.41e9)
 RTX4090 = Card("RTX 4090", 89, 128, 1.008e12, 2.52e9)
 CARDS = (H100, A100, RTX4090, Card("RTX 3090", 86, 82, 0.936e12, 1.695e9), Card("RTX 5090", 120, 170, 1.792e12, 2.41e9))
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Weights [outputs, inputs] and what is done in the same launch."""
-
-    outputs: int
-    inputs: int
-    norm: bool = False
-    gated: str = ""
-    bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Sizes from a checkpoint's configuration."""
-
-    name: str
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def linears(self) -> dict[str, Linear]:
-        """A layer's: the first and third follow a norm, the others add a residual."""
-        queries = self.heads * self.head_dim
-        return {
-            "qkv": Linear(queries + 2 * self.kv_heads * self.head_dim, self.hidden, norm=True),
-            "o": Linear(self.hidden, queries),
-            "gate_up": Linear(2 * self.mlp, self.hidden, norm=True, gated="silu"),
-            "down": Linear(self.hidden, self.mlp),
-        }
-
-
-MODELS = (
-    Model("Llama-2-7B", 4096, 11008, 32, 32, 128),
-    Model("Llama-3.1-8B", 4096, 14336, 32, 8, 128),
-    Model("Qwen2.5-7B", 3584, 18944, 28, 4, 128),
-    Model("Qwen3-4B", 2560, 9728, 32, 8, 128),
-    Model("SmolLM2-135M", 576, 1536, 9, 3, 64),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,9 +173,9 @@ def parts(
 ):
     """Softmax over parts for ROWS queries of a key/value head: the largest score, the total, the weighted values.
 
-    Grid (programs, B * K), see `programs_of`. Of the first ones each takes a tile of queries, those of (t, g) in order,
-    and every `turns`-th part. In trees these hold old slots alone, and further programs have a part with new rows each, for
-    one token. Scores are logarithms of base 2; `scale` and `softcap` make them so.
+    Grid (programs, B * K), see `programs_of`. Of the first ones each takes a tile of queries, those of (t, g) in
+    order, and every `turns`-th part. In trees these hold old slots alone, and further programs have a part with new
+    rows each, for one token. Scores are logarithms of base 2; `scale` and `softcap` make them so.
     """
     if PDL:
         gdc_wait()
@@ -185,7 +185,7 @@ def parts(
     n = tl.load(length_ptr + b).to(tl.int32)
     row = tl.arange(0, ROWS)
     tiles = (T * G + ROWS - 1) // ROWS
-    tile, part = program % tiles, program // tiles
+    tile, first_part = program % tiles, program // tiles
     t, g = (tile * ROWS + row) // G, (tile * ROWS + row) % G
     live = t < T
     first, end = n, n + T  # position of the tile's first query; behind those of all
@@ -196,8 +196,8 @@ def parts(
         TILES: tl.constexpr = (G + ROWS - 1) // ROWS
         program -= tiles * turns
         token = program // TILES % T
-        part = n // SPLIT + program // (TILES * T)
-        behind_part = part + 1
+        first_part = n // SPLIT + program // (TILES * T)
+        behind_part = first_part + 1
         t, g = token + row * 0, program % TILES * ROWS + row
         live = g < G
         first += tl.load(depth_ptr + b * T + token).to(tl.int32)
@@ -209,10 +209,10 @@ def parts(
     q = tl.load(q_ptr + query[:, None] * d + i[None, :], mask=live[:, None] & (i < d)[None, :], other=0.0)
     k_cache_ptr += (b * K + kv) * S * d
     v_cache_ptr += (b * K + kv) * S * d
-    for part in range(part, behind_part, turns):
+    for part in range(first_part, tl.minimum(behind_part, X), turns):  # rows of padding may lie behind the cache
         begin = part * SPLIT
         behind = begin + SPLIT
-        seen_by_some = (begin < end) & (behind > first + 1 - window)
+        seen_by_some = (n >= 0) & (begin < end) & (behind > first + 1 - window)
         seen_by_some = seen_by_some & ((begin < SINKS) | (behind > _recent_from(first, recent, CHUNK)))
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)

@@ -65,8 +65,20 @@ def device(index: int | None) -> Device:
 @cache
 def tile_of(index: int | None, outputs: int, inputs: int, bits: int, group: int = 0) -> Tile:
     """The tile for weights [outputs, inputs] with codes of 4 or 8 bits, or values of 16 or 32, on a device."""
-    found = _measured(index).get(key_of(outputs, inputs, bits, group))
+    measured = _measured(index)
+    found = measured.get(key_of(outputs, inputs, bits, group)) or _neighbour(measured, outputs, inputs, bits, group)
     return found or by_rule(outputs, inputs, bits, group, device(index))
+
+
+def _neighbour(measured: dict[str, Tile], outputs: int, inputs: int, bits: int, group: int) -> Tile | None:
+    """The tile of the nearest shape that was measured, if neither size is farther off than a fifth."""
+    distances = []
+    for key, tile in measured.items():
+        n, k, b, g = map(int, re.findall(r"\d+", f"{key}g0")[:4])
+        farthest = max(outputs / n, n / outputs, inputs / k, k / inputs)
+        if (b, g) == (bits, group) and farthest <= 1.2:
+            distances.append((farthest, key, tile))
+    return min(distances, default=(0.0, "", None))[2]
 
 
 def key_of(outputs: int, inputs: int, bits: int, group: int = 0) -> str:

@@ -28,6 +28,7 @@ from compile.linear import PackedLinear
 from quant.solver import QuantizedWeight, solve
 from sharesd.config import SamplingParams
 from sharesd.decoding.tree import chain
+from sharesd.models.decoder import Decoder, DecoderConfig
 from sharesd.quantizing import solve_on_cpu
 from tests.helpers.tiny import make_checkpoint
 
@@ -230,8 +231,17 @@ def test_tiles_are_measured_once_kept_and_shipped(tmp_path: Path, monkeypatch: p
 
 def test_every_shape_that_models_multiply_with_is_tuned() -> None:
     names = [name for name, _ in tiles._sizes()]
-    assert len(set(names)) == len(names) == 3 * (5 + 4) and names[0] == "qkv, 7b, 16 bits"
+    assert len(set(names)) == len(names) == 3 * (5 + 4) + 4 * 8 and names[0] == "qkv, 7b, 16 bits"
     assert ("gate_up, 7b, 4 bits", (22016, 4096, 4, 64)) in tiles._sizes()
+
+
+def test_linears_of_a_target_are_tuned_first(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    sizes = tiles._sizes(str(folder))
+    first = {shape[:2] for _, shape in sizes[:4]}
+    model = Decoder(DecoderConfig.from_hf(json.loads((folder / "config.json").read_text())), device="meta")
+    held = {tuple(linear.weight.shape) for linear in model.layers.modules() if isinstance(linear, torch.nn.Linear)}
+    assert held <= {(n, k) for n, k in first}, "keys of a checkpoint's linears are measured"
 
 
 def test_outcomes_of_tests_are_noted_one_by_one(tmp_path: Path) -> None:

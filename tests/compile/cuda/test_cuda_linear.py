@@ -119,6 +119,9 @@ def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert settings.tile_of(0, 96, 64, 16) == rule
     settings.write_tiles(shipped / "nvidia-h100-80gb.json", {key: Tile(64, 64, 1, 3, 4)})
     assert settings.tile_of(0, 96, 64, 16) == Tile(64, 64, 1, 3, 4)
+    assert settings.tile_of(0, 112, 64, 16) == Tile(64, 64, 1, 3, 4), "a neighbour's"
+    for outputs, bits, group in ((128, 16, 0), (96, 8, 0), (96, 4, 32)):
+        assert settings.tile_of(0, outputs, 64, bits, group) == by_rule(outputs, 64, bits, group, settings.device(0))
     settings.write_tiles(settings.own_file("NVIDIA H100 80GB"), {key: Tile(32, 64, 1, 3, 8)})
     assert settings.tile_of(0, 96, 64, 16) == Tile(32, 64, 1, 3, 8)
     settings.own_file("NVIDIA H100 80GB").write_text(json.dumps({key: [1, 2]}))

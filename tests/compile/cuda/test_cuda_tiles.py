@@ -18,10 +18,8 @@ from benchmark.gpu.predicted import (  # noqa: E402
     FILE,
     GROUP,
     H100,
-    MODELS,
     RTX4090,
     Card,
-    Linear,
     Plan,
     compiled,
     layer,
@@ -29,6 +27,7 @@ from benchmark.gpu.predicted import (  # noqa: E402
     plan_of,
     predicted_s,
 )
+from benchmark.gpu.shapes import MODELS, Linear  # noqa: E402
 from compile.cuda.settings import ROWS, Device, Tile, by_rule  # noqa: E402
 
 LARGE = MODELS[:-1]
