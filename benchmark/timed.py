@@ -15,7 +15,7 @@ from sharesd.decoding.output import Completion
 from sharesd.decoding.stats import Stats
 
 MOST, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
-"""Share of the time that may be off. On top, seconds of each call that may be counted twice or lost, and of each round."""
+"""Share of the time that may be off; seconds of a call that may be counted twice, or lost; seconds of each round."""
 
 
 class TimesDiffer(ValueError):

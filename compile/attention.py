@@ -194,7 +194,7 @@ def turns(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, r] of new tokens' positions."""
     ahead = torch.arange(num_rows, device=lengths_B.device) if branches is None else branches.depth_BT
-    position_BT = (lengths_B[:, None] + ahead).clamp(max=len(rotary[0]) - 1)  # of padding, which nobody reads
+    position_BT = (lengths_B[:, None] + ahead).clamp(0, len(rotary[0]) - 1)  # of padding, which nobody reads
     return rotary[0][position_BT], rotary[1][position_BT]
 
 

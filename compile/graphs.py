@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -35,23 +35,29 @@ class Graphs:
     def __init__(self) -> None:
         self._pool: object | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}  # of each device one: a pool's memory is that of a stream
-        self._failed = False
+        self._said = False
+        self._dead: list[torch.cuda.CUDAGraph] = []  # of captures that failed: torch's allocator may look at them
+        self.nbytes = 0
+        """Memory that the pool has taken, on all devices; what a graph needs for itself, the driver has besides."""
 
     def capture(self, function: Callable[[], T]) -> tuple[Callable[[], object], T] | None:
         """How to replay the function, and its result, which lies where it lies. Runs nothing.
 
-        None where it cannot be captured, which is reported once: nothing is captured from then on.
+        None where it cannot be captured, which is reported once for all. Raises what CUDA says where a device is lost.
         """
-        if self._failed:
-            return None
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         try:
             captured = self._record(function)
         except RuntimeError as error:  # of CUDA, out of memory included
-            self._failed = True
-            if device is not None:  # it may have ended on its way to another one
-                torch.cuda.set_device(device)
-            log.warning("steps run without CUDA graphs, which is slower: capturing failed (%s)", error)
+            if stream is not None:  # a capture that was broken leaves its own current, perhaps on another device
+                torch.cuda.set_stream(stream)
+                torch.cuda.synchronize()
+            log.log(
+                logging.INFO if self._said else logging.WARNING,
+                "some steps run without CUDA graphs, which is slower: capturing failed (%s)",
+                str(error).strip().partition("\n")[0],
+            )
+            self._said = True
             return None
         Graphs.num_captures += 1
         return captured
@@ -71,8 +77,18 @@ class Graphs:
             self._streams[device] = torch.cuda.Stream()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # nothing may lie between two calls
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._streams[device]):  # type: ignore[arg-type]
-                yield graph.replay
+            # Other threads may take memory meanwhile.
+            place = {"pool": self._pool, "stream": self._streams[device], "capture_error_mode": "thread_local"}
+            try:
+                with torch.cuda.graph(graph, **place):  # type: ignore[arg-type]
+                    before = torch.cuda.memory_reserved(device)
+                    yield graph.replay
+            except BaseException:
+                self._dead.append(graph)
+                with suppress(RuntimeError):  # where it ended in order
+                    torch._C._cuda_endAllocateToPool(device, self._pool)  # type: ignore[arg-type]
+                raise
+        self.nbytes += torch.cuda.memory_reserved(device) - before
 
 
 class _Capture:
@@ -136,6 +152,8 @@ class Replayed(Generic[T]):
     def __call__(self) -> T:
         if self._captured is None and self._graphs is not None and self._calls >= WARM_CALLS:
             self._captured = self._graphs.capture(self._function)
+            if self._captured is None:
+                self._graphs = None
         self._calls += 1
         if self._captured is None:
             return self._function()

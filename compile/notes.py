@@ -58,7 +58,7 @@ def note_text(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tensor, 
         return
     both_BT = torch.cat([root_B[:, None], tokens_BT], 1)
     ahead_T = torch.arange(both_BT.shape[1], device=text_BS.device)
-    places_BT = (at_B[:, None] + ahead_T).clamp(max=text_BS.shape[1] - 1)
+    places_BT = (at_B[:, None] + ahead_T).clamp(0, text_BS.shape[1] - 1)
     is_new_BT = (ahead_T <= num_new_B[:, None]) & (num_new_B[:, None] > 0)
     text_BS.scatter_(1, places_BT, both_BT.where(is_new_BT, text_BS.gather(1, places_BT)))
 

@@ -15,9 +15,18 @@ HAS_TRITON = find_spec("triton") is not None
 """Whether kernels for GPUs can be compiled: torch brings Triton along on Linux."""
 
 
+_own = HAS_TRITON
+
+
+def use_own_kernels(use: bool) -> None:
+    """Run our kernels on GPUs from now on, or torch's own: of this process. Models that are loaded stay as they are."""
+    global _own
+    _own = use
+
+
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels in Triton run there."""
-    return device.type == "cuda" and HAS_TRITON
+    """Whether our kernels in Triton run there: everyone asks this."""
+    return device.type == "cuda" and _own
 
 
 def on_cuda(name: str, kernel: Callable[..., Any]) -> None:

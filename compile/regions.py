@@ -11,6 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,10 @@ class CompiledModel:
 
 
 class CompiledForms:
-    """Calls a function through a compiled form for each shape of its tensors and each value of what is no tensor."""
+    """Calls a function through a compiled form for each shape of its tensors and each value of what is no tensor.
+
+    Of caches, which have a `kind`, it is that which counts.
+    """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
@@ -88,11 +92,32 @@ class CompiledForms:
 
     def __call__(self, *arguments, **constants) -> Tensor:
         values = (*arguments, *(value for _, value in sorted(constants.items())))
-        key = (*sorted(constants), *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in values))
+        key = (*sorted(constants), *map(_kind, values))
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(self._function)
         return form(*arguments, **constants)
+
+
+class CompiledMethods:
+    """The methods of a module, each through `CompiledForms`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Step:
+        method = partial(CompiledForms(getattr(type(self._module), name)), self._module)
+        setattr(self, name, method)
+        return method
+
+
+def _kind(value: object) -> object:
+    """What a form depends on, of an argument."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    return getattr(value, "kind", value)
 
 
 def compile_step(function: Callable) -> Step:

@@ -22,6 +22,8 @@ from quant.solver import QuantizedWeight, dequantize
 
 LowBuilder = Callable[[QuantizedWeight, Tensor | None, torch.dtype], LowLinear]
 
+GEMLITE_BITS = (8, 4, 2)
+"""Codes that gemlite has kernels for."""
 GEMLITE_ROWS = 16
 """Rows that gemlite's kernels are called with at most."""
 _GROUP_MODE, _ADDS_ZERO = 10, 4  # of gemlite's metadata: w = q * scale + zero, not (q - zero) * scale

@@ -14,6 +14,7 @@ from compile.native import prepare
 from compile.threads import CREW
 from sharesd.config import HEADS, CompileMode, EngineConfig, mode_of_head
 from sharesd.homes import home_of
+from sharesd.low_builders import has_low_kernels
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import Unsupported
 from sharesd.models.weights import decoder_config
@@ -64,6 +65,8 @@ def _model_drafter(
         shape = decoder_config(folder)
     except Unsupported as error:
         return None, f"the model runs through transformers ({error})"
+    if device.type == "cuda" and config.quant.method == "hqq" and not has_low_kernels(device):
+        return None, "there are no kernels for quantized linears here; pip install gemlite"
     if offloads:
         return "share", "its quantized linears stay in memory while the others are offloaded"
     heads = [mode for mode in (*map(mode_of_head, config.heads), *HEADS) if config.head_of(mode) is not None]

@@ -17,6 +17,7 @@ Acceptance = Literal["match", "rejection", "block"]
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 Offload = Literal["auto", "off", "plan-only"]
 TensorParallelStyle = Literal["gather", "reduce"]
+Kernels = Literal["auto", "triton", "torch"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -286,15 +287,18 @@ class EngineConfig:
     with up to `max_draft` tokens on a CPU, where their number is chosen and nothing is compiled; else chains. `off`:
     chains alone."""
     dtype: DType = "auto"
-    """`auto`: bfloat16."""
+    """`auto`: bfloat16, and float16 on GPUs without it."""
     device: str = "auto"
-    """`auto`: cuda where there is one, else cpu."""
+    """`auto`: the freest GPU that works, else cpu."""
     quant: QuantConfig = field(default_factory=lambda: QuantConfig(head_bits=4))
     """How the drafter's linears are quantized."""
     compile: CompileMode = "auto"
     """`native`: all blocks in one call of a C++ kernel (CPU). `regional`: one block compiled by Inductor and reused.
     `full`: the whole step in one Inductor graph (models of transformers: `regional`, too). `off`: eager. `auto`: native
     on a CPU if the kernel knows the model, else regional. On CUDA rounds are captured in graphs unless it is off."""
+    kernels: Kernels = "auto"
+    """On a GPU. `triton`: ours. `torch`: cuBLAS, SDPA and gemlite; steps have one fixed width, so that texts stay those
+    of plain decoding. `auto`: what SHARESD_KERNELS says, else ours, and torch's where ours do not run. Of a process."""
     exact: bool = True
     """Give a row the same bits in every mode: by kernels that do so in steps of any width, or by one fixed width."""
     steady_cublas: bool = False
@@ -332,6 +336,7 @@ class EngineConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("compile", self.compile, get_args(CompileMode))
+        _one_of("kernels", self.kernels, get_args(Kernels))
         if self.num_draft is not None:
             _at_least("num_draft", self.num_draft, 1)
         _at_least("max_draft", self.max_draft, 1)

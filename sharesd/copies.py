@@ -21,6 +21,21 @@ def write(tensor: Tensor, numbers: Sequence) -> None:
     tensor.copy_(source, non_blocking=True)
 
 
+class HostCopies:
+    """Places in the host's memory onto which tensors are copied again and again; pinned, where these are on a GPU."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def copied(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of what is known by this name, which is whole once the device has come so far."""
+        key = name, tensor.shape
+        if key not in self._places:
+            pinned = tensor.device.type == "cuda"
+            self._places[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return self._places[key].copy_(tensor, non_blocking=True)
+
+
 def copied(tensor: Tensor) -> Tensor:
     """A copy in the host's memory, which is whole once the device has come so far."""
     if tensor.device.type != "cuda":

@@ -51,9 +51,10 @@ from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import RowBits, check_rows
+from sharesd.decoding.slots import doubling
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of, slots_to_go_on
-from sharesd.device import device_of, prepare_cuda, use, warn_untried
+from sharesd.device import device_of, dtype_of, opened, prepare_cuda, take_cpu, use, warn_untried
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.eagle import EagleDrafter
@@ -69,6 +70,7 @@ from sharesd.models.heads.parallel import Parallel
 from sharesd.models.progress import Progress, silent
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.models.weights import EachBlock, Tensors, decoder_config, load_model, resolve
+from sharesd.own_kernels import choose_kernels
 from sharesd.placing import PlacedBlocks, QuantizedWhileRead
 from sharesd.planning import Offloading, plan_for
 from sharesd.quantizing import Quantizing
@@ -116,6 +118,11 @@ class LoadReport:
 class Runtime:
     """A loaded target with the drafters of several modes; engines of all modes share target, tokenizer and KV cache."""
 
+    device: torch.device
+    dtype: torch.dtype
+    _triton: bool  # it can compile there, as far as is known
+    _takes_any: bool  # the device is not one that was asked for
+
     def __init__(
         self,
         config: EngineConfig,
@@ -137,29 +144,18 @@ class Runtime:
         started, or those of torchrun joined. Raises RankLost where one of them does not come.
         """
         started = time.perf_counter()
-        self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
-        if self.device.type == "cuda" or config.compile in ("regional", "full"):
-            keep_compiled()
-        if self.device.type == "cuda":
-            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
-            if group is None or not group.rank:
-                warn_untried(self.device)
-            use(self.device)
         modes = tuple(modes or (config.mode,))
         self.auto: Choice | None = None
         """Drafters that mode `auto` was given, where they were chosen here."""
-        if "auto" in modes and not config.auto_drafters:
-            config = self._choose(config, offloads=offload is not None, progress=progress)
-        offloading: Offloading | None = None
-        if offload is None:
-            offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
-            if self.auto is not None and offloading is not None and offloading.plan.offloads:
-                before = config, offloading, self.auto
-                try:
-                    config = self._choose(config, offloads=True, progress=progress)
-                    offloading = plan_for(config, modes, progress=progress, in_memory=tensors is not None)
-                except DoesNotFit:  # tables need less
-                    config, offloading, self.auto = before
+        leads = group is None or not group.rank
+        begin = partial(self._begin, config, modes, leads, progress, in_memory=tensors is not None, offload=offload)
+        try:
+            config, offloading = begin()
+        except DoesNotFit as error:
+            if not self._takes_any or self.device.type == "cpu":
+                raise
+            take_cpu(f"{self.device} is too small, {error}")
+            config, offloading = begin()
         self.plan = None if offloading is None else offloading.plan
         """What stays in memory and what travels; None where nobody set a limit and all of it stays."""
         if config.offload.when == "plan-only":
@@ -172,13 +168,12 @@ class Runtime:
             offloading = None
         self.config, self.modes = config, modes
         self._needs = {*config.drafters_of(*self.modes)}
-        self.dtype = _dtype(config)
         CREW.fix(config.threads)
         folder = self._folder = resolve(config.target, progress=progress)
         self._split = split_for(config, self.modes, folder, self.dtype)
         self.device = self.device if self._split is None else self._split.home
         use(self.device)
-        self.compile = _compile_mode(config, self.device)
+        self.compile = _compile_mode(config, self.device, self._triton)
         if self.compile == "native" and self.device.type != "cpu":
             raise ValueError(f"compile is 'native' but device is {self.device}; use regional or full on a GPU")
         if self.compile == "native":
@@ -252,7 +247,8 @@ class Runtime:
         for head in self._heads.of.values():
             self._steps.prepare(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
-        captures = self.device.type == "cuda" and self.compile != "off"
+        eager = config.compile == "off" or self._group is not None
+        captures = self.device.type == "cuda" and not eager
         if captures and self.streamed is not None:
             log.warning("weights travel: passes of the target are not captured in CUDA graphs, drafts are")
         self._graphs = Graphs() if captures else None
@@ -284,14 +280,53 @@ class Runtime:
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
+    def _begin(
+        self,
+        config: EngineConfig,
+        modes: Sequence[Mode],
+        leads: bool,
+        progress: Progress,
+        *,
+        in_memory: bool,
+        offload: Offload | None,
+    ) -> tuple[EngineConfig, Offloading | None]:
+        """Choose device, dtype, kernels, the drafters of mode `auto`, and plan. DoesNotFit where no plan does."""
+        self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
+        self._takes_any = config.device == "auto" and not config.split.wanted and config.tensor_parallel == 1
+        if self.device.type == "cuda" or config.compile in ("regional", "full"):
+            keep_compiled()
+        if self.device.type == "cuda":
+            prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
+        self.device = opened(self.device, auto=self._takes_any)
+        if self.device.type == "cuda":
+            if leads:
+                warn_untried(self.device)
+            use(self.device)
+        self.dtype = dtype_of(config.dtype, self.device)
+        chosen = choose_kernels(config.kernels, self.device, self.dtype)
+        config, self._triton = replace(config, kernels=chosen.kernels), chosen.triton
+        if "auto" in modes and not config.auto_drafters:
+            config = self._choose(config, offloads=offload is not None, progress=progress)
+        if offload is not None:
+            return config, None
+        offloading = plan_for(config, modes, progress=progress, in_memory=in_memory)
+        if self.auto is not None and offloading is not None and offloading.plan.offloads:
+            before = config, offloading, self.auto
+            try:
+                config = self._choose(config, offloads=True, progress=progress)
+                offloading = plan_for(config, modes, progress=progress, in_memory=in_memory)
+            except DoesNotFit:  # tables need less
+                config, offloading, self.auto = before
+        return config, offloading
+
     def _choose(self, config: EngineConfig, *, offloads: bool, progress: Progress) -> EngineConfig:
         """The config with drafters of mode `auto`."""
         self.auto = choose(
             config,
             resolve(config.target, progress=progress),
             self.device,
-            _dtype(config),
-            _compile_mode(config, self.device),
+            self.dtype,
+            _compile_mode(config, self.device, self._triton),
             offloads=offloads,
         )
         return replace(config, auto_drafters=self.auto.drafters)
@@ -329,7 +364,8 @@ class Runtime:
         if mode not in self._engines:
             raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
         engine = self._engines[mode]
-        started = time.perf_counter()
+        started, graphs = time.perf_counter(), self._graphs
+        num_before, bytes_before = Graphs.num_captures, 0 if graphs is None else graphs.nbytes
         params = warm or SamplingParams()
         warm_up(engine, params, self._costs_file(mode, params))
         if each_kind:
@@ -337,6 +373,10 @@ class Runtime:
         if self.device.type == "cuda":
             self._warm_prompts()
             save_configs(cache_root() / "settings")
+        if graphs is not None:
+            num, megabytes = Graphs.num_captures - num_before, (graphs.nbytes - bytes_before) / 1e6
+            sizes = ", ".join(map(str, engine.sizes))
+            log.info("mode %s: %d CUDA graphs, %.0f MB, for rounds of up to %s rows", mode, num, megabytes, sizes)
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
 
@@ -401,6 +441,16 @@ class Runtime:
         return self.streamed is not None and self.device.type == "cpu" and self._tree is not None
 
     @property
+    def _may_have_buckets(self) -> bool:
+        """Whether rounds are captured, and our own kernels attend, which read nothing of idle rows."""
+        target, captured = self.target, self._graphs is not None and self.streamed is None
+        return (
+            captured
+            and isinstance(target, Decoder)
+            and reads_live_slots(self.device, self.dtype, target.config.head_dim)
+        )
+
+    @property
     def _fixed_width(self) -> int:
         """Rows of every step, where it must be a single number: whatever is drafted, texts shall be the same."""
         return fixed_width(self.device.type, self.config.most_draft)
@@ -421,15 +471,19 @@ class Runtime:
         return TREE_TOP, depth, min(config.max_draft, TREE_TOP + (depth - 1) * TREE_TOP**2)
 
     def _check_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
-        """Of steps of these widths as they will run, at the real number of slots."""
+        """Of steps of these widths as they will run, at the real number of slots; of several batches where rounds may
+        have such.
+        """
+        batches = doubling(self.config.max_batch)[:-1] if self._may_have_buckets else []
+        check = partial(check_rows, trees=self._wants_trees, batches=batches)
         if self.compile == "full" or self._group is not None:
-            return check_rows(step, self.cache, widths, trees=self._wants_trees)
+            return check(step, self.cache, widths)
         assert isinstance(self.target, Decoder)
         first = shallow(self.target)
         if isinstance(self.target.run_stack, NativeStack):
             first.run_stack = self._steps.stack(first)
         cache = first.new_cache(self.config.max_batch, self._slots)
-        return check_rows(first, cache, widths, trees=self._wants_trees)
+        return check(first, cache, widths)
 
     def close(self) -> None:
         """End what goes on beside decoding: weights that do not stay are not fetched any more, and other ranks end."""
@@ -480,6 +534,11 @@ class Runtime:
         """What makes quantized linears, where it is not the choice of `quant`."""
         if self.compile == "native":
             return packed_for_cpu
+        if self.device.type == "cuda" and not self._triton:
+            raise ValueError(
+                f"linears are to be quantized, which on {self.device} takes Triton; take a mode without them (naive, "
+                "eagle, suffix), --draft-quant bnb:4:64, or --device cpu"
+            )
         if not runs_triton(self.device):
             return None
         return builder_for_cuda(self.device, self.dtype, self._fixed_width, self.config.max_batch)
@@ -638,6 +697,7 @@ class Runtime:
             widths=self._rows.widths,
             reread=self.config.exact and (self.device.type == "cuda" or self._rows.depends_on_width),
             graphs=self._graphs if isinstance(self.target, Decoder) or self.step is not self.target else None,
+            buckets=self._may_have_buckets and self._rows.buckets,
             gumbel=self._gumbel,
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,
@@ -659,12 +719,8 @@ def follow_rank_0(group: Group, tensors: Tensors | None = None) -> None:
     follow(runtime._compile(runtime.target, set()), runtime._switch, group)
 
 
-def _compile_mode(config: EngineConfig, device: torch.device) -> CompileMode:
+def _compile_mode(config: EngineConfig, device: torch.device, triton: bool) -> CompileMode:
     if config.compile != "auto":
         return config.compile
-    on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 else "off"
+    on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 and triton else "off"
     return "native" if device.type == "cpu" else on_gpu
-
-
-def _dtype(config: EngineConfig) -> torch.dtype:
-    return torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)

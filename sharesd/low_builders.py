@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from compile.cuda.settings import device_file
 from compile.linear import LOW_INPUTS, LowPackedLinear
 from compile.native import cache_root
+from compile.ops import HAS_TRITON, runs_triton
 from quant.attach import Build
-from quant.kernels import GemliteLinear
+from quant.kernels import GEMLITE_BITS, GemliteLinear
 from quant.solver import QuantizedWeight
 
 
@@ -27,12 +29,26 @@ def packed_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> LowPackedLin
 
 
 def builder_for_cuda(device: torch.device, dtype: torch.dtype, most_rows: int, batch: int = 1) -> Build | None:
-    """In the layout of our kernel; None where gemlite was measured to be faster on this device, or for other dtypes."""
+    """In the layout of our kernel, or gemlite's where that was measured to be faster on this device and is installed.
+    None for dtypes that our kernel does not take.
+    """
     from compile.cuda.linear import DTYPES  # on GPUs only
 
-    file = _choice_file(device)
-    own = dtype in DTYPES and (not file.exists() or file.read_text() != "gemlite")
-    return partial(rows_for_cuda, dtype=dtype, most_rows=most_rows, batch=batch) if own else None
+    if dtype not in DTYPES:
+        return None
+    file, own = _choice_file(device), partial(rows_for_cuda, dtype=dtype, most_rows=most_rows, batch=batch)
+    if not file.exists() or file.read_text() != "gemlite" or find_spec("gemlite") is None:
+        return own
+
+    def build(weight: QuantizedWeight, bias: Tensor | None) -> nn.Module:
+        return GemliteLinear(weight, bias, dtype) if weight.bits in GEMLITE_BITS else own(weight, bias)
+
+    return build
+
+
+def has_low_kernels(device: torch.device) -> bool:
+    """Can quantized linears run on a GPU, by our kernel or gemlite's?"""
+    return runs_triton(device) or (HAS_TRITON and find_spec("gemlite") is not None)
 
 
 def rows_for_cuda(

@@ -71,7 +71,7 @@ class Quantizing:
         return {
             "progress": lambda done, total, _: self._progress("quantizing", done, total),
             "solving": solved,
-            "build": self._build(),
+            "build": self._build() if config.method == "hqq" else None,
         }
 
 

@@ -48,15 +48,15 @@ def place_of(config: EngineConfig) -> Place:
     """The place of a config. Imports torch, and downloads or converts the target where it is not here yet."""
     import torch
 
-    from sharesd.device import device_of
+    from sharesd.device import device_of, dtype_of
     from sharesd.models.resolve import resolve
 
-    device = str(device_of(config.device))
-    on_gpu = device.startswith("cuda") and torch.cuda.is_available()
+    place = device_of(config.device)
+    device, on_gpu = str(place), place.type == "cuda"
     names = [cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]
     return Place(
         model=str(resolve(config.target).resolve()),
-        dtype="bfloat16" if config.dtype == "auto" else config.dtype,
+        dtype=str(dtype_of(config.dtype, place)).removeprefix("torch."),
         device=device,
         processor=" + ".join(names),
         version=__version__,

@@ -1,4 +1,6 @@
-"""Programmatic dependent launch: kernels of compute capability 9.0 and above begin before the one in front has ended.
+"""How kernels are launched: with as many stages as a GPU has shared memory for, and one behind the other.
+
+Programmatic dependent launch: kernels of compute capability 9.0 and above begin before the one in front has ended.
 
 What makes it safe, whatever memory kernels hand to each other or reuse, split products and replays included:
 
@@ -13,12 +15,42 @@ Imports no Triton.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
 import torch
+
+from compile.cuda.settings import Tile
+
+T = TypeVar("T")
+
+VARIABLE = "SHARESD_PDL"
+"""0: each kernel begins when the one before it has ended."""
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
     """What kernels with a constant PDL are launched with: whether they wait, and the launch's own option."""
     if device.type != "cuda":
         return {"PDL": False}  # Triton's interpreter knows no such option
-    able = torch.cuda.get_device_capability(device) >= (9, 0)
+    able = torch.cuda.get_device_capability(device) >= (9, 0) and os.environ.get(VARIABLE) != "0"
     return {"PDL": able, "launch_pdl": able}
+
+
+_fitting: dict[tuple[torch.device, Tile], Tile] = {}
+
+
+def with_room(run: Callable[[Tile], T], tile: Tile, device: torch.device) -> T:
+    """Run with a tile, or with fewer of its stages where the GPU lacks shared memory for all: bits do not change.
+
+    What fits is remembered. Raises what Triton says where one stage is too much.
+    """
+    tried = _fitting.get((device, tile), tile)
+    while True:
+        try:
+            return run(tried)
+        except Exception as error:
+            if type(error).__name__ != "OutOfResources" or tried.stages == 1:
+                raise
+            tried = _fitting[device, tile] = replace(tried, stages=tried.stages - 1)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compile.cuda.launch import with_room
 from compile.cuda.settings import ROWS, tile_of
 from compile.fused import compose
 from compile.ops import LIBRARY, on_cuda
@@ -100,10 +101,10 @@ def _row_linear(x, weight, bias, norm, eps, residual, gated, scale, group, count
     K = x.shape[-1]
     bits = _BITS.get(weight.dtype, 16)
     tile = tile_of(x.device.index if x.is_cuda else None, weight.shape[0], K, bits, group)
-    y_MN = multiply(
+    product = partial(
+        multiply,
         x.reshape(-1, K).contiguous(),
         weight,
-        tile,
         bias=bias,
         norm=norm,
         eps=eps,
@@ -113,6 +114,7 @@ def _row_linear(x, weight, bias, norm, eps, residual, gated, scale, group, count
         group=group,
         counters=counters,
     )
+    y_MN = with_room(lambda tile: product(tile=tile), tile, x.device)
     return y_MN.view(*x.shape[:-1], -1)
 
 

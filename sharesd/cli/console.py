@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 def main_guard(main: Callable[[], int | None]) -> int:
     """Run a command; returns its exit status, 0 for None.
 
-    ValueError, OSError, RuntimeError and running out of memory become one line on stderr and status 2 (with
-    LOGLEVEL=DEBUG also a traceback), Ctrl-C one line and 130, a reader of stdout that went away 141. A plan that was
-    asked for alone is printed.
+    ValueError, OSError, RuntimeError, what Triton raises and running out of memory become one line on stderr and status
+    2 (with LOGLEVEL=DEBUG also a traceback), Ctrl-C one line and 130, a reader of stdout that went away 141. A plan
+    that was asked for alone is printed.
     """
     try:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
@@ -48,13 +48,25 @@ def main_guard(main: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         return 141
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        log.debug("where it happened", exc_info=True)
-        return _say(f"error: {describe(error)}", 2)
+        return _ended_by(error)
+    except Exception as error:
+        if not type(error).__module__.startswith("triton"):  # whose errors are of kinds of its own
+            raise
+        why = str(error).strip().partition("\n")[0]
+        return _ended_by(RuntimeError(f"a kernel does not compile or fit ({why}); take --kernels torch"))
+
+
+def _ended_by(error: BaseException) -> int:
+    log.debug("where it happened", exc_info=True)
+    return _say(f"error: {describe(error)}", 2)
 
 
 def describe(error: BaseException) -> str:
     """An error as one line that says what to do about it."""
     message = " ".join(str(error).split())
+    if message.startswith("CUDA out of memory"):  # which names other processes, and then goes on about torch
+        needed = message.partition(" Of the allocated memory")[0].partition(" If reserved but")[0]
+        return f"{needed} Lower --max-batch or --max-context, take --mode naive, or end what else runs on that GPU"
     if isinstance(error, MemoryError) or "out of memory" in message or "can't allocate memory" in message:
         return f"out of memory ({message or 'MemoryError'}); use a smaller model, bfloat16 or a smaller --max-context"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

@@ -12,6 +12,7 @@ from sharesd.config import (
     CompileMode,
     DType,
     EngineConfig,
+    Kernels,
     Offload,
     TensorParallelStyle,
 )
@@ -53,6 +54,12 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--compile", choices=get_args(CompileMode), default=DEFAULTS.compile, help="how steps are compiled"
+    )
+    group.add_argument(
+        "--kernels",
+        choices=get_args(Kernels),
+        default=DEFAULTS.kernels,
+        help="on a GPU: triton (ours) or torch (cuBLAS, SDPA, gemlite); auto: ours where they run",
     )
     group.add_argument(
         "--exact",

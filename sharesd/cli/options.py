@@ -200,6 +200,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
         quant=DEFAULTS.quant if auto else QuantConfig.parse(quant or DEFAULTS.quant.spec, args.quant_skip),
         compile=args.compile,
         exact=args.exact,
+        kernels=args.kernels,
         steady_cublas=args.steady_cublas,
         threads=None if args.threads == "auto" else args.threads,
         max_context=args.max_context,

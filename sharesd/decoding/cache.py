@@ -82,6 +82,8 @@ class StaticKVCache:
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
         self.settled = [0] * batch
         """How many of these tokens, from the first one, a prompt's chunks of full size wrote, rather than steps."""
+        self.parked: int | None = None
+        """Length, below 0, of rows that nobody has: kernels neither read nor write those. None = lengths stay."""
         self.turn: object | None = None
         """Mark of the caller that uses the cache."""
         self._views: dict[tuple[int, int], StaticKVCache] = {}
@@ -145,12 +147,25 @@ class StaticKVCache:
         self.held[row], self.settled[row] = list(tokens), settled
         self.lengths[row : row + 1].fill_(len(tokens))
 
+    def park(self, first: int, end: int) -> None:
+        """Rows from `first` to before `end` are nobody's; what they hold stays."""
+        if self.parked is not None:
+            self.lengths[first:end].fill_(self.parked)
+
+    def unpark(self) -> None:
+        """All rows take part again, behind what they hold."""
+        if self.parked is not None:
+            self.lengths.copy_(torch.tensor([max(1, len(held)) for held in self.held]))
+
     def swap_rows(self, a: int, b: int) -> None:
         """Two resting rows change places."""
         self.swap_kv(a, b, max(len(self.held[a]), len(self.held[b])))
         for values in (self.held, self.settled):
             values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
-        self.lengths[[a, b]] = self.lengths[[b, a]]
+        length, other = self.lengths[a : a + 1], self.lengths[b : b + 1]
+        before = length.clone()
+        length.copy_(other)
+        other.copy_(before)
 
     def swap_kv(self, a: int, b: int, num_tokens: int) -> None:
         """Exchange the KV of the first tokens of two rows; whole blocks of slots, where the layout has such."""

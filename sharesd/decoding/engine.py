@@ -28,10 +28,11 @@ from sharesd.copies import write
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.constrain import allowed
 from sharesd.decoding.output import Completion, Source, TokenChunk
+from sharesd.decoding.policy import Asked
 from sharesd.decoding.reader import Reader
 from sharesd.decoding.request import QueueFull, Request, advance, awaited, bearable
 from sharesd.decoding.round import Masks, Meanwhile, Round, RoundResult, RowState
-from sharesd.decoding.slots import Slots
+from sharesd.decoding.slots import Slots, doubling
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.stops import StopChecker
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, on_host
@@ -76,6 +77,7 @@ class _Flight(NamedTuple):
     place: tuple[float, int, int]
     """What costs depend on, see `LiveCosts.at`."""
     tree: DraftTree
+    asked: Asked
     result: RoundResult
     marks: list[Mark]
     started: float
@@ -96,6 +98,7 @@ class Engine:
         widths: Sequence[int] | None = None,
         reread: bool = False,
         graphs: Graphs | None = None,
+        buckets: bool = False,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
         max_queue: int | None = None,
         prefill_chunk: int | None = None,
@@ -112,13 +115,14 @@ class Engine:
         `widths` are the numbers of tokens that a step may have (it is padded to the next), or None = any. It is a
         single one, the same in all modes, where the target does not give a row the same bits at any width. `reread`:
         prompts have bits of their own, which depend on how they are cut; so they are cut in one way, and what steps
-        wrote is read again rather than reused. `graphs` capture rounds, which are replayed then. `gumbel` may be a
-        compiled form.
+        wrote is read again rather than reused. `graphs` capture rounds, which are replayed then; with `buckets` for
+        1, 2, 4 ... rows, and all: where the target gives a row the same bits whatever their number, and its kernels
+        leave out rows of a length below 0. `gumbel` may be a compiled form.
 
         At most `max_queue` requests wait (None = any number). While others are decoded, at most `prefill_chunk` tokens
         of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
         number is for CPUs only).
-        `ahead` launches each round before the last one is read, where its draft does not wait for the host.
+        `ahead` launches each round before the last one is read; where its draft waits for the host, as soon as it is.
         `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then;
         `meanwhile` has drafts guess on in its waits. `ended`
         is told the counts of each request that has ended. `trees_asked`: requests that trees cannot serve are refused;
@@ -143,16 +147,25 @@ class Engine:
         self.sampling = RowSampling(
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=graphs is not None
         )
+        self._overlaps = ahead  # a round is launched as soon as the host knows what it must
         self.ahead = ahead and (drafter is None or drafter.ahead)
         """Whether rounds are launched before the last one is read."""
         self.partial = not self._on_gpu and graphs is None and widths is None and not target.step_widths
         """Whether a round runs over no more rows than it must: where nothing is made for one number of rows."""
+        self.sizes = doubling(cache.batch) if buckets or (self.partial and not self.offloaded) else [cache.batch]
+        """Numbers of rows, up to which rounds have costs of their own; and where they are captured, graphs."""
+        model = getattr(drafter, "model_drafter", drafter)
+        self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
+        """The target's, and that of a model drafter."""
+        if buckets:
+            for each in self.caches:
+                each.parked = max_context - each.slots  # counted from the end, no text has such slots
         self._reader = Reader(
             target, cache, drafter, reread=reread, prefill_chunk=prefill_chunk, offloaded=self.offloaded
         )
         self._has_read = False  # in this step
         self._ways: dict[Kind, Way] = {}
-        self._slots = Slots(cache, reread=reread, partial=self.partial)
+        self._slots = Slots(cache, reread=reread, span=self._span)
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=(*target.eos_ids, *tokenizer.eos_ids))
         self._waiting: deque[Request] = deque()
         self._turn: object | None = None
@@ -349,6 +362,8 @@ class Engine:
         self._reader.request, self._flight, self._batch, self._shape = None, None, None, None
         self._turn = self.cache.turn = object()
         self.cache.lengths.clamp_(min=1)  # steps of drafters may look at the token before
+        for cache in self.caches:
+            cache.park(0, cache.batch)
 
     def _check_turn(self, turn: object | None = None) -> None:
         if self.cache.turn is not (turn or self._turn):
@@ -425,7 +440,7 @@ class Engine:
     def _round(self) -> list[TokenChunk]:
         """A round; with `ahead` the next one is launched before it is read, and rows that have ended run on in that.
 
-        Not so where there are grammars, since what they allow depends on what comes out.
+        Where tables draft, or a grammar is kept to, the next one is launched by `_collect`, which knows the tokens.
         """
         flight, self._flight = self._flight or self._launch(), None
         if self.ahead:
@@ -445,7 +460,7 @@ class Engine:
         if not live:
             return None
         rows: list[int] = [request.slot for request in live]  # type: ignore[misc]
-        first, end = (rows[0], rows[-1] + 1) if self.partial else (0, self.cache.batch)
+        first, end = self._span(rows)
         way = self._way(rows)
         active, drafts = [0] * self.cache.batch, [False] * self.cache.batch
         for row, request in zip(rows, live, strict=True):
@@ -492,24 +507,25 @@ class Engine:
             marks.append(self._clock.mark())
         result = batch.round.verify(tree, self._masks(batch, tree) if batch.constrained else None)
         if self.ahead or self._on_gpu:
-            result = result.copied()
+            result = batch.round.fetched(result)
         marks.append(self._clock.mark())
         self._num_idle = 0 if shape.nodes else self._num_idle + 1
-        return _Flight(batch, counting, alone, place, tree, result, marks, started)
+        return _Flight(batch, counting, alone, place, tree, policy.asked(), result, marks, started)
 
     def _masks(self, batch: _Batch, tree: DraftTree) -> Masks:
         """What grammars allow: asked for once the draft is known, while the target reads it."""
         draft, mark = on_host(tree), self._clock.mark()
 
         def masks() -> tuple[Tensor, list[tuple[int, int]]]:
-            self._clock.wait(mark)
+            if tree.tokens.shape[1]:
+                self._clock.wait(mark)
             return allowed(draft, batch.live, batch.first, self.target.vocab_size, pinned=self._on_gpu)
 
         return masks
 
     def _collect(self, flight: _Flight) -> list[TokenChunk]:
         """What came out of a round: tokens for the callers, and what is to be learnt from it."""
-        batch, counting, alone, place, tree, result, marks, launched = flight
+        batch, counting, alone, place, tree, asked, result, marks, launched = flight
         stats, num_nodes, policy = self.stats, tree.tokens.shape[1], batch.way.policy
         started = max(launched, self._since)  # before, others' time went on
         self._clock.wait(marks[-1])
@@ -539,16 +555,21 @@ class Engine:
                 each.count_round(num_drafted, num_new - 1, len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
+        ended, early = time.perf_counter(), self._overlaps and self._flight is None
+        if early:  # all that the host does from now on, it does meanwhile
+            self._since, self._flight = ended, self._launch()
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
         policy.live.at(*place)
+        policy.recall(asked)
         moved = advance(live, before, alone)
         accepted_of = [paths[request] for request in counting if request in paths]
-        took = time.perf_counter() - started
+        took = ended - started
         CREW.worked(took, policy.expected(tree))
-        policy.record(tree, accepted_of, draft_s, max(verify_s, took - draft_s), moved)
+        if batch.way.learns:
+            policy.record(tree, accepted_of, draft_s, max(verify_s, took - draft_s), moved)
         if not num_nodes:
             self._reader.took(took)
-        self._since = time.perf_counter()
+        self._since = ended if early else time.perf_counter()
         overhead_s = self._since - started - draft_s - verify_s
         for each in (stats, *(request.stats for request in live)):
             each.count_step(tree.num_steps, draft_s, verify_s, overhead_s)
@@ -587,11 +608,21 @@ class Engine:
     def _release(self, request: Request) -> None:
         """The request's row is free."""
         assert request.slot is not None
-        self.sampling.release(request.slot)
+        row = request.slot
+        self.sampling.release(row)
         self._slots.release(request)
+        if self.cache.turn is self._turn:  # else another call has it, which may have given the row away
+            for cache in self.caches:
+                cache.park(row, row + 1)
         if self._reader.request is request:
             self._reader.request = None
         self._batch = None
+
+    def _span(self, rows: Sequence[int]) -> tuple[int, int]:
+        """The rows, from the first to before the last, that a round of these runs over."""
+        if self.partial:
+            return min(rows), max(rows) + 1
+        return 0, next(size for size in self.sizes if size > max(rows))
 
     def rest(self) -> None:
         """Rows take part in no rounds but those of `step` and `stream`: others change nothing."""

@@ -18,7 +18,7 @@ from compile.attention import Branches
 from compile.graphs import Graphs, Replayed
 from compile.notes import note_round, step_tokens
 from sharesd import sampling
-from sharesd.copies import copied
+from sharesd.copies import HostCopies
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.tree import DraftTree
 from sharesd.drafters.base import Drafter, Drafting
@@ -67,12 +67,6 @@ class RoundResult(NamedTuple):
     """T of `counted`."""
     is_tree: bool
 
-    def copied(self) -> RoundResult:
-        """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made."""
-        top = None if self.top_BTk is None else (copied(self.top_BTk[0]), copied(self.top_BTk[1]))
-        logprobs_BT = None if self.logprobs_BT is None else copied(self.logprobs_BT)
-        return RoundResult(copied(self.counted_BX), logprobs_BT, top, self.num_rows, self.is_tree)
-
     def path(self, counted: Sequence[int]) -> Sequence[int]:
         """Verify rows of the nodes that were accepted, from what the host read of a row."""
         if not self.is_tree:
@@ -109,6 +103,7 @@ class Round:
         graphs are for drafts alone. `meanwhile` has drafts guess on while the target waits for weights.
         """
         self._meanwhile = meanwhile
+        self._host = [HostCopies(), HostCopies()]  # of two rounds that are on their way
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.drafting = drafting
         self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
@@ -136,6 +131,16 @@ class Round:
         elif not tree.in_buffers:
             self._buffers.put(tree)
         return self._full(masks)
+
+    def fetched(self, result: RoundResult) -> RoundResult:
+        """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made. They stay
+        until the round after the next is fetched.
+        """
+        self._host.reverse()
+        here, (counted_BX, logprobs_BT, top_BTk, num_rows, is_tree) = self._host[0], result
+        top = None if top_BTk is None else (here.copied("ids", top_BTk[0]), here.copied("logprobs of ids", top_BTk[1]))
+        logprobs_BT = None if logprobs_BT is None else here.copied("logprobs", logprobs_BT)
+        return RoundResult(here.copied("counted", counted_BX), logprobs_BT, top, num_rows, is_tree)
 
     def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[[Masks | None], RoundResult]:
         """Verifies whatever lies in this draft; in two parts, each replayed, where masks come in between."""
@@ -205,9 +210,12 @@ class Round:
 
 
 def _moved(tree: DraftTree, device: torch.device) -> DraftTree:
-    """Guesses of tables, on the device."""
-    branches = tree.branches and Branches(*(part.to(device) for part in tree.branches))
-    return tree._replace(tokens=tree.tokens.to(device), branches=branches)
+    """Guesses of tables, on their way to the device."""
+
+    def moved(part: Tensor) -> Tensor:
+        return (part.pin_memory() if device.type == "cuda" else part).to(device, non_blocking=True)
+
+    return tree._replace(tokens=moved(tree.tokens), branches=tree.branches and Branches(*map(moved, tree.branches)))
 
 
 def _padded(branches: Branches, padding: int) -> Branches:

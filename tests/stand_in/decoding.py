@@ -81,17 +81,22 @@ def _leaving(resident: int, config: EngineConfig, modes: tuple[Mode, ...]) -> Of
 def count(
     runtime: Runtime, mode: Mode, params: SamplingParams, *, joins: bool = False, each_kind: bool = False
 ) -> Counted:
-    """Decode, and count what happened after warming up; of each round what it asked the driver for."""
+    """Decode twice, and count what happened the second time; of each round what it asked the driver for."""
     from compile.graphs import Graphs
 
     before_warm, started = Graphs.num_captures, time.perf_counter()
     engine = runtime.engine(mode, warm=params, each_kind=each_kind)
     warm_s = time.perf_counter() - started
-    engine.generate([PROMPT] * runtime.config.max_batch, params)  # may see something for the first time
+    warmed, most = counts(), runtime.config.max_batch + 2
+    if joins:
+        joined(engine, params, most)
+    else:
+        engine.generate([PROMPT] * runtime.config.max_batch, params)
+    first = counts() - warmed
     before, seen, seen_in_rounds = Graphs.num_captures, counts(), in_rounds.copy()
     if joins:
         engine.stats = engine._new_stats()
-        requests = joined(engine, params, runtime.config.max_batch + 2)
+        requests = joined(engine, params, most)
         assert all(request.finish_reason or request.cancelled for request in requests)
     else:
         (done,) = engine.generate([PROMPT], params)
@@ -103,12 +108,15 @@ def count(
         "captures": before - before_warm,
         "after": Graphs.num_captures - before,
         "rounds": engine.stats.steps,
+        "drafted": engine.stats.drafted_tokens,
         "launched": of["launches"] + of["blas"],
         "graphs": of["graph_launches"],
         "replayed": of["replayed"],
         "syncs": of["stream_syncs"] + of["device_syncs"] + of["event_syncs"],
         "to host": of["to_host"],
         "to device": of["to_device"],
+        "collectives": of["collectives"],
+        "first mallocs": first["mallocs"],
         **{name: now[name] - seen[name] for name in ("mallocs", "host_mallocs", "modules", "violations")},
         "warm s": warm_s,
     }

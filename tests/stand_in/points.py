@@ -19,13 +19,13 @@ MODES: dict[str, tuple[Mode, str, dict[str, Any]]] = {
     "hybrid": ("hybrid", "", {}),
     "share, 4 tokens": ("share", "", {"num_draft": 4}),
     "share, trees": ("share", "", {"tree": (2, 3, 6)}),
-    "classic, a small model": ("classic", "draft", {"mode": "classic"}),
-    "eagle": ("eagle", "eagle", {}),
+    "classic, a small model": ("classic", "draft", {"mode": "classic", "num_draft": 4}),
+    "eagle": ("eagle", "eagle", {"num_draft": 4}),
     "eagle 3": ("eagle", "eagle3", {}),
     "eagle 3, trees": ("eagle", "eagle3", {"tree": (2, 3, 6)}),
     "hybrid, eagle": ("hybrid", "eagle3", {"hybrid_with": ("eagle", "suffix")}),
-    "parallel": ("parallel", "parallel", {}),
-    "glide": ("glide", "glide", {}),
+    "parallel": ("parallel", "parallel", {"num_draft": 4}),
+    "glide": ("glide", "glide", {"num_draft": 4}),
 }
 """Name -> mode, what drafts beside the target's own weights, and options."""
 ALONE = ("naive", "share", "classic", "ngram", "suffix", "recycle", "hybrid")
@@ -85,6 +85,11 @@ class Point(NamedTuple):
     def captured(self) -> bool:
         """Are rounds replayed from graphs?"""
         return self.place not in ("offload", "2 ranks")
+
+    @property
+    def always_drafts(self) -> bool:
+        """Has every round a draft of the same length?"""
+        return "num_draft" in MODES[self.mode][2]
 
     def params(self) -> SamplingParams:
         """How a request is sampled."""

@@ -1,4 +1,4 @@
-"""Steps of `bench gpu` under the stand-in driver, in tiny sizes: kernels do nothing, so texts and speeds mean nothing."""
+"""Steps of `bench gpu` under the stand-in driver, in tiny sizes: kernels do nothing, texts and speeds mean nothing."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
 _BEGINS = "== call "
 _SHOWN = 30
 """Lines of what went wrong."""
-PATIENCE = 900.0
-"""Seconds that all calls of a process may take: it hangs, if it takes longer."""
+PATIENCE = 600.0
+"""Seconds after which a process hangs that has returned from no call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,11 @@ def run(calls: Sequence[Callable[[], Any]], **settings: str) -> list[Outcome]:
         environment = {**os.environ, "FAKE_STRICT": "1", "PYTHONUNBUFFERED": "1", **settings}
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         command = [str(ROOT / "tests/stand_in/run.sh"), "-m", "tests.stand_in.worker", str(asked), str(given)]
-        with log.open("wb") as stderr:
-            try:
-                done = subprocess.run(command, env=environment, stdout=stderr, stderr=stderr, timeout=PATIENCE)
-                how = f"ended with status {done.returncode}"
-            except subprocess.TimeoutExpired:
-                how = f"was ended after {PATIENCE:.0f} s"
+        with (
+            log.open("wb") as printed,
+            subprocess.Popen(command, env=environment, stdout=printed, stderr=printed) as process,
+        ):
+            how = _wait(process, given)
         before, *logs = re.split(rf"^{_BEGINS}.*\n", log.read_text("utf-8", "replace"), flags=re.M)
         found: list[Outcome] = []
         with given.open("rb") as file:
@@ -86,10 +85,22 @@ def run(calls: Sequence[Callable[[], Any]], **settings: str) -> list[Outcome]:
         return [*found, *[missing] * (len(calls) - len(found))]
 
 
+def _wait(process: subprocess.Popen, given: Path) -> str:
+    """Wait until it has ended, or hangs; returns how it ended."""
+    while True:
+        size = given.stat().st_size
+        try:
+            return f"ended with status {process.wait(PATIENCE)}"
+        except subprocess.TimeoutExpired:
+            if given.stat().st_size == size:
+                process.kill()
+                return f"was ended, since it took more than {PATIENCE:.0f} s"
+
+
 def _serve(asked: str, given: str) -> None:
     """Call what a file holds; outcomes go into another, each at once."""
     for number, call in enumerate(pickle.loads(Path(asked).read_bytes())):
-        print(f"{_BEGINS}{number}: {call}", file=sys.stderr, flush=True)
+        print(f"{_BEGINS}{number}", file=sys.stderr, flush=True)
         started, value, error = time.perf_counter(), None, ""
         try:
             value = call()

@@ -58,11 +58,20 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(timing, "seconds_per_call", lambda calls: next(seconds))
     monkeypatch.setattr(low_builders, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
     solved = solve(torch.randn(48, 256), 8, 64)
-    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    of_three_bits = solve(torch.randn(48, 256), 3, 64)
+
+    def kernels(installed: bool = True) -> list[type[nn.Module]]:
+        monkeypatch.setattr(low_builders, "find_spec", lambda name: name if installed else None)
+        build = low_builders.builder_for_cuda(device, torch.bfloat16, 64)
+        assert build is not None
+        return [type(build(weight, None)) for weight in (solved, of_three_bits)]
+
+    assert kernels() == [LowRowLinear, LowRowLinear]
     assert low_builders.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
-    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is None
+    assert kernels() == [nn.Identity, LowRowLinear], "it has no kernel for 3 bits"
+    assert kernels(installed=False) == [LowRowLinear, LowRowLinear], "it was uninstalled since"
     low_builders.choose_for_cuda(solved, device, torch.bfloat16)
-    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    assert kernels() == [LowRowLinear, LowRowLinear]
     assert low_builders.builder_for_cuda(device, torch.float64, 64) is None
 
 

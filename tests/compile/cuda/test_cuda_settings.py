@@ -80,6 +80,7 @@ def test_the_gpu_that_was_asked_for_becomes_the_current_one(monkeypatch: pytest.
 
 def test_a_gpu_has_its_number_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without one is no device that tensors are on, and copies there go to whichever is current."""
+    monkeypatch.setattr(device, "_auto", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
