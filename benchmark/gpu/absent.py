@@ -98,7 +98,7 @@ class _Pointer:
     """A tensor as a launch looks at it: a type, and an address that is aligned as the real one."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.dtype, self._address = tensor.dtype, tensor.storage_offset() * tensor.itemsize
+        self.dtype, self._address = tensor.dtype, int(tensor.storage_offset()) * tensor.itemsize
 
     def data_ptr(self) -> int:
         """An address in memory that begins at a multiple of 16."""
