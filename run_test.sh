@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, types, every entry point once, then the quick tests. Flags go to pytest, e.g. -k lossless.
-#   --all   also the slow tiers: more modes, guard pages, older processors, Inductor, Triton's interpreter, processes, browser
-#   --long  also whole products of parameters, fuzzing in full, second models
+#   --all   also the slow tiers: more modes, guard pages, older processors, Inductor, Triton's interpreter, processes,
+#           browser; the CUDA path under a stand-in driver, where .venv-cuda has the CUDA build of torch
+#   --long  also whole products of parameters, fuzzing in full, second models; makes .venv-cuda (5.3 GB)
 # Whatever they make lies in folders of their own, which go away.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 source scripts/scratch.sh

@@ -3,7 +3,7 @@
 # on after an interruption. TRAIN_FLAGS go to the training, whose other options have their defaults.
 #   bash train.sh             prompts are said by the target itself
 #   PROMPTS="a.json b.jsonl" bash train.sh
-#   bash train.sh --smoke     a tiny model, all of it checked, in well under a minute
+#   bash train.sh --smoke     a tiny model on the CPU, where weights can be compared bit by bit; well under a minute
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
 HEAD=${HEAD:-eagle3}                       # or eagle, parallel, glide
@@ -56,9 +56,9 @@ records = ({"prompt": f"the cat and the mat, {i} times"} for i in range(24))
 (work / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 PY
   python -m train generate --target "$work/model" --prompts "$work/prompts.jsonl" --max-new-tokens 48 \
-    --temperature 0,1 --max-context 256 --threads 1 --out-dir "$work/data"
+    --temperature 0,1 --max-context 256 --device cpu --threads 1 --out-dir "$work/data"
   local train=(python -m train eagle --data "$work/data" --states "$work/states" --held-out 0.3 --max-length 96 --batch 2
-    --lr 2e-3 --steps 60 --check-every 10 --threads 1 --costs 0.1,1.3)
+    --lr 2e-3 --steps 60 --check-every 10 --device cpu --threads 1 --costs 0.1,1.3)
 
   step "training, undisturbed"
   "${train[@]}" --out-dir "$work/whole"
@@ -91,7 +91,8 @@ sys.exit(last > 0.8 * first)
 PY
 
   step "the head decodes what plain decoding does"
-  local generate=(python -m sharesd generate "why is the sky blue" --target "$work/model" --max-new-tokens 48 --max-context 256 --threads 1)
+  local generate=(python -m sharesd generate "why is the sky blue" --target "$work/model" --max-new-tokens 48 --max-context 256
+    --device cpu --threads 1)
   "${generate[@]}" --mode naive >"$work/naive.txt"
   "${generate[@]}" --mode eagle --num-speculative-tokens 3 --draft-head "$work/broken/best" >"$work/eagle.txt"
   cat "$work/naive.txt"

@@ -6,15 +6,15 @@ On a CPU keys and values lie as packed weights do (see `linear.pack`), since the
 [B, K, S / L, d / P, L, P] as those of a linear whose outputs are slots, values [B, K, S / P, d, P] as those of one
 whose inputs are slots, with d padded to whole P and L. Everywhere else they are [B, K, S, d].
 
-On a GPU, steps run kernels in Triton (`compile/cuda/attention.py`); prompts, and what those kernels do not take, run
-plain tensor operations.
+On a GPU, steps run kernels in Triton (`compile/cuda/attention.py`), and prompts the flash attention of torch; what
+neither takes runs plain tensor operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,6 +35,8 @@ MAX_HEAD_CUDA = 256
 """Largest head size of the CUDA kernels."""
 MAX_STEP = 64
 """Most rows of a chain that the CUDA kernels read; more are a prompt, for which large matrix products are quicker."""
+FLASH_HEAD = (8, 256)
+"""Head sizes that flash attention takes: multiples of the first number, up to the second."""
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -126,6 +128,19 @@ def reads_live_slots(device: torch.device, dtype: torch.dtype, head_size: int) -
     return runs_triton(device) and dtype in _CUDA_DTYPES and head_size <= MAX_HEAD_CUDA
 
 
+def flash_reads(device: torch.device, dtype: torch.dtype, head_size: int, softcap: float) -> bool:
+    """Whether prompts, too, read nothing but the slots that they see there, each key and value once for all the query
+    heads that share it."""
+    step, most = FLASH_HEAD
+    fits = dtype in (torch.bfloat16, torch.float16) and head_size % step == 0 and head_size <= most and not softcap
+    return device.type == "cuda" and fits and has_flash(device)
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether this GPU and this torch have flash attention."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def attend(
     q_BTHd: Tensor,
     k_BTKd: Tensor,
@@ -152,7 +167,7 @@ def attend(
     positions (rows of padding may lie behind them). Where `reads_live_slots` the result of a query is the same bits
     whatever T, S, B, the number of threads, and its place in a tree.
     """
-    (T, _, d), device = q_BTHd.shape[1:], q_BTHd.device
+    (B, T, _, d), device = q_BTHd.shape, q_BTHd.device
     is_step = T <= MAX_STEP or branches is not None
     has_kernel = device.type == "cpu" or (is_step and reads_live_slots(device, q_BTHd.dtype, d))
     if not has_kernel or device.type == "cpu":  # the CUDA kernels normalise and rotate by themselves
@@ -167,6 +182,10 @@ def attend(
         q_norm, k_norm = norms or (None, None)
         how = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.gemma)
         return torch.ops.sharesd.attend_(*new, *places, *sight, *how)
+    if B == 1 and branches is None and not recent and flash_reads(device, q_BTHd.dtype, d, softcap):
+        _write(*new[1:], *old[:2], lengths_B[:, None] + torch.arange(T, device=device))
+        ends_B = (lengths_B + T).to(torch.int32)
+        return torch.ops.sharesd.flash(q_BTHd, k_cache, v_cache, ends_B, scale, window)
     return attend_reference(*new, *old, scale=scale, window=window, recent=recent, softcap=softcap, branches=branches)
 
 
@@ -175,7 +194,7 @@ def turns(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, r] of new tokens' positions."""
     ahead = torch.arange(num_rows, device=lengths_B.device) if branches is None else branches.depth_BT
-    position_BT = (lengths_B[:, None] + ahead).clamp(max=len(rotary[0]) - 1)  # of padding, which nobody reads
+    position_BT = (lengths_B[:, None] + ahead).clamp(0, len(rotary[0]) - 1)  # of padding, which nobody reads
     return rotary[0][position_BT], rotary[1][position_BT]
 
 
@@ -193,17 +212,16 @@ def attend_reference(
     softcap: float = 0.0,
     branches: Branches | None = None,
 ) -> Tensor:
-    """`attend` in plain tensor operations, and the oracle of the kernels. Prompts run it on CUDA: there it reads every
-    slot of the cache, so that a chunk's bits depend on its size, its place, and what is before it alone."""
+    """`attend` in plain tensor operations, and the oracle of the kernels. Prompts run it on CUDA where flash attention
+    does not do: there it reads every slot of the cache, so that a chunk's bits depend on its size, its place, and what
+    is before it alone."""
     B, T, H, d = q_BTHd.shape
     K, S = k_cache_BKSd.shape[1:3]
     place_BT = torch.arange(T, device=q_BTHd.device).expand(B, T)
     if branches is not None:
         place_BT = branches.path_BTP.gather(2, branches.depth_BT[..., None])[..., 0]
     slots_BT = lengths_B[:, None] + place_BT
-    rows_B1 = torch.arange(B, device=q_BTHd.device)[:, None]
-    k_cache_BKSd[rows_B1, :, slots_BT] = k_BTKd
-    v_cache_BKSd[rows_B1, :, slots_BT] = v_BTKd
+    _write(k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, slots_BT)
     slot_S = torch.arange(S, device=q_BTHd.device)
     if branches is None:
         position_BTS, own_BT1 = slot_S.expand(B, T, S), slots_BT[:, :, None]
@@ -224,11 +242,10 @@ def attend_reference(
     if window:
         seen_BTS = seen_BTS & (position_BTS > own_BT1 - window)
     if not softcap:
-        if q_BTHd.is_cuda and H != K:  # of the library's kernels, those that take masks take no groups of heads
-            k_cache_BKSd, v_cache_BKSd = (x.repeat_interleave(H // K, 1) for x in (k_cache_BKSd, v_cache_BKSd))
-        groups = k_cache_BKSd.shape[1] != H
-        out_BHTd = torch.nn.functional.scaled_dot_product_attention(
-            q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=groups
+        if q_BTHd.is_cuda and H != K:
+            return _attend_in_groups(q_BTHd, k_cache_BKSd, v_cache_BKSd, seen_BTS, scale)
+        out_BHTd = F.scaled_dot_product_attention(
+            q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
         )
         return out_BHTd.transpose(1, 2)
     q_BKGTd = q_BTHd.reshape(B, T, K, H // K, d).permute(0, 2, 3, 1, 4)
@@ -238,6 +255,45 @@ def attend_reference(
     weights_BKGTS = scores_BKGTS.masked_fill(~seen_BTS[:, None, None], float("-inf")).softmax(-1)
     out_BTKGd = torch.einsum("bkgts,bksd->btkgd", weights_BKGTS, v_cache_BKSd.to(wide))
     return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
+
+
+def _attend_in_groups(q_BTHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, seen_BTS: Tensor, scale: float) -> Tensor:
+    """Attention [B, T, H, d] with a mask, for kernels that take no groups of heads beside one: heads that share keys
+    become further rows of one head."""
+    (T, H), K = q_BTHd.shape[1:3], k_BKSd.shape[1]
+    q_BKXd = q_BTHd.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    seen_B1XS = seen_BTS.repeat(1, H // K, 1)[:, None]
+    out_BKXd = F.scaled_dot_product_attention(q_BKXd, k_BKSd, v_BKSd, seen_B1XS, scale=scale)
+    return out_BKXd.unflatten(2, (H // K, T)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _write(k_BTKd: Tensor, v_BTKd: Tensor, k_cache_BKSd: Tensor, v_cache_BKSd: Tensor, slots_BT: Tensor) -> None:
+    rows_B1 = torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
+    k_cache_BKSd[rows_B1, :, slots_BT] = k_BTKd
+    v_cache_BKSd[rows_B1, :, slots_BT] = v_BTKd
+
+
+@lru_cache
+def _bounds(num: int, device: torch.device) -> Tensor:
+    """0 and `num`, where the rows of the only text begin and end."""
+    return torch.tensor([0, num], dtype=torch.int32, device=device)
+
+
+def _flash(
+    q_1THd: Tensor, k_cache_1KSd: Tensor, v_cache_1KSd: Tensor, ends_1: Tensor, scale: float, window: int
+) -> Tensor:
+    """What the last rows before `ends` find among the slots up to their own, of those the last `window` (0 = all)."""
+    T, S = q_1THd.shape[1], k_cache_1KSd.shape[2]
+    q_THd, k_SKd, v_SKd = q_1THd[0], k_cache_1KSd[0].transpose(0, 1), v_cache_1KSd[0].transpose(0, 1)
+    found_THd, *_ = torch.ops.aten._flash_attention_forward(
+        *(q_THd, k_SKd, v_SKd, _bounds(T, q_THd.device), _bounds(S, q_THd.device), T, S),
+        *(0.0, True, False),  # no dropout, causal, no mask for debugging
+        scale=scale,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0,
+        seqused_k=ends_1,
+    )
+    return found_THd[None]
 
 
 def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap, *norms):
@@ -284,6 +340,9 @@ LIBRARY.define(
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
 on_cuda("attend_", _attend_cuda)
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
+LIBRARY.define("flash(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ends, float scale, int window) -> Tensor")
+on_cuda("flash", _flash)
+LIBRARY.impl("flash", lambda q, *rest: q.new_empty(q.shape), "Meta")
 
 
 def row_keeper(

@@ -37,6 +37,8 @@ class Graphs:
         self._streams: dict[int, torch.cuda.Stream] = {}  # of each device one: a pool's memory is that of a stream
         self._said = False
         self._dead: list[torch.cuda.CUDAGraph] = []  # of captures that failed: torch's allocator may look at them
+        self.nbytes = 0
+        """Memory that the pool has taken, on all devices; what a graph needs for itself, the driver has besides."""
 
     def capture(self, function: Callable[[], T]) -> tuple[Callable[[], object], T] | None:
         """How to replay the function, and its result, which lies where it lies. Runs nothing.
@@ -79,12 +81,14 @@ class Graphs:
             place = {"pool": self._pool, "stream": self._streams[device], "capture_error_mode": "thread_local"}
             try:
                 with torch.cuda.graph(graph, **place):  # type: ignore[arg-type]
+                    before = torch.cuda.memory_reserved(device)
                     yield graph.replay
             except BaseException:
                 self._dead.append(graph)
                 with suppress(RuntimeError):  # where it ended in order
                     torch._C._cuda_endAllocateToPool(device, self._pool)  # type: ignore[arg-type]
                 raise
+        self.nbytes += torch.cuda.memory_reserved(device) - before
 
 
 class _Capture:

@@ -57,6 +57,15 @@ def cache_root() -> Path:
     return Path(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd"))
 
 
+def keep_compiled() -> None:
+    """Have Inductor and Triton keep there what they compile, unless the environment names other folders.
+
+    By default that lies in the system's temporary folder, and is compiled anew after each boot.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_root() / "triton"))
+
+
 _locks: defaultdict[str, Lock] = defaultdict(Lock)  # one for each part that is being built
 
 

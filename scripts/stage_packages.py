@@ -32,7 +32,7 @@ def main(folder: Path, cuda: str, names: list[str]) -> int:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, folder / file)
         print(f"{name} {found.version}")
-    if not list(folder.glob(f"bitsandbytes/libbitsandbytes_cuda{cuda}.*")):
+    if "bitsandbytes" in names and not list(folder.glob(f"bitsandbytes/libbitsandbytes_cuda{cuda}.*")):
         print(f"error: bitsandbytes has no library for CUDA {cuda}; name another version", file=sys.stderr)
         return 2
     return 0

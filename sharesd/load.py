@@ -17,7 +17,7 @@ import torch
 from compile.attention import reads_live_slots
 from compile.cuda import settings
 from compile.graphs import Graphs
-from compile.native import cache_root, kernels_version, prepare
+from compile.native import cache_root, keep_compiled, kernels_version, prepare
 from compile.ops import runs_triton
 from compile.stack import NativeStack
 from compile.threads import CREW
@@ -51,6 +51,7 @@ from sharesd.decoding.engine import Engine
 from sharesd.decoding.prefill import PIECES, prefill, slots_for
 from sharesd.decoding.ranks import LeadingModel, follow
 from sharesd.decoding.selfcheck import RowBits, check_rows
+from sharesd.decoding.slots import doubling
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.tree import Shape, chains, ladder, looking_back, shapes_of, slots_to_go_on
 from sharesd.device import device_of, dtype_of, opened, prepare_cuda, take_cpu, use, warn_untried
@@ -244,7 +245,7 @@ class Runtime:
         if self._part.rank:
             return  # who follows rank 0 needs no more
         for head in self._heads.of.values():
-            head.native = self._steps.head(head)
+            self._steps.prepare(head)
         self._gumbel = self._steps.noise(self.device.type == "cpu")
         eager = config.compile == "off" or self._group is not None
         captures = self.device.type == "cuda" and not eager
@@ -276,8 +277,6 @@ class Runtime:
         """The target, as it runs."""
         self._drafters: dict[str, Drafter | None] = {mode: self._drafter(mode) for mode in self.modes}
         self._engines = {mode: self._engine(mode) for mode in self.modes}
-        if self.device.type == "cuda":
-            self._warm_prompts()
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
 
@@ -294,6 +293,8 @@ class Runtime:
         """Choose device, dtype, kernels, the drafters of mode `auto`, and plan. DoesNotFit where no plan does."""
         self.device = device_of(config.split.devices[-1] if config.split.devices else config.device)
         self._takes_any = config.device == "auto" and not config.split.wanted and config.tensor_parallel == 1
+        if self.device.type == "cuda" or config.compile in ("regional", "full"):
+            keep_compiled()
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
         self.device = opened(self.device, auto=self._takes_any)
@@ -363,13 +364,19 @@ class Runtime:
         if mode not in self._engines:
             raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
         engine = self._engines[mode]
-        started = time.perf_counter()
+        started, graphs = time.perf_counter(), self._graphs
+        num_before, bytes_before = Graphs.num_captures, 0 if graphs is None else graphs.nbytes
         params = warm or SamplingParams()
         warm_up(engine, params, self._costs_file(mode, params))
         if each_kind:
             warm_up_each_kind(engine)
         if self.device.type == "cuda":
+            self._warm_prompts()
             save_configs(cache_root() / "settings")
+        if graphs is not None:
+            num, megabytes = Graphs.num_captures - num_before, (graphs.nbytes - bytes_before) / 1e6
+            sizes = ", ".join(map(str, engine.sizes))
+            log.info("mode %s: %d CUDA graphs, %.0f MB, for rounds of up to %s rows", mode, num, megabytes, sizes)
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
         return engine
 
@@ -379,7 +386,10 @@ class Runtime:
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
-        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'."""
+        """Read prompts of all sizes of pieces: what kernels must plan or compile for each is not left to users'.
+
+        Captures give back memory that nothing uses, so it comes behind them: prompts find what they need.
+        """
         models = {id(self.cache): (self.step, self.cache)}
         for drafter in self._drafters.values():
             model_drafter = drafter.model_drafter if isinstance(drafter, HybridDrafter) else drafter
@@ -431,6 +441,16 @@ class Runtime:
         return self.streamed is not None and self.device.type == "cpu" and self._tree is not None
 
     @property
+    def _may_have_buckets(self) -> bool:
+        """Whether rounds are captured, and our own kernels attend, which read nothing of idle rows."""
+        target, captured = self.target, self._graphs is not None and self.streamed is None
+        return (
+            captured
+            and isinstance(target, Decoder)
+            and reads_live_slots(self.device, self.dtype, target.config.head_dim)
+        )
+
+    @property
     def _fixed_width(self) -> int:
         """Rows of every step, where it must be a single number: whatever is drafted, texts shall be the same."""
         return fixed_width(self.device.type, self.config.most_draft)
@@ -451,15 +471,19 @@ class Runtime:
         return TREE_TOP, depth, min(config.max_draft, TREE_TOP + (depth - 1) * TREE_TOP**2)
 
     def _check_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
-        """Of steps of these widths as they will run, at the real number of slots."""
+        """Of steps of these widths as they will run, at the real number of slots; of several batches where rounds may
+        have such.
+        """
+        batches = doubling(self.config.max_batch)[:-1] if self._may_have_buckets else []
+        check = partial(check_rows, trees=self._wants_trees, batches=batches)
         if self.compile == "full" or self._group is not None:
-            return check_rows(step, self.cache, widths, trees=self._wants_trees)
+            return check(step, self.cache, widths)
         assert isinstance(self.target, Decoder)
         first = shallow(self.target)
         if isinstance(self.target.run_stack, NativeStack):
             first.run_stack = self._steps.stack(first)
         cache = first.new_cache(self.config.max_batch, self._slots)
-        return check_rows(first, cache, widths, trees=self._wants_trees)
+        return check(first, cache, widths)
 
     def close(self) -> None:
         """End what goes on beside decoding: weights that do not stay are not fetched any more, and other ranks end."""
@@ -673,6 +697,7 @@ class Runtime:
             widths=self._rows.widths,
             reread=self.config.exact and (self.device.type == "cuda" or self._rows.depends_on_width),
             graphs=self._graphs if isinstance(self.target, Decoder) or self.step is not self.target else None,
+            buckets=self._may_have_buckets and self._rows.buckets,
             gumbel=self._gumbel,
             max_queue=self.config.max_queue,
             prefill_chunk=self.config.prefill_chunk,

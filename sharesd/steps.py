@@ -8,8 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from compile.head import NativeHead
-from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
+from compile.regions import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
 from compile.stack import NativeStack, Unsuited
 from multigpu.group import Group
 from multigpu.tensor import WHOLE, GatheredLinear, SummedLinear, gather_columns, sum_parts
@@ -17,6 +16,7 @@ from quant.linear import Switch
 from sharesd import sampling
 from sharesd.config import CompileMode
 from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.prefill import PIECES
 from sharesd.decoding.selfcheck import check_compiled
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
@@ -53,8 +53,11 @@ class Steps:
             return model
         if not isinstance(model, Decoder):
             return self._whole(model, widths, new_cache, draft_widths)
+        # Kernels that read all slots they are given would need a form for each number of slots.
+        pieces = set(PIECES) if model.flash_reads else set()
         if self.how == "full":
             model.step_widths = frozenset(widths)
+            model.run_block = CompiledBlocks(pieces, self._low)
             return CompiledModel(model, widths, self._low)
         if self.how == "native":
             try:
@@ -65,7 +68,7 @@ class Steps:
                     raise
                 log.warning("%s; blocks are compiled by Inductor instead", reason)
         model.step_widths = frozenset(widths)
-        model.run_block = CompiledBlocks(widths, self._low)
+        model.run_block = CompiledBlocks(widths | pieces, self._low)
         return model
 
     def stack(self, model: Decoder) -> NativeStack:
@@ -85,19 +88,21 @@ class Steps:
             join=join,
         )
 
-    def head(self, head: Head) -> NativeHead | None:
-        """The steps of a trained head in the CPU kernel, once it and the target are packed; None where that cannot be.
-        Raises Unsuited where the kernel was asked for.
+    def prepare(self, head: Head) -> None:
+        """Make steps of a trained head fast, once it and the target are packed.
+
+        Raises Unsuited where the CPU kernel was asked for and cannot do it.
         """
+        if self.how in ("regional", "full") and head.place["device"].type == "cuda":
+            head.compiled = CompiledMethods(head)
         if self.how != "native" or len(head.blocks) != 1:
-            return None
+            return
         try:
-            return native_head(head)
+            head.native = native_head(head)
         except Unsuited as reason:
             if self._by_name:
                 raise
             log.warning("%s; the head runs without it, which is slower", reason)
-            return None
 
     def noise(self, on_cpu: bool) -> Callable[..., Tensor]:
         """What gives the noise of sampling."""

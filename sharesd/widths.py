@@ -39,6 +39,8 @@ class Rows:
     """Do a row's bits depend on the width, so that it was fixed?"""
     trees: bool
     """May drafts be trees?"""
+    buckets: bool
+    """May rounds have any of the numbers of rows that were checked?"""
 
 
 def choose_rows(
@@ -64,11 +66,12 @@ def choose_rows(
         step = step_of({fixed} if exact else {*(widths or ())})
         if step is target:
             widths = None
+    buckets = bits.batches
     if bits.chains:
-        log.info("exact: rows have the same bits in steps of any width")
+        log.info("exact: rows have the same bits in steps of any width%s", " and batch" if buckets else "")
     elif exact:
         log.info("exact: rows depend on the width of their step, so every step of every mode has %d rows", fixed)
-        widths, depends = (fixed,), True
+        widths, depends, buckets = (fixed,), True, False
         if isinstance(target, Decoder):
             step = step_of({fixed})
             bits = bits_of(step, (fixed,))
@@ -83,7 +86,7 @@ def choose_rows(
             log.info("exact: rows of trees depend on where their paths lie, so drafts are chains")
         else:
             log.warning("exact is off, and rows of trees differ from those of chains: so may texts of modes")
-    return Rows(step, widths, depends, trees)
+    return Rows(step, widths, depends, trees, buckets)
 
 
 def shallow(model: Decoder) -> Decoder:

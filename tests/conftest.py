@@ -7,9 +7,12 @@ those). One test of a later tier: `pytest -m "" PATH::NAME`.
 from __future__ import annotations
 
 import os
+from tempfile import gettempdir
 
 if os.environ.get("TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: a GPU changes what "auto" means
+# Runtimes with cache folders of their own would compile anew what the tests before have compiled.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(gettempdir(), f"sharesd-tests-inductor-{os.getuid()}"))
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; tests of threads set their number
 
@@ -42,6 +45,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "compile/cuda/test_cuda_launch.py": ("slow",),
     "compile/cuda/test_cuda_shapes.py": ("slow",),
     "serve/test_page.py": ("browser",),
+    "stand_in": ("stand_in",),
 }
 """Markers of all tests under a path; tests that differ from their neighbours have theirs by hand."""
 

@@ -37,25 +37,26 @@ class Step:
     """Keyword arguments of the function."""
 
 
+SEVEN, ONE, MODES = {"size": "7b"}, {"size": "1b"}, {"modes": "naive,share,eagle,hybrid"}
 STEPS = (
-    Step("machine", 40, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
-    Step("cublas", 80, "cublas:measure", "do rows of library products agree for 1 to 16 rows, and how quick are they"),
-    Step("cublas-steady", 50, "cublas:measure", "the same, kept from splitting sums", {"steady": "yes"}),
-    Step("sdpa", 60, "sdpa:measure", "library attention: which backends run, their plans, speed and rows"),
+    Step("machine", 30, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
+    Step("tests", 110, "gpu_tests:measure", "the tests that need a GPU, those of our kernels among them"),
+    Step("7b-costs", 150, "made:measure", "at sizes of 7B: steps, and gains at known acceptance", SEVEN),
+    Step("1b-costs", 90, "made:measure", "the same at sizes of 1B", ONE),
+    Step("135m", 130, "embedded:measure", "the embedded model: texts, speed, captures, memory; graphs and eager"),
+    Step("1b", 90, "widened:measure", "widened to 1B: modes prompt by prompt", ONE | MODES),
     Step("kernels", 110, "own_kernels:measure", "our Triton kernels: errors, bits of rows, speed, dependent launch"),
     Step("tiles", 110, "tiles:measure", "the fastest tiles of our products, kept for what follows and to be shipped"),
+    Step("7b", 130, "widened:measure", "widened to 7B: modes prompt by prompt", SEVEN | MODES),
+    Step("135m-more", 150, "embedded:measure_more", "other ways of sampling, trees, rows that come and go"),
     Step("gemlite", 90, "low_bits:measure", "low-bit products by gemlite, beside ours; the faster ones are used"),
-    Step("tests", 130, "gpu_tests:measure", "the tests that need a GPU, those of our kernels among them"),
-    Step("135m", 270, "embedded:measure", "the embedded model: texts, speed, captures, memory, rows that come and go"),
-    Step("7b", 250, "widened:measure", "widened to 7B: naive, share, costs, long contexts, profile", {"size": "7b"}),
-    Step("1b", 110, "widened:measure", "widened to 1B: naive, share, costs", {"size": "1b"}),
-    Step("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", {"size": "7b"}),
-    Step("hybrid", 70, "widened:compare", "hybrid against naive, prompt by prompt, at 7B", {"modes": "naive,hybrid"}),
+    Step("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
+    Step("7b-more", 130, "widened:measure_more", "7B: profile, prompts, steps of any width, a long cache", SEVEN),
     Step("starts", 80, "starts:measure", "seconds of whole processes to the first tokens, caches warm and cold"),
-    Step("classic", 40, "widened:compare", "classic against naive, at 1B", {"modes": "naive,classic", "size": "1b"}),
-    Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", {"size": "1b"}),
+    Step("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
+    Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", ONE),
 )
-"""Most valuable first; 29 minutes together at most. docs/how-to/gpu.md says how to run them in three parts."""
+"""Most valuable first: the first six in ten minutes, all in 29 minutes at most."""
 
 
 def named(names: Sequence[str]) -> tuple[Step, ...]:

@@ -31,9 +31,9 @@ def compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, tokens
     """Note a row for each mode: twice as many requests as there are rows, each sampled in another way than the one
     before and of another length. Every text should be that which the first of the modes gives the request alone.
     """
-    count = 2 * runtime.cache.batch if job.on_gpu else 3
+    count = 2 * runtime.cache.batch if not job.tiny else 3
     prompts, ways = prompts_of(runtime, count), list(WAYS.values())
-    lengths = [(tokens if job.on_gpu else 8) * (2 + i % 3) // 4 for i in range(count)]
+    lengths = [(tokens if not job.tiny else 8) * (2 + i % 3) // 4 for i in range(count)]
     asked = [
         Asked(prompt, replace(ways[i % len(ways)], max_new_tokens=length, ignore_eos=True))
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))

@@ -27,7 +27,7 @@ def measure(job: Job) -> None:
             clocks=_clocks(),
         )
     job.put(copy_bytes_per_second=copy_bandwidth(job.device))
-    source = torch.ones(2**30 if job.on_gpu else 2**22, dtype=torch.float32, device=job.device)
+    source = torch.ones(2**22 if job.tiny else 2**30, dtype=torch.float32, device=job.device)
     job.put(read_bytes_per_second=source.nbytes / seconds_per_call([source.amax]))
 
 

@@ -14,6 +14,7 @@ from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
 from benchmark.questions.conversation import prompt_ids
 from benchmark.questions.questions import load
+from benchmark.timed import generate
 from compile.graphs import Graphs
 from sharesd.config import EngineConfig, Mode, SamplingParams
 from sharesd.decoding.engine import Engine
@@ -90,13 +91,13 @@ def compare_modes(
 
     Everything is warmed up before anything is counted: what is captured or compiled later is noted, and should be 0.
     """
-    asked = prompts_of(runtime, prompts if job.on_gpu else 1)
+    asked = prompts_of(runtime, 1 if job.tiny else prompts)
     copied = copy_bandwidth(job.device)
     answers: dict[tuple[str, str], Answers] = {}
     for way in ways:
         if answers and not job.has_time(45):
             break
-        params = _params(way, tokens if job.on_gpu else 8)
+        params = _params(way, 8 if job.tiny else tokens)
         engines, warmed = {}, {}
         for mode in modes:
             held = torch.cuda.memory_reserved() if job.on_gpu else 0
@@ -131,7 +132,7 @@ def answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
     """Answer one prompt after the other."""
     found = Answers([], [])
     for prompt in prompts:
-        found.token_ids.append(engine.generate([prompt], params)[0].token_ids)
+        found.token_ids.append(generate(engine, [prompt], params)[0].token_ids)
         found.stats.append(engine.stats)
     return found
 

@@ -17,6 +17,7 @@ LAST_S = 5.0
 
 def measure(job: Job) -> None:
     """Eight tokens of share: with caches as they are, warm, and empty, which takes longest."""
+    job.source()
     generate = [sys.executable, "-m", "sharesd", "generate", "Hello", "--max-new-tokens", "8", "--mode", "share"]
     command = [*generate, "--device", job.device, *(["--target", job.target] if job.target else [])]
 

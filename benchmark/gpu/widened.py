@@ -12,54 +12,44 @@ from typing import Any, cast
 from benchmark.gpu.modes import answer, compare_modes, loaded, profile, prompts_of
 from benchmark.gpu.worker import Job
 from benchmark.studies.wide_shapes import SHAPES, Shape
-from benchmark.studies.widening import GROUP, describe, wide_tensors
-from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen_head
+from sharesd.config import EMBEDDED_HEADS, EngineConfig, Mode, SamplingParams, SplitConfig
 from sharesd.load import Runtime
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.resolve import resolve
 from sharesd.models.weights import decoder_config
 
 LONG, SHORT = 8192, 2048
 
 
-def measure(job: Job, size: str) -> None:
-    """Plain steps, share and costs, with a profile; then plain steps of any width, and in a long cache."""
-    _measure_exact(job, size)
-    if job.has_time(60):
-        _measure_naive(job, size, "not exact", exact=False)
-    if size == "7b" and job.has_time(60):
-        slots = LONG if job.on_gpu else SHORT
-        _measure_naive(job, size, f"{slots} slots", max_context=slots)
+def measure(job: Job, size: str, modes: str) -> None:
+    """Modes prompt by prompt: none should be slower than plain decoding anywhere."""
+    known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # of others there is no head
+    asked = cast("tuple[Mode, ...]", tuple(known))
+    with job.part(modes), widened_model(job, size, asked) as runtime:
+        found = compare_modes(job, runtime, asked, ["T=0"], prompts=4, tokens=128)
+        for mode in asked[1:]:
+            speeds = zip(*(found[name, "T=0"].speeds for name in (mode, asked[0])), strict=True)
+            gains = [speed / plain for speed, plain in speeds]
+            job.add("gains", {"mode": mode, **{f"prompt {i}": gain for i, gain in enumerate(gains, 1)}})
 
 
-def _measure_exact(job: Job, size: str) -> None:
-    with job.part("exact"), widened_model(job, size, ("naive", "share")) as runtime:
-        compare_modes(job, runtime, ("naive", "share"), ["T=0", "T=1"], prompts=3, tokens=128, label="exact")
-        with job.part("profile"):
-            engine = runtime.engine("naive")
-            steps = SamplingParams(max_new_tokens=17, ignore_eos=True)
-            prompt = prompts_of(runtime, 1)[0]
-            engine.generate([prompt], steps)
-            profile(job, lambda: engine.generate([prompt], steps))
-            job.put(profiled="a prompt and 16 plain steps")
-
-
-def _measure_naive(job: Job, size: str, label: str, *, exact: bool = True, max_context: int = SHORT) -> None:
-    with job.part(label), widened_model(job, size, ("naive",), exact=exact, max_context=max_context) as runtime:
-        compare_modes(job, runtime, ("naive",), ["T=0"], prompts=2, tokens=128, label=label)
-
-
-def compare(job: Job, modes: str, size: str = "7b") -> None:
-    """Two modes prompt by prompt: the second should be nowhere slower than the first."""
-    first, second = cast("list[Mode]", modes.split(","))
-    with widened_model(job, size, (first, second)) as runtime:
-        found = compare_modes(job, runtime, (first, second), ["T=0"], prompts=8, tokens=128)
-        ratios = [b / a for a, b in zip(found[first, "T=0"].speeds, found[second, "T=0"].speeds, strict=True)]
-        job.put(least_gain=min(ratios), gains=[{"prompt": i, second: ratio} for i, ratio in enumerate(ratios)])
-        engine, params = runtime.engine(second), SamplingParams(max_new_tokens=1)
-        for length in (33, 70, 150, 310) if job.on_gpu else (33,):  # none of them seen before
-            answer(engine, [[1 + i % 50 for i in range(length)]], params)
+def measure_more(job: Job, size: str) -> None:
+    """What the device does in plain steps; steps of any width; a long cache; prompts of lengths that are new."""
+    with job.part("profile"), widened_model(job, size, ("naive",)) as runtime:
+        engine, steps = runtime.engine("naive"), SamplingParams(max_new_tokens=17, ignore_eos=True)
+        prompt = prompts_of(runtime, 1)[0]
+        engine.generate([prompt], steps)
+        profile(job, lambda: engine.generate([prompt], steps))
+        job.put(profiled="a prompt and 16 plain steps")
+        for length in (33,) if job.tiny else (33, 70, 150, 310):
+            answer(engine, [[1 + i % 50 for i in range(length)]], SamplingParams(max_new_tokens=1))
             job.add("prompts", {"tokens": length, "first token, ms": 1e3 * engine.stats.prefill_s})
+    long = SHORT if job.tiny else LONG
+    ways: dict[str, dict[str, Any]] = {"not exact": {"exact": False}, f"{long} slots": {"max_context": long}}
+    for label, options in ways.items():
+        if job.has_time(40):
+            with job.part(label), widened_model(job, size, ("naive",), label=label, **options) as runtime:
+                compare_modes(job, runtime, ("naive",), ["T=0"], prompts=2, tokens=128, label=label)
 
 
 def in_stages(job: Job, size: str) -> None:
@@ -88,13 +78,16 @@ def widened_model(
     **options: Any,
 ) -> Iterator[Runtime]:
     """A model of this size, on a CPU the smallest that there is; `options` are those of the runtime."""
-    source = resolve(job.target)
-    shape = SHAPES[size] if job.on_gpu else _next_larger(decoder_config(source))
+    source = job.source()
+    shape = _next_larger(decoder_config(source)) if job.tiny else SHAPES[size]
     name = source.name if job.target else "SmolLM2-135M-Instruct"
-    name = f"{name} widened to {size.upper() if job.on_gpu else 'a little more'}"
+    name = f"{name} widened to {'a little more' if job.tiny else size.upper()}"
     job.put(model=name)
     with tempfile.TemporaryDirectory() as folder:
         describe(source, Path(folder), shape, name=name)
+        if "eagle" in modes:
+            widen_head(EMBEDDED_HEADS / "eagle", source, Path(folder) / "head", shape)
+            options["heads"] = (f"{folder}/head",)
         options = {"device": job.device, "exact": exact, "max_context": max_context, **options}
         config = EngineConfig(target=folder, **options)
         tensors = partial(wide_tensors, source, shape, device=job.device)

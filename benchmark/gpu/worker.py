@@ -28,11 +28,14 @@ class NotHere(Exception):
 class Job:
     """What a step is given: where to measure, and where to put what it finds."""
 
-    def __init__(self, device: str, findings: Path, target: str | None = None, limit_s: float = math.inf) -> None:
+    def __init__(
+        self, device: str, findings: Path, target: str | None = None, limit_s: float = math.inf, *, tiny: bool = False
+    ) -> None:
         self.device, self.target, self.folder = device, target, findings.parent
         self._ends = time.perf_counter() + limit_s
         self.on_gpu = device.startswith("cuda")
-        """False: the step is tried out on a CPU, in tiny sizes."""
+        self.tiny = tiny or not self.on_gpu
+        """Whether the step is tried out, in tiny sizes."""
         self._file, self._found = findings, dict[str, Any]()
 
     def put(self, **found: Any) -> None:
@@ -76,6 +79,17 @@ class Job:
             self.put(left_out="what did not fit into the time of this step")
         return fits
 
+    def source(self) -> Path:
+        """The checkpoint to measure with; NotHere where none is given, and the embedded one is not installed."""
+        from sharesd.models.resolve import resolve
+
+        try:
+            return resolve(self.target)
+        except ValueError as error:
+            if self.target is not None:
+                raise
+            raise NotHere(str(error)) from error
+
     def require_gpu(self, what: str) -> None:
         """NotHere on a CPU."""
         if not self.on_gpu:
@@ -89,12 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--findings", type=Path, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--target")
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
     [step] = agenda.named([args.name])
     if args.device == "cpu":  # sizes are tiny, and where others keep a core busy threads wait for each other
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     module, _, function = step.measure.partition(":")
-    job = Job(the_only_gpu(args.device), args.findings, args.target, step.limit_s - seconds_since_start())
+    device, limit_s = the_only_gpu(args.device), step.limit_s - seconds_since_start()
+    job = Job(device, args.findings, args.target, limit_s, tiny=args.tiny)
     try:
         getattr(importlib.import_module(f"benchmark.gpu.{module}"), function)(job, **step.settings)
     except NotHere as reason:

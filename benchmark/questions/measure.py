@@ -9,6 +9,7 @@ from typing import Protocol
 from benchmark.questions.conversation import prompt_ids
 from benchmark.questions.questions import Question
 from benchmark.questions.records import Key, TurnRecord
+from benchmark.timed import generate
 from sharesd.config import Mode, SamplingParams
 from sharesd.decoding.engine import Engine
 
@@ -89,7 +90,7 @@ def measure_turn(
     engine: Engine, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
 ) -> TurnRecord:
     """Decode one answer from an empty cache."""
-    [completion] = engine.generate([prompt], params)
+    [completion] = generate(engine, [prompt], params)
     stats = engine.stats
     accepted_by = Counter(name for name in completion.drafters if name is not None)
     places = {name: str(place) for place, name in enumerate(accepted_by)}

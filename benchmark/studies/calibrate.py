@@ -214,6 +214,7 @@ def take_turns(
     engines: dict[str, Engine], prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[dict[str, Stats], int]:
     """Both modes answer each question, now one first, now the other: their statistics, and how many answers agree."""
+    from benchmark.timed import generate
     from sharesd.decoding.stats import Stats
 
     stats = {mode: Stats() for mode in engines}
@@ -221,7 +222,7 @@ def take_turns(
     for index, prompt in enumerate(prompts):
         answers = []
         for mode in list(engines)[:: -1 if index % 2 else 1]:
-            answers.append(engines[mode].generate([prompt], params)[0].token_ids)
+            answers.append(generate(engines[mode], [prompt], params)[0].token_ids)
             stats[mode].merge(engines[mode].stats)
         num_identical += answers[0] == answers[1]
     return stats, num_identical

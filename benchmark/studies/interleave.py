@@ -1,7 +1,8 @@
 """Modes measured in turns with `naive`, round by round, over prompts whose KV is read once.
 
 `naive` has a KV cache of its own, so that both answer the same rows at once: whichever has fewer tokens decodes its
-next round. A machine that becomes slower or faster meanwhile, or stalls, does so for both.
+next round. A machine that becomes slower or faster meanwhile, or stalls, does so for both. Where a round is launched
+before the last one is read, rounds of both would wait for each other, so whole answers take turns there.
 
 Engines go on learning from answer to answer, as they do for a user. What they may not know is the answer itself:
 tables which keep what they saw beyond a text are put back before every run to what they held before these prompts.
@@ -9,12 +10,14 @@ tables which keep what they saw beyond a text are put back before every run to w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from numpy import ndarray
 
+from benchmark.timed import check_times, is_on_gpu
 from sharesd.config import Mode, SamplingParams
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.stats import Stats
@@ -62,19 +65,23 @@ def compare_modes(
 
 
 def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: SamplingParams) -> list[list[list[int]]]:
-    """Token ids of each engine's rows, decoded in turns."""
+    """Token ids of each engine's rows, decoded in turns; TimesDiffer where their times are not those that passed."""
+    started = time.perf_counter()
     streams = [engine.stream(prompts, params, reuse=True) for engine in engines]
     answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]
     counts = [0] * len(engines)
     running = list(range(len(engines)))
+    whole = any(engine.ahead for engine in engines)
     while running:
-        behind = min(running, key=counts.__getitem__)
+        behind = running[0] if whole else min(running, key=counts.__getitem__)
         chunk = next(streams[behind], None)
         if chunk is None:
             running.remove(behind)
         else:
             answers[behind][chunk.row] += chunk.token_ids
             counts[behind] += len(chunk.token_ids)
+    what, stats = " and ".join(engine.mode for engine in engines), [engine.stats for engine in engines]
+    check_times(what, stats, time.perf_counter() - started, on_gpu=is_on_gpu(engines[0]))
     return answers
 
 

@@ -165,6 +165,7 @@ def answer_all(
 
     `seconds` are those of decoding, without `prefill_seconds` and the one token that the prefill gives.
     """
+    from benchmark.timed import generate
     from sharesd.decoding.stats import Stats
 
     totals = {way: Stats() for way in engines}
@@ -173,7 +174,7 @@ def answer_all(
         for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 1):
             for way, engine in engines.items():
                 status.update(f"prompt {i} of {len(prompts)}: {way}")
-                [completion] = engine.generate([prompt], params)
+                [completion] = generate(engine, [prompt], params)
                 totals[way].merge(engine.stats)
                 results[way].append(
                     {

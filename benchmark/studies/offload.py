@@ -161,6 +161,7 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
     """Decode as planned for the config's limit. ValueError where that leaves no way."""
     import torch
 
+    from benchmark.timed import generate
     from sharesd.load import Runtime
 
     mode: Mode = config.mode
@@ -169,7 +170,8 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
         plan = runtime.plan
         assert plan is not None, "a limit was given"
         engine = runtime.engine(mode, warm=params)
-        texts = [done.token_ids for done in engine.generate([runtime.tokenizer.ask(each) for each in prompts], params)]
+        asked = [runtime.tokenizer.ask(each) for each in prompts]
+        texts = [done.token_ids for done in generate(engine, asked, params)]
         runtime.close()
     stats, traffic = engine.stats, engine.stats.traffic
     return Figures(

@@ -4,7 +4,8 @@ Three launches: turn and write (norms and rotary embedding of new queries and ke
 cache), parts (each SPLIT slots by themselves), join (parts in order). Parts lie at absolute multiples of SPLIT, blocks
 within them at multiples of BLOCK, and a tile of queries has a constant number of rows: so T, S, B and the length change
 which programs have work, and never the sums that a query's row is made of. Where the slots of a part hold new rows of a
-tree, each row has a program of its own, which gathers its path into the order of plain decoding.
+tree, each row has a program of its own, which gathers its path into the order of plain decoding. A row of the batch
+whose length is below 0 takes no part: nothing of it is read or written, and its output is 0.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, G = H / K, S slots, P slots that a path may
 name, d head size, D the power of two above it, R rotated half, N positions that have an angle, X parts.
@@ -105,7 +106,7 @@ def turn_and_write(
             other = tl.load(source + across, mask=turned, other=0.0)
             if q_norm_ptr is not None:
                 other = _normalised(other, root, q_norm_ptr, k_norm_ptr, head < H, across, turned, GEMMA)
-            angle = tl.minimum(length + ahead, N - 1) * R + tl.where(i < R, i, i - R)
+            angle = tl.maximum(tl.minimum(length + ahead, N - 1), 0) * R + tl.where(i < R, i, i - R)
             cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
             straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
@@ -285,6 +286,7 @@ def join(
         total = total * shrink + tl.sum(totals * weights, 0)
         values = values * shrink + tl.sum(some * weights[:, None], 0)
         top = new_top
+    total = tl.where(total == 0, 1.0, total)  # of a row that takes no part
     tl.store(out_ptr + query * d + i, (values / total).to(out_ptr.dtype.element_ty), mask=i < d)
 
 

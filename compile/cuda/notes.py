@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_INTS = ["N", "T", "W", "X", "draft_b", "tokens_b", "path_b", "told_b"]
-_PLACES = ["root_ptr", "lengths_ptr", "draft_ptr", "token_ptr", "tokens_ptr", "path_ptr", "told_ptr"]
+_INTS = ["N", "T", "W", "X", "S", "draft_b", "tokens_b", "path_b", "told_b", "text_b"]
+_PLACES = ["root_ptr", "lengths_ptr", "draft_ptr", "token_ptr", "tokens_ptr", "path_ptr", "told_ptr", "text_ptr"]
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
@@ -30,6 +30,16 @@ def note_token_of(token_ptr, lengths_ptr, root_at_ptr, last_ptr, draft_ptr, draf
     place = tl.load(lengths_ptr + b) - tl.load(root_at_ptr + b) - 1
     tl.store(last_ptr + b, token)
     tl.store(draft_ptr + b * draft_b + place, token)
+
+
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
+def note_text_of(text_ptr, root_ptr, lengths_ptr, num_ptr, tokens_ptr, T, S, text_b, tokens_b, SIZE: tl.constexpr):
+    """A row's new tokens behind its root. Grid (B)."""
+    b, i = tl.program_id(0), tl.arange(0, SIZE)
+    num, place = tl.load(num_ptr + b), tl.load(lengths_ptr + b) + i
+    token = tl.load(tokens_ptr + b * tokens_b + i - 1, mask=(i > 0) & (i <= T), other=0)
+    token = tl.where(i == 0, tl.load(root_ptr + b), token)
+    tl.store(text_ptr + b * text_b + place, token, mask=(num > 0) & (i <= num) & (place < S))
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
@@ -80,6 +90,16 @@ def note_token(token_B: Tensor, lengths_B: Tensor, root_at_B: Tensor, last_B1: T
     assert draft_BN.stride(1) == 1 and last_B1.is_contiguous()
     token_B = token_B.contiguous()
     note_token_of[(len(token_B),)](token_B, lengths_B, root_at_B, last_B1, draft_BN, draft_BN.stride(0), num_warps=1)
+
+
+def note_text(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tensor, tokens_BT: Tensor) -> None:
+    """See `compile.notes.note_text`."""
+    assert text_BS.stride(1) == 1
+    (B, S), T, tokens_BT = text_BS.shape, tokens_BT.shape[1], _with_dense_rows(tokens_BT)
+    strides, size = (text_BS.stride(0), tokens_BT.stride(0)), triton.next_power_of_2(1 + T)
+    note_text_of[(B,)](
+        *(text_BS, root_B, at_B, num_new_B.contiguous(), tokens_BT, T, S, *strides), SIZE=size, num_warps=1
+    )
 
 
 def note_round(

@@ -41,6 +41,8 @@ PARTS = {
         names=(f"share-{_KEY}.json", f"costs-{_KEY}.json", f"gemlite-{_KEY}.json", f".*-{_KEY}.json.*"),
     ),
     "tiles": Part(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
+    "inductor": Part(holds="what Inductor has compiled", names=("*",)),
+    "triton": Part(holds="kernels compiled by Triton", names=("*",)),
     "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*", _PARTIAL)),
 }
 """Name of the folder -> what it is."""

@@ -41,10 +41,12 @@ class StaticKVCache:
         taps: Sequence[int] = (),
         hidden_size: int = 0,
         split: Split | None = None,
+        whole_rows: bool = False,
     ) -> None:
         """`shapes` holds (key/value heads, head size) of every layer. `taps` are the depths whose hidden states, of
         `hidden_size`, are kept: numbers of blocks, and one more than there are for what the last norm returns.
-        With a `split` keys and values are where the layers are, and all else at its home.
+        With a `split` keys and values are where the layers are, and all else at its home. `whole_rows`: attention reads
+        live slots alone, however many it is given.
         """
         self.slots = round_slots(slots)
         device = torch.device(device) if split is None else split.home
@@ -67,7 +69,7 @@ class StaticKVCache:
             self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=on)
             if device.type == "cpu":
                 [self.features] = zeros_like([self.features])
-        self._split = split
+        self._split, self._whole_rows = split, whole_rows
         self._keep: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
         """Head size of every layer."""
@@ -80,6 +82,8 @@ class StaticKVCache:
         """Tokens whose KV each row holds. With the cache, since engines of several modes may share it."""
         self.settled = [0] * batch
         """How many of these tokens, from the first one, a prompt's chunks of full size wrote, rather than steps."""
+        self.parked: int | None = None
+        """Length, below 0, of rows that nobody has: kernels neither read nor write those. None = lengths stay."""
         self.turn: object | None = None
         """Mark of the caller that uses the cache."""
         self._views: dict[tuple[int, int], StaticKVCache] = {}
@@ -101,9 +105,9 @@ class StaticKVCache:
         return self._views[first, end]
 
     def row(self, b: int, slots: int) -> StaticKVCache:
-        """Row b by itself; where the layout is plain, no more than `slots` slots of it."""
+        """Row b by itself; no more than `slots` slots of it, where attention reads all that it is given."""
         whole = self.rows(b, b + 1)
-        if slots >= self.slots or self.k[0].ndim != 4:
+        if slots >= self.slots or self.k[0].ndim != 4 or self._whole_rows:
             return whole
         view = whole._view()
         view.slots = slots
@@ -143,12 +147,25 @@ class StaticKVCache:
         self.held[row], self.settled[row] = list(tokens), settled
         self.lengths[row : row + 1].fill_(len(tokens))
 
+    def park(self, first: int, end: int) -> None:
+        """Rows from `first` to before `end` are nobody's; what they hold stays."""
+        if self.parked is not None:
+            self.lengths[first:end].fill_(self.parked)
+
+    def unpark(self) -> None:
+        """All rows take part again, behind what they hold."""
+        if self.parked is not None:
+            self.lengths.copy_(torch.tensor([max(1, len(held)) for held in self.held]))
+
     def swap_rows(self, a: int, b: int) -> None:
         """Two resting rows change places."""
         self.swap_kv(a, b, max(len(self.held[a]), len(self.held[b])))
         for values in (self.held, self.settled):
             values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
-        self.lengths[[a, b]] = self.lengths[[b, a]]
+        length, other = self.lengths[a : a + 1], self.lengths[b : b + 1]
+        before = length.clone()
+        length.copy_(other)
+        other.copy_(before)
 
     def swap_kv(self, a: int, b: int, num_tokens: int) -> None:
         """Exchange the KV of the first tokens of two rows; whole blocks of slots, where the layout has such."""
@@ -239,6 +256,11 @@ class StaticKVCache:
                 hop(split.apart)
 
         return keep
+
+    @property
+    def kind(self) -> tuple:
+        """What a compiled form that is given a cache depends on."""
+        return self.batch, self.slots, self.recent, self.taps
 
     @property
     def batch(self) -> int:

@@ -21,6 +21,7 @@ from compile.graphs import WARM_CALLS
 from sharesd.config import SamplingParams
 from sharesd.decoding.costs import Costs
 from sharesd.decoding.engine import Engine
+from sharesd.decoding.round import Round
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, pack
 from sharesd.drafters.base import Drafter, Drafting
 from sharesd.drafters.tables.base import Guess
@@ -59,7 +60,7 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     later starts measure nothing but a plain step, which tells whether the machine was in a bad way then.
     """
     policy = engine.way(params).policy
-    short = replace(params, ignore_eos=True, stop=(), stop_token_ids=())
+    short = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None)
     shapes = _shapes(engine, params)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
@@ -73,7 +74,7 @@ def warm_up(engine: Engine, params: SamplingParams, kept: Path | None = None) ->
     if engine.drafter is not None and engine.drafter.on_host:
         _verify_tree(engine, params)
     if policy.chooses or (engine.drafter is not None and engine.drafter.on_host):
-        fewest, *more = _batches(engine)
+        fewest, *more = engine.sizes
         sweeps = {fewest: BRIEFLY if engine.offloaded else SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
         measured = {rows: _costs(engine, params, rows, kept, sweeps[rows]) for rows in sweeps}
         policy.use(measured[engine.cache.batch], measured)
@@ -125,32 +126,29 @@ def _costs(engine: Engine, params: SamplingParams, rows: int, kept: Path | None,
     return typical(earlier)
 
 
-def _batches(engine: Engine) -> list[int]:
-    """Numbers of rows whose rounds are timed: 1, 2, 4 ... and all; all alone if rounds have no less or hardly care."""
-    batch = engine.cache.batch
-    several = engine.partial and not engine.offloaded
-    return [*(2**i for i in range(batch.bit_length()) if 2**i < batch and several), batch]
-
-
 @torch.inference_mode()
 def _capture(engine: Engine, params: SamplingParams) -> None:
     """Run every form of a round until it is replayed, with idle rows, which change nothing. Where weights travel, only
-    drafts are captured, and nothing else is run.
+    drafts are captured, and nothing else is run. Of several numbers of rows the largest comes first: the memory that
+    its graphs use does for the others.
     """
     engine.rest()
     model, way = _model_drafter(engine), engine.way(params)
-    round_, shapes = way.round(), way.policy.shapes if model is not None else ()
+    shapes = way.policy.shapes if model is not None else ()
     kinds = {(shape.is_tree, shape.recent): shape for shape in shapes}
-    for _ in range(1 + WARM_CALLS):
+
+    def verify(round_: Round, tree: DraftTree) -> None:
         if not engine.offloaded:
-            round_.verify(DraftTree(torch.zeros(engine.cache.batch, 0, dtype=torch.int64)))
+            round_.fetched(round_.verify(tree))
+
+    for rows, _ in product(reversed(engine.sizes), range(1 + WARM_CALLS)):
+        round_ = way.round(0, rows)
+        verify(round_, DraftTree(torch.zeros(rows, 0, dtype=torch.int64)))
         for shape in kinds.values():  # the largest of each kind
             assert model is not None
-            tree = model.draft(round_.drafting, shape)
-            if not engine.offloaded:
-                round_.verify(tree)
-        if engine.num_draft and not engine.offloaded:
-            round_.verify(DraftTree(torch.zeros(engine.cache.batch, 1, dtype=torch.int64)))
+            verify(round_, model.draft(round_.drafting, shape))
+        if engine.num_draft:
+            verify(round_, DraftTree(torch.zeros(rows, 1, dtype=torch.int64)))
 
 
 @torch.inference_mode()
@@ -176,8 +174,10 @@ def measure_costs(
     """
     rows = rows or engine.cache.batch
     model = _model_drafter(engine)
-    lengths = {id(cache): cache.lengths for cache in (engine.cache, getattr(model, "cache", engine.cache))}
-    before = {name: lengths_B.clone() for name, lengths_B in lengths.items()}
+    for cache in engine.caches:
+        cache.unpark()
+    lengths = [cache.lengths for cache in engine.caches]
+    before = [lengths_B.clone() for lengths_B in lengths]
     near = float(engine.cache.lengths.double().mean())
     room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
     far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
@@ -194,7 +194,7 @@ def measure_costs(
             break
         for is_far in (False, *([True] if far is not None else [])):
             if is_far and far is not None:
-                for lengths_B in lengths.values():
+                for lengths_B in lengths:
                     lengths_B.fill_(far)
             plain()
             base = _timed(plain)
@@ -204,8 +204,10 @@ def measure_costs(
                 ratios.setdefault((*key, is_far), []).append(2 * took / (base + after))
                 bases[is_far].append(after)
                 base = after
-            for name, lengths_B in lengths.items():
-                lengths_B.copy_(before[name])
+            for lengths_B, before_B in zip(lengths, before, strict=True):
+                lengths_B.copy_(before_B)
+    for cache in engine.caches:
+        cache.park(0, cache.batch)
     return _fit(ratios, bases, near, far, model is not None and model.at_once), agree
 
 

@@ -15,21 +15,23 @@ from sharesd.decoding.tree import DraftTree, parents_of
 from sharesd.sampling.grammar import num_words
 
 
-def allowed(tree: DraftTree, requests: Sequence[Request], first: int, vocab_size: int) -> Tensor:
-    """Bits [B, T, W] int32 of the tokens that may follow; all of them in rows without a grammar.
+def allowed(
+    tree: DraftTree, requests: Sequence[Request], first: int, vocab_size: int, *, pinned: bool = False
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Bits [B, T, W] int32 of the tokens that may follow; all of them in rows without a grammar. And nodes, by line and
+    number, that could not be looked at, and must not be accepted.
 
-    `first` is the row that the first line of the draft belongs to. Reads the draft, for which a GPU is waited for: a
-    second synchronisation of the rounds that have grammars. A node that could not be looked at is cut off in place.
+    `first` is the row that the first line of the draft belongs to, which lies on the host. `pinned`: the bits are on
+    their way to a GPU.
     """
     B, N = tree.tokens.shape
-    legal_BTW = torch.full((B, 1 + N, num_words(vocab_size)), -1, dtype=torch.int32)
-    tokens, parents = tree.tokens.tolist(), parents_of(tree)
+    legal_BTW = torch.full((B, 1 + N, num_words(vocab_size)), -1, dtype=torch.int32, pin_memory=pinned)
+    tokens, parents, lost = tree.tokens.tolist(), parents_of(tree), []
     for request in requests:
         if request.matcher is None:
             continue
         assert request.slot is not None
         line = request.slot - first
         draft = (tokens[line], parents[line]) if request.params.speculate else ()
-        for node in request.matcher.allow(legal_BTW[line], *draft):
-            tree.tokens[line, node] = -1
-    return legal_BTW.to(tree.tokens.device)
+        lost += [(line, node) for node in request.matcher.allow(legal_BTW[line], *draft)]
+    return legal_BTW, lost

@@ -24,17 +24,18 @@ from compile.threads import CREW
 from offload.stream import Traffic
 from sharesd import sampling
 from sharesd.config import SamplingParams
+from sharesd.copies import write
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.constrain import allowed
 from sharesd.decoding.output import Completion, Source, TokenChunk
-from sharesd.decoding.policy import Policy
+from sharesd.decoding.policy import Asked
 from sharesd.decoding.reader import Reader
 from sharesd.decoding.request import QueueFull, Request, advance, awaited, bearable
-from sharesd.decoding.round import Meanwhile, RoundResult, RowState
-from sharesd.decoding.slots import Slots
+from sharesd.decoding.round import Masks, Meanwhile, Round, RoundResult, RowState
+from sharesd.decoding.slots import Slots, doubling
 from sharesd.decoding.stats import Stats
 from sharesd.decoding.stops import StopChecker
-from sharesd.decoding.tree import PLAIN, DraftTree
+from sharesd.decoding.tree import PLAIN, DraftTree, Shape, on_host
 from sharesd.decoding.way import Way
 from sharesd.device import use
 from sharesd.drafters.base import Drafter
@@ -49,17 +50,34 @@ MOST_WAYS = 24
 """Kinds of rounds whose graphs and policies are kept; the one that was used longest ago goes first."""
 
 
+class _Batch(NamedTuple):
+    """Requests that are decoded together, the same in all rounds until one joins or leaves."""
+
+    live: list[Request]
+    texts: dict[int, list[int]]
+    """By row; they grow with the requests."""
+    plain: list[int]
+    """Rows that take no drafts."""
+    constrained: bool
+    """Whether any has a grammar."""
+    first: int
+    """The row of the first line of results."""
+    end: int
+    way: Way
+    round: Round
+
+
 class _Flight(NamedTuple):
     """A round that was launched."""
 
-    live: list[Request]
-    first: int
-    """The row of the first line of `result`."""
+    batch: _Batch
     awaited: list[Request]
     alone: bool
     """Whether all of them are prompts of one call, with nothing behind them."""
-    policy: Policy
+    place: tuple[float, int, int]
+    """What costs depend on, see `LiveCosts.at`."""
     tree: DraftTree
+    asked: Asked
     result: RoundResult
     marks: list[Mark]
     started: float
@@ -80,6 +98,7 @@ class Engine:
         widths: Sequence[int] | None = None,
         reread: bool = False,
         graphs: Graphs | None = None,
+        buckets: bool = False,
         gumbel: Callable[..., Tensor] = sampling.gumbel,
         max_queue: int | None = None,
         prefill_chunk: int | None = None,
@@ -96,13 +115,14 @@ class Engine:
         `widths` are the numbers of tokens that a step may have (it is padded to the next), or None = any. It is a
         single one, the same in all modes, where the target does not give a row the same bits at any width. `reread`:
         prompts have bits of their own, which depend on how they are cut; so they are cut in one way, and what steps
-        wrote is read again rather than reused. `graphs` capture rounds, which are replayed then. `gumbel` may be a
-        compiled form.
+        wrote is read again rather than reused. `graphs` capture rounds, which are replayed then; with `buckets` for
+        1, 2, 4 ... rows, and all: where the target gives a row the same bits whatever their number, and its kernels
+        leave out rows of a length below 0. `gumbel` may be a compiled form.
 
         At most `max_queue` requests wait (None = any number). While others are decoded, at most `prefill_chunk` tokens
         of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
         number is for CPUs only).
-        `ahead` launches each round before the last one is read, where nothing on the host decides about its draft.
+        `ahead` launches each round before the last one is read; where its draft waits for the host, as soon as it is.
         `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then;
         `meanwhile` has drafts guess on in its waits. `ended`
         is told the counts of each request that has ended. `trees_asked`: requests that trees cannot serve are refused;
@@ -120,28 +140,40 @@ class Engine:
         """Counts of the last call of `generate` or `stream`, or of all steps since."""
         self.gumbel = gumbel
         self._device = cache.lengths.device
+        self._on_gpu = self._device.type == "cuda"
         self._clock = Clock(self._device)
         none_B = torch.zeros_like(cache.lengths)
         self.state = RowState(none_B, none_B.clone(), none_B.bool())
         self.sampling = RowSampling(
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=graphs is not None
         )
-        self.ahead = ahead and (drafter is None or drafter.ahead) and not self.auto_length
+        self._overlaps = ahead  # a round is launched as soon as the host knows what it must
+        self.ahead = ahead and (drafter is None or drafter.ahead)
         """Whether rounds are launched before the last one is read."""
-        self.partial = self._device.type == "cpu" and graphs is None and widths is None and not target.step_widths
+        self.partial = not self._on_gpu and graphs is None and widths is None and not target.step_widths
         """Whether a round runs over no more rows than it must: where nothing is made for one number of rows."""
+        self.sizes = doubling(cache.batch) if buckets or (self.partial and not self.offloaded) else [cache.batch]
+        """Numbers of rows, up to which rounds have costs of their own; and where they are captured, graphs."""
+        model = getattr(drafter, "model_drafter", drafter)
+        self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
+        """The target's, and that of a model drafter."""
+        if buckets:
+            for each in self.caches:
+                each.parked = max_context - each.slots  # counted from the end, no text has such slots
         self._reader = Reader(
             target, cache, drafter, reread=reread, prefill_chunk=prefill_chunk, offloaded=self.offloaded
         )
         self._has_read = False  # in this step
         self._ways: dict[Kind, Way] = {}
-        self._slots = Slots(cache, reread=reread, partial=self.partial)
+        self._slots = Slots(cache, reread=reread, span=self._span)
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=(*target.eos_ids, *tokenizer.eos_ids))
         self._waiting: deque[Request] = deque()
         self._turn: object | None = None
         self._flight: _Flight | None = None  # launched ahead
-        self._stale = True  # what the device knows of live rows
+        self._batch: _Batch | None = None  # None: somebody has joined or left
         self._num_idle = 0  # rounds since the drafter took part
+        self._shape: Shape | None = None  # of a draft that could not be launched ahead
+        self._since = 0.0  # when the last round was collected, or the last piece of a prompt read
 
     @property
     def mode(self) -> str:
@@ -327,9 +359,11 @@ class Engine:
             self.sampling.release(row)
         self._slots.clear()
         self._waiting.clear()
-        self._reader.request, self._flight, self._stale = None, None, True
+        self._reader.request, self._flight, self._batch, self._shape = None, None, None, None
         self._turn = self.cache.turn = object()
         self.cache.lengths.clamp_(min=1)  # steps of drafters may look at the token before
+        for cache in self.caches:
+            cache.park(0, cache.batch)
 
     def _check_turn(self, turn: object | None = None) -> None:
         if self.cache.turn is not (turn or self._turn):
@@ -337,24 +371,31 @@ class Engine:
 
     # ---- prompts
 
-    @torch.inference_mode()
     def _read(self, *, whole: bool) -> list[TokenChunk]:
         """Read a piece of a prompt; with `whole`, all prompts that get a row. Returns the first tokens of answers."""
+        self._has_read = False
+        if self._reader.request or (self._waiting and self._slots.free):
+            return self._read_pieces(whole)
+        return []
+
+    @torch.inference_mode()
+    def _read_pieces(self, whole: bool) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
         started = began = time.perf_counter()
-        reader, self._has_read = self._reader, False
+        reader = self._reader
         while reader.request or (self._waiting and self._slots.free):
             request = reader.request or self._admit()
             logits_1V = reader.read(waited_for=not whole and bool(self._live))
             self._has_read = True
             if logits_1V is not None:
-                self._stale = True
+                self._batch = None
                 chunks.append(self._first_token(request, logits_1V))
             began, before = time.perf_counter(), began
             request.stats.prefill_s += began - before
             if not whole:
                 break
-        self.stats.prefill_s += time.perf_counter() - started
+        self._since = time.perf_counter()
+        self.stats.prefill_s += self._since - started
         self._note_traffic()
         return chunks
 
@@ -364,7 +405,7 @@ class Engine:
         row = self._slots.take(request)
         self._reader.request = request
         self.sampling.place(row, request.params, request.index, request.prompt_ids)
-        self._stale = True
+        self._batch = None
         if self.drafter is not None:
             self.drafter.begin(row, request.prompt_ids, request.reuse)
         if not self._live:
@@ -380,7 +421,8 @@ class Engine:
         sampler = Sampler(one.kind([0]), one, gumbel=self.gumbel)
         legal_11W = None
         if request.matcher is not None:
-            legal_11W = allowed(DraftTree(self.state.root_B[:1, None][:, :0]), [request], row, self.target.vocab_size)
+            no_draft = DraftTree(torch.zeros(1, 0, dtype=torch.int64))
+            legal_11W = allowed(no_draft, [request], row, self.target.vocab_size)[0].to(self._device)
         root_1 = sampler.first(logits_1V, self.cache.lengths[row : row + 1], legal_11W)
         sampler.commit(root_1[:, None], torch.ones_like(root_1))
         self.state.root_B[row : row + 1].copy_(root_1)
@@ -394,14 +436,15 @@ class Engine:
 
     # ---- rounds
 
+    @torch.inference_mode()
     def _round(self) -> list[TokenChunk]:
         """A round; with `ahead` the next one is launched before it is read, and rows that have ended run on in that.
 
-        Not so where there are grammars, since what they allow depends on what comes out.
+        Where tables draft, or a grammar is kept to, the next one is launched by `_collect`, which knows the tokens.
         """
         flight, self._flight = self._flight or self._launch(), None
-        if self.ahead and all(request.matcher is None for request in self._live):
-            self._flight = self._launch()
+        if self.ahead:
+            self._flight = self._launch(flight)
         return [] if flight is None else self._collect(flight)
 
     @property
@@ -411,57 +454,89 @@ class Engine:
             request for request in self._slots.requests if request is not None and request is not self._reader.request
         ]
 
-    @torch.inference_mode()
-    def _launch(self) -> _Flight | None:
-        """Ask the device for a round of all that are being decoded."""
-        live, started = self._live, time.perf_counter()
+    def _gather(self) -> _Batch | None:
+        """All that are being decoded; the device knows it then."""
+        live = self._live
         if not live:
             return None
         rows: list[int] = [request.slot for request in live]  # type: ignore[misc]
-        first, end = (rows[0], rows[-1] + 1) if self.partial else (0, self.cache.batch)
+        first, end = self._span(rows)
         way = self._way(rows)
-        policy, round_ = way.policy, way.round(first, end)
-        if self._stale:
-            self._tell_rows(live)
+        active, drafts = [0] * self.cache.batch, [False] * self.cache.batch
+        for row, request in zip(rows, live, strict=True):
+            active[row], drafts[row] = 1, request.params.speculate
+        write(self.state.active_B, active)
+        write(self.state.drafts_B, drafts)
+        texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
+        plain = [row for row in rows if not drafts[row]]
+        constrained = any(request.matcher is not None for request in live)
+        return _Batch(live, texts, plain, constrained, first, end, way, way.round(first, end))
+
+    def _launch(self, before: _Flight | None = None) -> _Flight | None:
+        """Ask the device for a round of all that are being decoded. None if there are none, or if the host must first
+        read the round `before` it.
+        """
+        started = time.perf_counter()
+        if self._batch is None:
+            self._batch = self._gather()
+        batch, drafter = self._batch, self.drafter
+        if batch is None or (before is not None and batch.constrained):
+            return None
+        policy, live, first = batch.way.policy, batch.live, batch.first
         alone = not self._waiting and self._reader.request is None and live[0].call is not None
         counting = awaited(live, alone)
         policy.awaited = [request.slot for request in counting]  # type: ignore[misc]
         policy.longest = bearable(live, self._has_read)
-        context = sum(len(held) for held in self.cache.held[first:end]) / (end - first) + 1
-        policy.live.at(context, CREW.size, end - first)
-        plain = [row for row, request in zip(rows, live, strict=True) if not request.params.speculate]
-        texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
-        policy.missed = self.drafter.missed(texts) if self.drafter is not None else 0
-        shape = way.shape(self._num_idle) if len(plain) < len(live) else PLAIN
-        tree = DraftTree(round_.drafting.root_B[:, None][:, :0])
+        num = batch.end - first
+        place = sum(map(len, self.cache.held[first : batch.end])) / num + 1, CREW.size, num
+        policy.live.at(*place)
+        tree, shape = batch.round.no_draft, PLAIN
+        if drafter is not None and len(batch.plain) < len(live):
+            policy.missed = drafter.missed(batch.texts)
+            shape, self._shape = self._shape or batch.way.shape(self._num_idle), None
+            if shape.nodes and before is not None and self._num_idle and drafter.reads:
+                self._shape = shape
+                return None
         marks = [self._clock.mark()]
         if shape.nodes:
-            assert self.drafter is not None
-            self.drafter.catch_up(texts, self._num_idle > 0, plain)
-            tree = self.drafter.draft(round_.drafting, shape)
-        marks.append(self._clock.mark())
-        if any(request.matcher is not None for request in live):
-            tree = tree._replace(legal=allowed(tree, live, first, self.target.vocab_size))
-        result = round_.verify(tree)
-        if self.ahead:
-            result = result.copied()
+            assert drafter is not None
+            drafter.catch_up(batch.texts, self._num_idle > 0, batch.plain, _coming(before))
+            tree = drafter.draft(batch.round.drafting, shape)
+            if tree.num_steps:
+                tree = tree._replace(missed=policy.missed)
+            marks.append(self._clock.mark())
+        result = batch.round.verify(tree, self._masks(batch, tree) if batch.constrained else None)
+        if self.ahead or self._on_gpu:
+            result = batch.round.fetched(result)
         marks.append(self._clock.mark())
         self._num_idle = 0 if shape.nodes else self._num_idle + 1
-        return _Flight(live, first, counting, alone, policy, tree, result, marks, started)
+        return _Flight(batch, counting, alone, place, tree, policy.asked(), result, marks, started)
+
+    def _masks(self, batch: _Batch, tree: DraftTree) -> Masks:
+        """What grammars allow: asked for once the draft is known, while the target reads it."""
+        draft, mark = on_host(tree), self._clock.mark()
+
+        def masks() -> tuple[Tensor, list[tuple[int, int]]]:
+            if tree.tokens.shape[1]:
+                self._clock.wait(mark)
+            return allowed(draft, batch.live, batch.first, self.target.vocab_size, pinned=self._on_gpu)
+
+        return masks
 
     def _collect(self, flight: _Flight) -> list[TokenChunk]:
         """What came out of a round: tokens for the callers, and what is to be learnt from it."""
-        live, first, counting, alone, policy, tree, result, marks, started = flight
-        stats, num_nodes = self.stats, tree.tokens.shape[1]
-        if self.ahead:
-            self._clock.wait(marks[-1])
+        batch, counting, alone, place, tree, asked, result, marks, launched = flight
+        stats, num_nodes, policy = self.stats, tree.tokens.shape[1], batch.way.policy
+        started = max(launched, self._since)  # before, others' time went on
+        self._clock.wait(marks[-1])
         counted = result.counted_BX.tolist()  # the one host synchronisation of a round
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
-        live = [request for request in live if request.slot is not None]
+        live = [request for request in batch.live if request.slot is not None]
         if not live:
+            self._since = time.perf_counter()
             return []
-        lines = [request.slot - first for request in live]  # type: ignore[operator]
+        lines = [request.slot - batch.first for request in live]  # type: ignore[operator]
         if self.drafter is not None and self.drafter.on_host:
             self.drafter.told([result.told(counted[line]) for line in lines])
         names = [tree.drafter or None] * (num_nodes - tree.added) + [tree.adder] * tree.added
@@ -480,15 +555,22 @@ class Engine:
                 each.count_round(num_drafted, num_new - 1, len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
-        draft_s, verify_s = (self._clock.seconds(a, b) for a, b in pairwise(marks))
-        overhead_s = time.perf_counter() - started - draft_s - verify_s
-        CREW.worked(draft_s + verify_s + overhead_s, policy.expected(tree))
+        ended, early = time.perf_counter(), self._overlaps and self._flight is None
+        if early:  # all that the host does from now on, it does meanwhile
+            self._since, self._flight = ended, self._launch()
+        draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
+        policy.live.at(*place)
+        policy.recall(asked)
         moved = advance(live, before, alone)
         accepted_of = [paths[request] for request in counting if request in paths]
-        policy.record(tree, accepted_of, draft_s, verify_s + overhead_s, moved)
+        took = ended - started
+        CREW.worked(took, policy.expected(tree))
+        if batch.way.learns:
+            policy.record(tree, accepted_of, draft_s, max(verify_s, took - draft_s), moved)
         if not num_nodes:
-            self._reader.took(draft_s + verify_s + overhead_s)
-        overhead_s = time.perf_counter() - started - draft_s - verify_s
+            self._reader.took(took)
+        self._since = ended if early else time.perf_counter()
+        overhead_s = self._since - started - draft_s - verify_s
         for each in (stats, *(request.stats for request in live)):
             each.count_step(tree.num_steps, draft_s, verify_s, overhead_s)
         self._note_traffic()
@@ -526,27 +608,27 @@ class Engine:
     def _release(self, request: Request) -> None:
         """The request's row is free."""
         assert request.slot is not None
-        self.sampling.release(request.slot)
+        row = request.slot
+        self.sampling.release(row)
         self._slots.release(request)
+        if self.cache.turn is self._turn:  # else another call has it, which may have given the row away
+            for cache in self.caches:
+                cache.park(row, row + 1)
         if self._reader.request is request:
             self._reader.request = None
-        self._stale = True
+        self._batch = None
 
-    def _tell_rows(self, live: Sequence[Request]) -> None:
-        """Let the device know who takes part."""
-        active, drafts = [0] * self.cache.batch, [False] * self.cache.batch
-        for request in live:
-            assert request.slot is not None
-            active[request.slot], drafts[request.slot] = 1, request.params.speculate
-        self.state.active_B.copy_(torch.tensor(active))
-        self.state.drafts_B.copy_(torch.tensor(drafts))
-        self._stale = False
+    def _span(self, rows: Sequence[int]) -> tuple[int, int]:
+        """The rows, from the first to before the last, that a round of these runs over."""
+        if self.partial:
+            return min(rows), max(rows) + 1
+        return 0, next(size for size in self.sizes if size > max(rows))
 
     def rest(self) -> None:
         """Rows take part in no rounds but those of `step` and `stream`: others change nothing."""
         self.state.active_B.zero_()
         self.state.drafts_B.fill_(True)
-        self._stale = True
+        self._batch = None
 
     # ---- kinds of rounds
 
@@ -574,6 +656,7 @@ class Engine:
                 meanwhile=self._meanwhile,
                 widths=self.widths,
                 graphs=self.graphs,
+                ahead=self.ahead,
                 gumbel=self.gumbel,
             )
             known = next((other.policy for other in reversed(self._ways.values()) if other.policy.live.known), None)
@@ -583,6 +666,14 @@ class Engine:
         if len(self._ways) > MOST_WAYS:
             del self._ways[next(iter(self._ways))]
         return way
+
+
+def _coming(before: _Flight | None) -> dict[int, int]:
+    """How many tokens, at most, a round that has not been read adds to each row."""
+    if before is None:
+        return {}
+    most = 1 + before.tree.tokens.shape[1]
+    return {request.slot: most for request in before.batch.live if request.slot is not None}
 
 
 def _likeliest(

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,6 +67,16 @@ THIN, EARLY_PROBE, PROBE, LATE_PROBE = 1.15, 4, 32, 128
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present. Early where that is in doubt; late where drafts promise more, since a promise that is
 wrong has to be noticed, too."""
+
+
+class Asked(NamedTuple):
+    """What was asked for a round, which may be recorded when others have been asked for."""
+
+    shape: Shape
+    looked: bool
+    known_place: bool
+    worth: list[float]
+    weighing: Weighing | None
 
 
 class Policy:
@@ -160,7 +171,10 @@ class Policy:
         rate, plain = self.rate_of_shape(best), self.rate_of_shape(PLAIN)
         if rate > max(MARGIN * plain, LEAD * (beside or 0.0)):
             self._plain_rounds, self._patience, self._trying = 0, FIRST_TRY, 0
-            return PLAIN if self.must_probe(rate / plain) else self._ask(self._anew(best), rate)
+            if self.must_probe(rate / plain):
+                self._since_plain = 0  # the round may be launched, and others behind it, before it is recorded
+                return PLAIN
+            return self._ask(self._anew(best), rate)
         if rate > MARGIN * plain:  # it would pay, and tables promise more
             return PLAIN
         self._plain_rounds += 1
@@ -243,7 +257,7 @@ class Policy:
         if not self.live.known:
             return 1.0
         shape = model_shape(tree)
-        catching_up = self._catching_up if shape.nodes else 0.0
+        catching_up = tree.missed * self.costs.read
         return catching_up + self.live.draft(shape) + self.live.step(1 + tree.tokens.shape[1])
 
     def must_probe(self, promise: float) -> bool:
@@ -423,6 +437,14 @@ class Policy:
         """Nodes of a draft at most, where the drafter decides with `worth`."""
         return self._most if self.pinned is None else self.pinned.nodes
 
+    def asked(self) -> Asked:
+        """What `recall` is given before the round is recorded, where another one is chosen before that."""
+        return Asked(self._asked, self._looked, self.known_place, self._worth, self.weighing)
+
+    def recall(self, asked: Asked) -> None:
+        """The coming record is of the round for which this was asked."""
+        self._asked, self._looked, self.known_place, self._worth, self.weighing = asked
+
     def record(
         self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float, advance: float
     ) -> None:
@@ -455,7 +477,7 @@ class Policy:
             self._look_s += (draft_s - self._look_s) / self._num_looks
         if tree.kept:  # which says nothing of what guessing takes
             draft_s = self.live.draft(shape) * self.live.drift
-        drafting_s = draft_s - self._catching_up * self.live.drift if shape.nodes else draft_s
+        drafting_s = draft_s - tree.missed * self.costs.read * self.live.drift
         self.live.learn(shape, 1 + num_nodes, max(drafting_s, draft_s / 2), step_s)
         self._since_plain = self._since_plain + 1 if num_nodes else 0
         if paths and self.live.settled:

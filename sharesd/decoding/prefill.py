@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import MAX_STEP
+from sharesd.copies import sent
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models.base import CausalModel
 
@@ -70,7 +71,7 @@ def read_piece(
     # Kernels for steps read live slots alone, of whole caches. Those for prompts read all that they are given.
     view = cache.row(row, cache.slots if size <= MAX_STEP else _up_to_chunk(first + size))
     view.lengths.fill_(first)
-    piece_1T = _sent([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
+    piece_1T = sent([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
     last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
     view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
     try:
@@ -79,13 +80,6 @@ def read_piece(
         view.known_length = None  # the view may be remembered
     view.lengths.fill_(end)
     return logits_RV
-
-
-def _sent(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Whole numbers there. The host does not wait until a GPU is ready for them."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 def reads_in_pieces(cache: StaticKVCache) -> bool:

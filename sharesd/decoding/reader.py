@@ -90,6 +90,7 @@ class Reader:
         if piece.size >= LEAST_PIECE:
             self._token_s.append((time.perf_counter() - started) / piece.size)
         if piece.end < len(prompt):
+            cache.park(row, row + 1)  # rounds of others meanwhile
             return None
         self.request = None
         return logits_1V

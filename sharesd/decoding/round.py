@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.attention import Branches
-from compile.graphs import Replayed
+from compile.graphs import Graphs, Replayed
 from compile.notes import note_round, step_tokens
 from sharesd import sampling
+from sharesd.copies import HostCopies
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.tree import DraftTree
 from sharesd.drafters.base import Drafter, Drafting
@@ -39,6 +40,22 @@ class RowState(NamedTuple):
         return RowState(*(part[first:end] for part in self))
 
 
+class Reading(NamedTuple):
+    """What the target has made of a draft, before anything is decided about it."""
+
+    tree: DraftTree
+    """Without guesses for rows that take none."""
+    branches: Branches | None
+    """With padding."""
+    logits_BTV: Tensor
+    """After root and nodes."""
+
+
+Masks = Callable[[], tuple[Tensor, list[tuple[int, int]]]]
+"""What grammars allow after root and nodes, bits [B, T, W] on the host; and nodes, by line and number, that must not be
+accepted."""
+
+
 class RoundResult(NamedTuple):
     """What the host reads."""
 
@@ -49,12 +66,6 @@ class RoundResult(NamedTuple):
     num_rows: int
     """T of `counted`."""
     is_tree: bool
-
-    def copied(self) -> RoundResult:
-        """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made."""
-        top = None if self.top_BTk is None else (_copied(self.top_BTk[0]), _copied(self.top_BTk[1]))
-        logprobs_BT = None if self.logprobs_BT is None else _copied(self.logprobs_BT)
-        return self._replace(counted_BX=_copied(self.counted_BX), logprobs_BT=logprobs_BT, top_BTk=top)
 
     def path(self, counted: Sequence[int]) -> Sequence[int]:
         """Verify rows of the nodes that were accepted, from what the host read of a row."""
@@ -92,40 +103,70 @@ class Round:
         graphs are for drafts alone. `meanwhile` has drafts guess on while the target waits for weights.
         """
         self._meanwhile = meanwhile
+        self._host = [HostCopies(), HostCopies()]  # of two rounds that are on their way
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.drafting = drafting
         self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
         graphs, match = None if eager else drafting.graphs, not drafting.sampler.wants_probs
-        constrained = drafting.sampler.kind.constrained
-        legal_B1W = drafting.buffers.legal_BTW[:, :1] if constrained else None
-        self._plain = Replayed(partial(self._verify, DraftTree(state.root_B[:, None][:, :0], legal=legal_B1W)), graphs)
-        self._full: Replayed[RoundResult] | None = None
+        self._constrained = drafting.sampler.kind.constrained
+        self.no_draft = DraftTree(state.root_B[:, None][:, :0])
+        """Of a plain round."""
+        self._plain = self._step(self.no_draft, graphs)
+        self._full: Callable[[Masks | None], RoundResult] | None = None
         self._plain_apart = True
         if drafting.graphs is not None and drafter is not None:
-            tree = drafting.buffers.tree(branches=drafter.trees and match, probs=not match, legal=constrained)
-            self._full = Replayed(partial(self._verify, tree), graphs)
+            tree = drafting.buffers.tree(branches=drafter.trees and match, probs=not match)
+            self._full = self._step(tree, graphs)
             self._plain_apart = not match or self._width(1) < self._width(1 + drafting.buffers.most)
 
-    def verify(self, tree: DraftTree) -> RoundResult:
-        """What the target makes of a draft."""
+    def verify(self, tree: DraftTree, masks: Masks | None = None) -> RoundResult:
+        """What the target makes of a draft. Where there are grammars, `masks` are asked for while it reads that."""
         num_nodes = tree.tokens.shape[1]
-        if tree.legal is not None:
-            tree = tree._replace(legal=self._buffers.allow(tree.legal))
         if self._full is None and num_nodes:
-            return self._verify(tree)
+            return self._step(tree, None)(masks)
         if self._full is None or (self._plain_apart and not num_nodes):
-            return self._plain()
+            return self._plain(masks)
         if not num_nodes:
             self._buffers.clear()
         elif not tree.in_buffers:
             self._buffers.put(tree)
-        return self._full()
+        return self._full(masks)
+
+    def fetched(self, result: RoundResult) -> RoundResult:
+        """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made. They stay
+        until the round after the next is fetched.
+        """
+        self._host.reverse()
+        here, (counted_BX, logprobs_BT, top_BTk, num_rows, is_tree) = self._host[0], result
+        top = None if top_BTk is None else (here.copied("ids", top_BTk[0]), here.copied("logprobs of ids", top_BTk[1]))
+        logprobs_BT = None if logprobs_BT is None else here.copied("logprobs", logprobs_BT)
+        return RoundResult(here.copied("counted", counted_BX), logprobs_BT, top, num_rows, is_tree)
+
+    def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[[Masks | None], RoundResult]:
+        """Verifies whatever lies in this draft; in two parts, each replayed, where masks come in between."""
+        if not self._constrained:
+            whole = Replayed(lambda: self._decide(self._read(tree)), graphs)
+            return lambda masks: whole()
+        tree = tree._replace(legal=self._buffers.legal_BTW[:, : 1 + tree.tokens.shape[1]])
+        readings: list[Reading] = []
+        read, decide = Replayed(partial(self._read, tree), graphs), Replayed(lambda: self._decide(*readings), graphs)
+
+        def in_two(masks: Masks | None) -> RoundResult:
+            readings[:] = [read()]
+            if masks is not None:
+                legal_BTW, lost = masks()
+                self._buffers.allow(legal_BTW)
+                for line, node in lost:
+                    readings[0].tree.tokens[line, node] = -1
+            return decide()
+
+        return in_two
 
     def _width(self, rows: int) -> int:
         return next(width for width in self._widths if width >= rows) if self._widths else rows
 
-    def _verify(self, tree: DraftTree) -> RoundResult:
-        cache, (root_B, active_B, drafts_B) = self._cache, self._state
+    def _read(self, tree: DraftTree) -> Reading:
+        cache, (root_B, _, drafts_B) = self._cache, self._state
         num_rows = 1 + tree.tokens.shape[1]
         if tree.tokens.device != root_B.device:
             tree = _moved(tree, root_B.device)
@@ -142,13 +183,19 @@ class Round:
             branches = branches._replace(path_BTP=branches.path_BTP + tree.above)
         with nullcontext() if self._meanwhile is None else self._meanwhile(tree.onward):
             logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]
+        return Reading(tree, branches, logits_BTV)
+
+    def _decide(self, reading: Reading) -> RoundResult:
+        cache, (root_B, active_B, _) = self._cache, self._state
+        tree, branches, logits_BTV = reading
+        num_rows = logits_BTV.shape[1]
         verdict = self._sampler.accept(tree, logits_BTV, cache.lengths)
         verdict = verdict._replace(num_new=verdict.num_new * active_B)
         self._sampler.commit(verdict.tokens, verdict.num_new)
         if branches is not None:
             cache.keep(verdict.path, verdict.num_new, tree.above)
         drafter, told_BX = self._drafter, None
-        if drafter is not None and (num_rows > 1 or drafter.on_host):
+        if drafter is not None and (num_rows > 1 or drafter.follows):
             told_BX = drafter.commit(self.drafting, tree, verdict, logits_BTV)
         path_BT = verdict.path if branches is not None else None
         counted_BX = note_round(root_B, cache.lengths, active_B, verdict.num_new, verdict.tokens, path_BT, told_BX)
@@ -162,16 +209,13 @@ class Round:
         return RoundResult(counted_BX, logprobs_BT, top_BTk, num_rows, branches is not None)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda":
-        return tensor.clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 def _moved(tree: DraftTree, device: torch.device) -> DraftTree:
-    """Guesses of tables, on the device."""
-    branches = tree.branches and Branches(*(part.to(device) for part in tree.branches))
-    return tree._replace(tokens=tree.tokens.to(device), branches=branches)
+    """Guesses of tables, on their way to the device."""
+
+    def moved(part: Tensor) -> Tensor:
+        return (part.pin_memory() if device.type == "cuda" else part).to(device, non_blocking=True)
+
+    return tree._replace(tokens=moved(tree.tokens), branches=tree.branches and Branches(*map(moved, tree.branches)))
 
 
 def _padded(branches: Branches, padding: int) -> Branches:

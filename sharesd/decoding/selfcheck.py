@@ -1,4 +1,4 @@
-"""Does a row of a step get the same bits whatever the step's width and the row's place? Found out at start-up.
+"""Does a row of a step get the same bits whatever its place, the step's width and its batch? Found out at start-up.
 
 Legend: B rows of the batch, T tokens of a step, V vocabulary.
 """
@@ -31,12 +31,16 @@ class RowBits(NamedTuple):
     """Those of a chain, whichever of the widths the step has."""
     trees: bool
     """Those of a tree, wherever its paths lie. Not looked at, and False, unless chains agree."""
+    batches: bool = False
+    """All of these, whichever of the numbers of rows the batch has. Not looked at, and False, unless chains agree."""
 
 
 @torch.inference_mode()
-def check_rows(model: CausalModel, cache: StaticKVCache, widths: Sequence[int], *, trees: bool) -> RowBits:
+def check_rows(
+    model: CausalModel, cache: StaticKVCache, widths: Sequence[int], *, trees: bool, batches: Sequence[int] = ()
+) -> RowBits:
     """Compare the logits of random rows in steps as rounds run them: of these widths, the narrowest of which is that of
-    plain steps. Overwrites the cache, and leaves it empty.
+    plain steps; and of so many of the cache's first rows. Overwrites the cache, and leaves it empty.
 
     Takes as long as a few dozen steps of the model do: milliseconds, where it has a block or two.
     """
@@ -46,8 +50,13 @@ def check_rows(model: CausalModel, cache: StaticKVCache, widths: Sequence[int], 
     lengths = sorted({min(LENGTH, last), last})
     chains_agree = all(check.chains_agree(length, sorted(widths)) for length in lengths)
     trees_agree = trees and chains_agree and all(check.trees_agree(length, max(widths)) for length in lengths)
+    batches_agree = chains_agree and all(
+        check.batches_agree(length, width, batches, is_tree)
+        for length in lengths
+        for width, is_tree in [*((width, False) for width in widths), *([(max(widths), True)] if trees_agree else [])]
+    )
     cache.lengths.zero_()
-    return RowBits(chains_agree, trees_agree)
+    return RowBits(chains_agree, trees_agree, batches_agree and bool(batches))
 
 
 @torch.inference_mode()
@@ -98,19 +107,33 @@ class _Check:
 
     def trees_agree(self, length: int, width: int) -> bool:
         """Two chains from the root on, whose rows take turns."""
-        tokens_BT, device = self._tokens(width), self._cache.lengths.device
-        row_T = torch.arange(width)
-        depth_T = (row_T + 1) // 2
-        path_TT = (row_T[None, :] * 2 - row_T[:, None] % 2).clamp(min=0).where(row_T <= depth_T[:, None], 0)
-        B = len(tokens_BT)
-        branches = Branches(depth_T.repeat(B, 1).to(device), path_TT.repeat(B, 1, 1).to(device))
+        tokens_BT, row_T = self._tokens(width), torch.arange(width)
         self._cache.lengths.fill_(length)
-        rows_BTV = self._model.forward(tokens_BT, self._cache, branches=branches)
+        rows_BTV = self._model.forward(tokens_BT, self._cache, branches=self._branches(*tokens_BT.shape))
         for side in (row_T[row_T % 2 == 1], row_T[(row_T % 2 == 0) & (row_T > 0)]):
             rows = [0, *side.tolist()]
             if not torch.equal(self._plainly(tokens_BT[:, rows], length), rows_BTV[:, rows]):
                 return False
         return True
+
+    def batches_agree(self, length: int, width: int, batches: Sequence[int], is_tree: bool) -> bool:
+        """Steps of the first rows alone, the largest number first, as of all rows."""
+        tokens_BT = self._tokens(width)
+
+        def logits(num: int) -> Tensor:
+            view = self._cache.rows(0, num)
+            view.lengths.fill_(length)
+            branches = self._branches(num, width) if is_tree else None
+            return self._model.forward(tokens_BT[:num], view, branches=branches)
+
+        whole_BTV = logits(len(tokens_BT)).clone()
+        return all(torch.equal(logits(num), whole_BTV[:num]) for num in sorted(batches, reverse=True))
+
+    def _branches(self, batch: int, width: int) -> Branches:
+        row_T, device = torch.arange(width), self._cache.lengths.device
+        depth_T = (row_T + 1) // 2
+        path_TT = (row_T[None, :] * 2 - row_T[:, None] % 2).clamp(min=0).where(row_T <= depth_T[:, None], 0)
+        return Branches(depth_T.repeat(batch, 1).to(device), path_TT.repeat(batch, 1, 1).to(device))
 
     def _tokens(self, num: int) -> Tensor:
         size = (self._cache.batch, num)

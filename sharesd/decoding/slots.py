@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.prefill import whole_chunks
 from sharesd.decoding.request import Request
 
 
+def doubling(batch: int) -> list[int]:
+    """1, 2, 4 ... rows, and all."""
+    return [*(2**i for i in range(batch.bit_length()) if 2**i < batch), batch]
+
+
 class Slots:
     """Rows are slots that requests come and go in. What a row held stays, for prompts that begin alike."""
 
-    def __init__(self, cache: StaticKVCache, *, reread: bool, partial: bool) -> None:
-        """`reread`: only what chunks of prompts wrote has the bits that a prompt would write. `partial`: rounds run
-        over some neighbouring rows, so that neighbours are what requests should be.
+    def __init__(
+        self,
+        cache: StaticKVCache,
+        *,
+        reread: bool,
+        span: Callable[[Sequence[int]], tuple[int, int]],
+    ) -> None:
+        """`reread`: only what chunks of prompts wrote has the bits that a prompt would write. `span`: the rows that a
+        round over these runs over, which shall be few.
         """
-        self._cache, self._reread, self._partial = cache, reread, partial
+        self._cache, self._reread, self._span = cache, reread, span
         self.requests: list[Request | None] = [None] * cache.batch
         self._used = [0] * cache.batch  # when a row was taken last
         self._num_taken = 0
@@ -42,9 +55,8 @@ class Slots:
                 range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._used[row])
             )
         content = oldest if source not in free else source
-        taken = self.taken if self._partial else []
-        first, last = min(taken, default=cache.batch), max(taken, default=-1)
-        row = min(free, key=lambda row: (max(row, last) - min(row, first) if taken else 0, row != content))
+        taken = self.taken
+        row = min(free, key=lambda row: (self._size([*taken, row]), row != content))
         if row != content:
             cache.swap_rows(row, content)
             self._used[row], self._used[content] = self._used[content], self._used[row]
@@ -68,6 +80,10 @@ class Slots:
         """Nobody has any row."""
         for row in self.taken:
             self.release(self.requests[row])  # type: ignore[arg-type]
+
+    def _size(self, rows: Sequence[int]) -> int:
+        first, end = self._span(rows)
+        return end - first
 
     def _usable(self, request: Request) -> list[int]:
         """Of each row, how many tokens need not be read anew; the last one of a prompt always is."""

@@ -46,13 +46,13 @@ class Stats:
     verify_s: float = 0.0
     """Verifying, accepting and committing."""
     overhead_s: float = 0.0
-    """What is left of the rounds: synchronising, stop rules, text."""
+    """What is left of the rounds: synchronising, stop rules, text. Negative where they overlap with others."""
     traffic: Traffic | None = None
     """What was moved meanwhile of weights that do not stay; None = all stay."""
 
     @property
     def decode_s(self) -> float:
-        """Time of all rounds."""
+        """Time of all rounds: of each from its launch, or the end of the one before it, to its own end."""
         return self.draft_s + self.verify_s + self.overhead_s
 
     @property

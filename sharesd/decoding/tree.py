@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compile.attention import Branches
 from offload.plan import DEPTHS
+from sharesd.copies import copied
 from sharesd.drafters.tables.base import Guess
 
 
@@ -90,8 +91,17 @@ class DraftTree(NamedTuple):
     in_buffers: bool = False  # lies where rounds expect drafts
     onward: Callable[[], bool] | None = None  # guesses on, a step at a call, while this is verified; False: no more
     above: int = 0  # slots, from the root's on, which the target leaves alone, since that reads and writes there
+    missed: int = 0  # tokens that a model read before, since it had missed them
     kept: bool = False  # guessed while the last draft was verified
     legal: Tensor | None = None  # [B, T, W] int32: bits of the tokens that grammars allow after root and nodes
+
+
+def on_host(tree: DraftTree) -> DraftTree:
+    """What the host must know of a draft; of one that lies on a device copies, for which nobody waits here."""
+    if tree.tokens.device.type == "cpu":
+        return tree
+    branches = tree.branches and Branches(*(copied(part) for part in tree.branches))
+    return DraftTree(copied(tree.tokens), branches)
 
 
 def model_shape(tree: DraftTree) -> Shape:

@@ -35,6 +35,7 @@ class Way:
         meanwhile: Meanwhile | None,
         widths: Sequence[int] | None,
         graphs: Graphs | None,
+        ahead: bool,
         gumbel: Callable[..., Tensor],
     ) -> None:
         """As `Engine` has them."""
@@ -52,9 +53,16 @@ class Way:
             pinned=None if auto_length else shapes[-1],
             probes=not offloaded,
             first_alphas=drafter.first_alphas if drafter else FIRST_ALPHAS,
-            stops=graphs is None and cache.lengths.device.type == "cpu",
+            stops=graphs is None and cache.lengths.device.type == "cpu" and not ahead,
         )
+        self._from_tables = drafter is not None and drafter.on_host
+        self._on_cpu = cache.lengths.device.type == "cpu"
         self._rounds: dict[tuple[int, int], Round] = {}
+
+    @property
+    def learns(self) -> bool:
+        """Whether anything depends on what rounds took: drafts, or the number of threads."""
+        return self._on_cpu or self._from_tables or self.policy.pinned is None
 
     def round(self, first: int = 0, end: int | None = None) -> Round:
         """Over the rows from `first` to before `end` (default: all of them)."""

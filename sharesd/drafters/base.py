@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from sharesd.decoding.buffers import DraftBuffers
 from sharesd.decoding.policy import Policy
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
 from sharesd.sampling.sampler import Sampler
+
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class Drafter(Protocol):
     shapes: Sequence[Shape]  # drafts that it may be asked for, the largest last
     trees: bool  # whether drafts may be trees
     reads: bool  # must read what it missed while it was idle, which takes time
-    ahead: bool  # can draft before the host has read the last round
+    ahead: bool  # can draft before the host has read the last round, unless there is something to catch up with
+    follows: bool  # commit is called in plain rounds, too
     first_alphas: tuple[float, float]  # acceptance assumed before there is evidence, see `policy.FIRST_ALPHAS`
     at_once: bool  # guesses in one pass: drafts take as long, whatever their depth
     on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
@@ -76,9 +80,17 @@ class Drafter(Protocol):
         """
         ...
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+    def catch_up(
+        self,
+        texts: Mapping[int, list[int]],
+        idle: bool,
+        plain: Collection[int] = (),
+        coming: Mapping[int, int] = NOTHING,
+    ) -> None:
         """Before a draft: the tokens of each row of the round, up to its root. `idle`: there were rounds without this
-        drafter. `plain`: those of the rows that take no drafts, whatever is guessed.
+        drafter. `plain`: those of the rows that take no drafts, whatever is guessed. `coming`: how many tokens, at
+        most, a round adds to these rows that was launched before, and that the host has not read. (Not if it is `idle`
+        and `reads`.)
         """
         ...
 

@@ -20,6 +20,7 @@ class ChainDraft:
         self._guesser, self._drafting = guesser, drafting
         self._last_B1 = torch.zeros_like(guesser.root_at_B)[:, None]
         self._weighing: Weighing | None = None  # hears how sure the model is of each guess
+        self._drafts: dict[int, DraftTree] = {}  # by length: all lie in the same place
         self._first = Replayed(self._start, drafting.graphs)
         self._next = Replayed(self._go_on, drafting.graphs)
 
@@ -33,13 +34,15 @@ class ChainDraft:
                 length = num
                 break
             self._next()
-        return DraftTree(
-            buffers.tokens_BN[:, :length],
-            probs=buffers.probs_BNV[:, :length] if sampler.wants_probs else None,
-            depth=length,
-            num_steps=length,
-            in_buffers=True,
-        )
+        if length not in self._drafts:
+            self._drafts[length] = DraftTree(
+                buffers.tokens_BN[:, :length],
+                probs=buffers.probs_BNV[:, :length] if sampler.wants_probs else None,
+                depth=length,
+                num_steps=length,
+                in_buffers=True,
+            )
+        return self._drafts[length]
 
     def _start(self) -> None:
         if self._drafting.graphs is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sharesd.decoding.policy import FIRST_ALPHAS, HEAD_ALPHAS
 from sharesd.decoding.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
-from sharesd.drafters.base import Drafting
+from sharesd.drafters.base import NOTHING, Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.drafters.guesser import ModelGuesser
 from sharesd.models.base import CausalModel
@@ -27,7 +27,8 @@ class ClassicDrafter:
     name = "classic"
     on_host = False
     reads = True
-    ahead = False
+    ahead = True
+    follows = False
     at_once = False
 
     def __init__(
@@ -74,7 +75,13 @@ class ClassicDrafter:
     def rehearse(self, drafting: Drafting, num: int) -> bool:
         return False
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+    def catch_up(
+        self,
+        texts: Mapping[int, list[int]],
+        idle: bool,
+        plain: Collection[int] = (),
+        coming: Mapping[int, int] = NOTHING,
+    ) -> None:
         for row, text in texts.items():
             held = self.cache.held[row]
             if idle:

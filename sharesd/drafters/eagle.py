@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches
+from compile.notes import note_text
+from sharesd.copies import write
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.policy import HEAD_ALPHAS
 from sharesd.decoding.prefill import CHUNK
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
-from sharesd.drafters.base import Drafting
+from sharesd.drafters.base import NOTHING, Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.drafters.guesser import Guesser
 from sharesd.models.heads.head import FeatureHead, Head
@@ -35,7 +37,8 @@ class EagleDrafter:
     name = "eagle"
     on_host = False
     reads = False  # a pass of one block over the missed tokens
-    ahead = False  # the host tells it the tokens of other drafters' rounds
+    ahead = True
+    follows = True  # it reads the tokens of all rounds
     first_alphas = HEAD_ALPHAS
     at_once = False
 
@@ -49,6 +52,9 @@ class EagleDrafter:
         self.trees = shapes[-1].is_tree
         self.cache, self._target = head.new_cache(target.batch, target.slots), target
         self._tokens_BS = torch.zeros(target.batch, target.slots, dtype=torch.int64, device=target.lengths.device)
+        """Each row's text: prompts are written by the host, and what comes out where it comes out."""
+        self._new: set[int] = set()  # rows of whose text the host has written the prompt alone
+        self._in_flight: set[int] = set()  # rows that the last draft has read further than the host knew
         self._most_lead = 1 + max(shape.nodes for shape in shapes)
         self._lead = min(2, self._most_lead)
 
@@ -57,6 +63,8 @@ class EagleDrafter:
         source = max(range(len(shared)), key=lambda other: (shared[other], other == row))
         self.cache.begin_row(row, tokens[: shared[source]], source)
         self._note(row, 0, tokens)
+        self._new.add(row)
+        self._in_flight.discard(row)
 
     @torch.inference_mode()
     def read(self, row: int, tokens: list[int]) -> None:
@@ -85,19 +93,30 @@ class EagleDrafter:
         assert target.features is not None
         self.head.read(tokens_BS, target.features, num, own)
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+    def catch_up(
+        self,
+        texts: Mapping[int, list[int]],
+        idle: bool,
+        plain: Collection[int] = (),
+        coming: Mapping[int, int] = NOTHING,
+    ) -> None:
         self._lead = 1
         for row, text in texts.items():
-            held = self.cache.held[row]
-            self._note(row, len(held), text)
-            if len(text) - len(held) > self._most_lead:
-                self.read(row, text[:-1])
-            self._lead = max(self._lead, len(text) - len(held))
+            held, more = self.cache.held[row], coming.get(row, 0)
+            if row in self._new:
+                self._note(row, len(held), text)
+                self._new.discard(row)
+            if row in self._in_flight and not idle:
+                held += text[len(held) :]  # the host knows by now what the last draft has read
+            if len(text) + more - len(held) > self._most_lead:
+                self.read(row, text if more else text[:-1])
+            self._lead = max(self._lead, len(text) + more - len(held))
             held += text[len(held) :]  # the draft's first step reads these
+        self._in_flight = set(coming)
 
     def _note(self, row: int, first: int, tokens: list[int]) -> None:
         """The tokens of a row's text, from the first new one on."""
-        self._tokens_BS[row, first : len(tokens)] = torch.tensor(tokens[first:], device=self._tokens_BS.device)
+        write(self._tokens_BS[row, first : len(tokens)], tokens[first:])
 
     def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
         if self not in drafting.kept:
@@ -119,7 +138,9 @@ class EagleDrafter:
         return _StepGuesser(*reading, num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0))
 
     def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
-        pass  # the target has kept the features, and the host knows the tokens
+        rows = slice(drafting.first, drafting.end)  # the target has kept the features
+        at_B = self._target.lengths[rows]
+        note_text(self._tokens_BS[rows], drafting.root_B, at_B, verdict.num_new, verdict.tokens)
 
     def told(self, rows: list[list[int]]) -> None:
         pass
@@ -167,7 +188,7 @@ class _StepGuesser(HeadGuesser):
 
     def __init__(self, head: FeatureHead, *reading: Any, num_states: int) -> None:
         super().__init__(head, *reading)
-        self._head, D = head, head.config.block.hidden_size
+        self._head, D = head.steps, head.config.block.hidden_size
         self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **head.place)
         """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
 

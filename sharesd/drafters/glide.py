@@ -37,7 +37,7 @@ class _LookGuesser(HeadGuesser):
 
     def __init__(self, head: Glide, *reading: Any) -> None:
         super().__init__(head, *reading)
-        self._head = head
+        self._head = head.steps
 
     def start(self) -> Tensor:
         logits_B1K = self._head.read(self._tokens_BS, self._begin(), self._ahead, self._target)

@@ -16,7 +16,7 @@ from torch import Tensor
 from compile.topk import top_k
 from sharesd.decoding.policy import FIRST_ALPHAS
 from sharesd.decoding.tree import PLAIN, DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
-from sharesd.drafters.base import Drafter, Drafting
+from sharesd.drafters.base import NOTHING, Drafter, Drafting
 from sharesd.drafters.tables.base import Guess, Table, best_chain, merge, nothing, spine, weave
 
 
@@ -26,6 +26,7 @@ class HybridDrafter:
     on_host = True
     reads = False
     ahead = False
+    follows = True  # tables learn from the logits of plain rounds
     at_once = False
 
     def __init__(
@@ -63,7 +64,13 @@ class HybridDrafter:
     def rehearse(self, drafting: Drafting, num: int) -> bool:
         return self.model_drafter is not None and self.model_drafter.rehearse(drafting, num)
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+    def catch_up(
+        self,
+        texts: Mapping[int, list[int]],
+        idle: bool,
+        plain: Collection[int] = (),
+        coming: Mapping[int, int] = NOTHING,
+    ) -> None:
         self._idle += idle
         self._texts, self._plain = texts, plain
 
@@ -153,8 +160,9 @@ class HybridDrafter:
         return merge([table.guess(row, num_nodes, ahead) for table in self.tables])
 
     def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
-        if self.model_drafter is not None and tree.num_steps and not tree.added:
-            self.model_drafter.commit(drafting, tree, verdict, logits_BTV)
+        model = self.model_drafter
+        if model is not None and (model.follows or (tree.num_steps and not tree.added)):
+            model.commit(drafting, tree, verdict, logits_BTV)
         if not self._num_successors or not (drafting.graphs or drafting.policy.learns):
             return None
         read_BT = torch.cat([drafting.root_B[:, None], tree.tokens], 1)

@@ -49,7 +49,7 @@ class _PassGuesser(HeadGuesser):
     def __init__(self, head: Parallel, *reading: Any, most: int, depth: Callable[[], int]) -> None:
         """`depth`: how many tokens are guessed, at most `most`."""
         super().__init__(head, *reading)
-        self._head, self._depth, num_tokens = head, depth, head.config.draft_vocab_size
+        self._head, self._depth, num_tokens = head.steps, depth, head.config.draft_vocab_size
         self._logits_BKN = torch.zeros(len(self.root_at_B), most, num_tokens, **head.place)
 
     def start(self) -> Tensor:

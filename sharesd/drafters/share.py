@@ -19,7 +19,7 @@ from quant.linear import Switch
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.policy import FIRST_ALPHAS
 from sharesd.decoding.tree import DraftTree, Shape, Verdict
-from sharesd.drafters.base import Drafting
+from sharesd.drafters.base import NOTHING, Drafting
 from sharesd.drafters.grown import ModelDraft
 from sharesd.drafters.guesser import ModelGuesser
 from sharesd.drafters.onward import OnwardDraft
@@ -33,6 +33,7 @@ class ShareDrafter:
     on_host = False
     reads = False
     ahead = True
+    follows = False
     first_alphas = FIRST_ALPHAS
     at_once = False
 
@@ -68,7 +69,13 @@ class ShareDrafter:
     def rehearse(self, drafting: Drafting, num: int) -> bool:
         return False
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+    def catch_up(
+        self,
+        texts: Mapping[int, list[int]],
+        idle: bool,
+        plain: Collection[int] = (),
+        coming: Mapping[int, int] = NOTHING,
+    ) -> None:
         pass
 
     def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from compile.attention import Branches, attend
+from compile.attention import Branches, attend, flash_reads
 from compile.fused import project
 from compile.ranges import Range, Ranges, first_blocks
 from multigpu.pipeline import Split
@@ -224,6 +224,7 @@ class Decoder(nn.Module):
             taps=taps,
             hidden_size=c.hidden_size,
             split=self.split if self.split.hands_over else None,
+            whole_rows=self.flash_reads,
         )
 
     def forward(
@@ -252,6 +253,12 @@ class Decoder(nn.Module):
         if split.apart is not None:
             [logits_BRV] = hop(split.apart, logits_BRV, seconds=split.hop_seconds)
         return logits_BRV
+
+    @property
+    def flash_reads(self) -> bool:
+        """Whether pieces of prompts are attended to by flash attention, which reads no slots but live ones."""
+        c, table = self.config, self.get_buffer("cos_0")
+        return flash_reads(table.device, table.dtype, c.head_dim, c.attn_softcap)
 
     @property
     def _norm_in_head(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compile.logits import NUMBERS
 from sharesd.config import MOST_TOP_LOGPROBS, Acceptance, SamplingParams
+from sharesd.copies import sent
 from sharesd.sampling.noise import seeds_of_prompts
 
 COLD = 0.01
@@ -95,7 +96,7 @@ class TokenCounts:
         """The row has this prompt now, and no output."""
         self.output_counts[row].zero_()
         self.prompt_mask[row].zero_()
-        tokens_L = torch.tensor(list(prompt), dtype=torch.int64).to(self.prompt_mask.device)
+        tokens_L = sent(list(prompt), self.prompt_mask.device, torch.int64)
         self.prompt_mask[row].index_fill_(0, tokens_L, True)
 
     def update(self, tokens_BM: Tensor, num_new_B: Tensor) -> None:
@@ -165,8 +166,8 @@ class RowSampling:
             self.bias_BV[row].zero_()
             self._biased.discard(row)
         if params.logit_bias:
-            tokens_L = torch.tensor(list(params.logit_bias)).to(self.device)
-            amounts_L = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32).to(self.device)
+            tokens_L = sent(list(params.logit_bias), self.device, torch.int64)
+            amounts_L = sent(list(params.logit_bias.values()), self.device, torch.float32)
             self.bias_BV[row].index_copy_(0, tokens_L, amounts_L)
             self._biased.add(row)
         self._wish(row, _wishes(params, self.vocab_size))

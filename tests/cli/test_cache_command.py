@@ -34,6 +34,8 @@ OURS = {
     "gguf": (f"tiny-{KEY}-F16.gguf",),
     "settings": (f"share-{KEY}.json", f".share-{KEY}.json.123"),
     "tiles": ("nvidia-h100.json", "low-bits-nvidia-h100.txt"),
+    "inductor": ("ab/cabxyz.py", "fxgraph/ab/x"),
+    "triton": ("ABCDEFG/row_gemm.cubin",),
     "openvino": (f"tiny-{KEY}-F16-2026.1/model.bin",),
 }
 FOREIGN = ("notes.txt", "native/README", "checkpoints/my-training/model.safetensors", "quant/table.csv", "photos/a.png")
@@ -70,7 +72,7 @@ def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str
     assert out.startswith(f"cache folder: {cache}\n")
     rows = {line.split()[0]: line.split()[-3:] for line in out.splitlines()[1:] if line.strip()}
     assert rows["native"] == ["2", "2.0", "MB"] and rows["openvino"] == ["1", "1.0", "MB"]
-    assert rows["total"] == ["14", "14.0", "MB"]
+    assert rows["total"] == ["17", "17.0", "MB"]
 
 
 def test_info_of_a_cache_that_does_not_exist(
@@ -105,7 +107,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 19), ("", 1, 19), ("y", 0, 5), ("YES", 0, 5)])
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 22), ("", 1, 22), ("y", 0, 5), ("YES", 0, 5)])
 def test_clear_asks_at_a_terminal(
     cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
 ) -> None:
@@ -120,7 +122,7 @@ def test_clear_deletes_nothing_where_nobody_can_be_asked(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2
     assert capsys.readouterr().err == "error: stdin is no terminal, so nobody can be asked; add --yes to delete this\n"
-    assert len(files_in(cache)) == 19
+    assert len(files_in(cache)) == 22
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from sharesd.config import SamplingParams
+from sharesd.decoding.calibrate import warm_up
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.output import Completion
 from sharesd.decoding.tree import chains, shapes_of
@@ -202,6 +203,14 @@ def test_rows_without_a_grammar_get_what_they_get_without_such_neighbours() -> N
     alone = answers(new("hybrid"), bare)
     among = answers(new("hybrid"), mixed)[::2]
     assert [one.token_ids for one in among] == [one.token_ids for one in alone]
+
+
+@pytest.mark.parametrize("mode", ["share", "suffix"])
+def test_an_engine_warms_up_for_requests_with_a_grammar(mode: str) -> None:
+    engine, params = new(mode), SamplingParams(max_new_tokens=12, grammar=from_regex(PATTERNS[0]))
+    expected = answers(engine, [([3, 4], params)])
+    warm_up(engine, params)
+    assert [done.token_ids for done in answers(engine, [([3, 4], params)])] == [done.token_ids for done in expected]
 
 
 def test_logprobs_are_those_of_the_model_before_the_grammar() -> None:

@@ -13,10 +13,10 @@ import torch
 from compile.attention import attend
 from compile.linear import PackedLinear, pack_linears
 from sharesd.config import EngineConfig
-from sharesd.decoding.selfcheck import check_rows
+from sharesd.decoding.selfcheck import RowBits, check_rows
 from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
-from sharesd.widths import fixed_width, shallow
+from sharesd.widths import choose_rows, fixed_width, shallow
 from tests.helpers.compiled import wide_decoder
 from tests.helpers.tiny import make_checkpoint
 
@@ -29,8 +29,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool, bool]:
+    """Whether rows of chains, and of trees, have the same bits."""
     first = shallow(model)
-    return check_rows(first, first.new_cache(2, 256), widths, trees=True)
+    return check_rows(first, first.new_cache(2, 256), widths, trees=True)[:2]
 
 
 def test_the_self_check_tells_whether_rows_depend_on_the_width(
@@ -58,6 +59,44 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
 def test_fixed_widths_do_not_follow_the_length_of_drafts() -> None:
     assert {fixed_width("cuda", most) for most in range(16)} == {16} and fixed_width("cuda", 40) == 41
     assert {fixed_width("cpu", most) for most in range(9)} == {9}, "the default"
+
+
+@pytest.mark.parametrize("sloppy_in", [(), (3, 1), (1, 8), (2, 8)], ids=str)
+def test_the_self_check_looks_at_numbers_of_rows(sloppy_in: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_decoder()
+    pack_linears(model)
+    plain = PackedLinear.forward
+
+    def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = plain(self, x)
+        return y * (1 + 2**-6) if x.shape[:2] == sloppy_in else y
+
+    monkeypatch.setattr(PackedLinear, "forward", sloppy)
+    first = shallow(model)
+    for batches in ([1, 2], []):
+        bits = check_rows(first, first.new_cache(3, 256), (1, 8), trees=True, batches=batches)
+        assert bits == (sloppy_in != (3, 1), sloppy_in != (3, 1), sloppy_in == () and bool(batches)), batches
+
+
+def test_where_rows_depend_on_the_width_there_are_no_buckets() -> None:
+    model = wide_decoder()
+    for chains, asked in ((True, True), (False, True), (False, False)):
+
+        def bits_of(step: Any, widths: Sequence[int], chains: bool = chains) -> RowBits:
+            agree = chains or len(widths) == 1
+            return RowBits(agree, False, agree)
+
+        rows = choose_rows(
+            model,
+            fixed=16,
+            most=5,
+            exact=asked,
+            wants_trees=False,
+            compiles=True,
+            step_of=lambda widths: model,
+            bits_of=bits_of,
+        )
+        assert rows.buckets == chains and rows.depends_on_width == (not chains and asked)
 
 
 @pytest.mark.parametrize("place", ["compiled blocks", "far slots", "the last norm", "the head"])

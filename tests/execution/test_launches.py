@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile import attention, grow, notes, walk
 from compile.cuda.linear import use_row_linears
+from compile.cuda.settings import ROWS
 from compile.graphs import Graphs
 from quant.linear import Switch, SwitchLinear
 from sharesd.config import SamplingParams
@@ -40,11 +41,13 @@ TREE = (2, 3, 6)
 
 
 class Counting(TorchDispatchMode):
-    """Launches by name; views are none."""
+    """Launches by name, views being none; and their work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
+        self.work: Counter[str] = Counter()
+        """Tiles of rows, each of which goes through all weights; rows of caches that are read; bytes that are made."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -54,6 +57,9 @@ class Counting(TorchDispatchMode):
         is_view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in given for t in made)
         if not is_view and name not in ("empty", "new_empty", "empty_strided"):
             self.launches[name] += LAUNCHES.get(name, 1)
+            self.work["tiles"] += -(-args[0].flatten(0, -2).shape[0] // ROWS) if name == "row_linear" else 0
+            self.work["rows"] += args[5].shape[0] if name == "attend_" else 0
+            self.work["bytes"] += sum(t.nbytes for t in made)
         return out
 
 
@@ -82,7 +88,7 @@ def takes_meta_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def engine_of(model: Decoder, drafter: Any, cache: Any) -> Engine:
+def engine_of(model: Decoder, drafter: Any, cache: Any, **options: Any) -> Engine:
     return Engine(
         target=model,
         tokenizer=tiny_tokenizer(),
@@ -92,19 +98,26 @@ def engine_of(model: Decoder, drafter: Any, cache: Any) -> Engine:
         auto_length=True,
         widths=[1, 7],
         graphs=Graphs(),
+        **options,
     )
 
 
 def count(function: Callable[[], object]) -> Counter[str]:
+    return counted(function).launches
+
+
+def counted(function: Callable[[], object]) -> Counting:
     function()  # as before a capture
     with Counting() as counting:
         function()
-    return counting.launches
+    return counting
 
 
-def captures(model: Decoder, drafter: Any, cache: Any) -> dict[str, Callable[[], object]]:
-    """What an engine captures, by what it is."""
-    round_ = engine_of(model, drafter, cache).way(SamplingParams()).round()
+def captures(
+    model: Decoder, drafter: Any, cache: Any, rows: int | None = None, **options: Any
+) -> dict[str, Callable[[], object]]:
+    """What an engine captures for so many rows (default: all), by what it is."""
+    round_ = engine_of(model, drafter, cache, **options).way(SamplingParams()).round(0, rows)
     found: dict[str, Callable[[], object]] = {"plain": round_._plain._function}
     if drafter is None:
         return found
@@ -151,6 +164,29 @@ def test_what_each_capture_launches(batch: int, trees: bool) -> None:
         wanted["verify"] = WANTED["verify"] + Counter({"keep_rows_": 1})
     for name, function in captures(model, drafter, cache).items():
         assert count(function) == wanted[name], name
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_one_user_of_eight_pays_what_one_of_one_does(trees: bool) -> None:
+    """By tiles of rows, rows of the cache that are read, and bytes that launches make; at most 5 % are allowed."""
+    model = decoder()
+    switch = switched(model)
+    shapes, top = (shapes_of(*TREE), TREE[0]) if trees else ((Shape(1, 1), Shape(6, 6)), 1)
+
+    def work(batch: int, rows: int) -> dict[str, Counting]:
+        cache = model.new_cache(batch, 256)
+        drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
+        kinds = captures(model, drafter, cache, rows, buckets=True)
+        return {name: counted(function) for name, function in kinds.items()}
+
+    alone, of_eight, whole = work(1, 1), work(8, 1), work(8, 8)
+    for name, wanted in alone.items():
+        ours = of_eight[name]
+        assert ours.launches == wanted.launches == whole[name].launches, name
+        assert all(ours.work[kind] <= 1.05 * wanted.work[kind] for kind in wanted.work), (name, ours.work, wanted.work)
+        if wanted.work["rows"]:
+            assert whole[name].work["rows"] == 8 * wanted.work["rows"], "what it was in one bucket"
+    assert whole["verify"].work["tiles"] == 4 * alone["verify"].work["tiles"], "56 rows, 16 in a tile"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

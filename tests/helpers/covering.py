@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 
 import pytest
@@ -48,10 +49,16 @@ def _point(test: pytest.Function) -> Point:
 def covering(points: Sequence[Point], strength: int) -> set[int]:
     """Indices of points in which every tuple of `strength` coordinates occurs that occurs at all; greedily, few."""
     tuples = [frozenset(combinations(enumerate(point), strength)) for point in points]
-    missing = frozenset().union(*tuples)
+    missing = set().union(*tuples)
+    best = [(-len(each), i) for i, each in enumerate(tuples)]  # what points add at most: it only becomes less
+    heapify(best)
     kept: set[int] = set()
     while missing:
-        best = max(range(len(points)), key=lambda i: (len(tuples[i] & missing), -i))
-        kept.add(best)
-        missing -= tuples[best]
+        known, i = heappop(best)
+        adds = -len(tuples[i] & missing)
+        if adds > known:
+            heappush(best, (adds, i))
+        else:
+            kept.add(i)
+            missing -= tuples[i]
     return kept

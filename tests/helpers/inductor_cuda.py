@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,15 +32,17 @@ from triton.runtime import driver
 from compile.attention import Branches
 from compile.cuda.linear import use_row_linears
 from compile.cuda.lowbit import LowRowLinear
-from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
+from compile.regions import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
 from quant.linear import Switch, SwitchLinear
 from sharesd import sampling
 from sharesd.models import rope
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.heads.config import LAYER_IDS, HeadConfig
+from sharesd.models.heads.eagle3 import Eagle3
 
 DEVICE = torch.device("cuda", 0)
-WIDTH, SLOTS, LAYERS, GROUP = 16, 4096, 3, 64
+WIDTH, PIECE, SLOTS, LAYERS, GROUP = 16, 128, 4096, 3, 64
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -103,6 +105,7 @@ def make_up_a_gpu(folder: Path) -> None:
     torch.cuda.get_device_properties = lambda *_: properties  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -134,14 +137,15 @@ def noted() -> Iterator[list[str]]:
 
 
 def digest(code: str) -> dict[str, Any]:
-    """What a compiled form launches; the caches that attention is given, who else is given them, and what is made of
-    inputs; the numbers of the largest buffer.
+    """What a compiled form launches; the caches that attention is given, who else is given them first, and what is made
+    of inputs; the numbers of the largest buffer.
     """
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     named = [(ast.unparse(call.func), call) for call in sorted(calls, key=lambda call: call.lineno)]
     launches = [name.removeprefix("torch.ops.").removesuffix(".default") for name, _ in named if LAUNCH.match(name)]
-    attends = [call for name, call in named if "sharesd.attend_" in name]
-    caches = [ast.unparse(given) for call in attends for given in call.args[5:7]]
+    attends = {call: call.args[5:7] for name, call in named if "sharesd.attend_" in name}
+    attends |= {call: call.args[1:3] for name, call in named if "sharesd.flash" in name}
+    caches = [ast.unparse(given) for both in attends.values() for given in both]
     others = [(name, call) for name, call in named if call not in attends and not name.startswith("assert_")]
     given = [(name, ast.unparse(call.args[0])) for name, call in others if call.args]
     shapes = [ast.literal_eval(shape) for name, shape in given if name.startswith("empty_strided")]
@@ -175,32 +179,41 @@ def numbers(*shape: int) -> Tensor:
 
 
 def steps(model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], Any] | None = None) -> dict[str, Any]:
-    """The forms of each kind of step: run twice each, and of layers that are alike."""
+    """The forms of each kind of step, and of a piece of a prompt: run twice each, and of layers that are alike."""
+    reads_pieces = step is model and model.flash_reads
     cache, tree = model.new_cache(1, SLOTS), Branches(numbers(1, WIDTH), numbers(1, WIDTH, WIDTH))
     found = {}
     for name, width, branches in (
         ("plain", 1, None),
         ("chain", WIDTH, None),
         ("tree", WIDTH, tree),
+        ("prompt", PIECE, None),
         ("draft", 1, None),
     ):
-        if name == "draft" and low_bits is None:
+        if (name == "draft" and low_bits is None) or (name == "prompt" and not reads_pieces):
             continue
         before = len(codes)
         for _ in range(2):
-            if name == "draft":
-                assert low_bits is not None
-                with low_bits():
-                    out_BTV = step.forward(numbers(1, width), cache, branches=branches)
-            else:
+            with low_bits() if name == "draft" and low_bits is not None else nullcontext():
                 out_BTV = step.forward(numbers(1, width), cache, branches=branches)
         assert out_BTV.shape == (1, width, model.vocab_size) and out_BTV.device.type == "cuda"
         found[name] = [digest(code) for code in codes[before:]]
     return found
 
 
+def head_step(codes: list[str]) -> dict[str, Any]:
+    """The form of a draft step of an EAGLE-3 head: run twice, with other caches."""
+    target, D = decoder("llama"), SIZES["hidden_size"]
+    head = Eagle3(HeadConfig.new("eagle3", {"model_type": "llama", **SIZES, LAYER_IDS: [1, 2, 3]}), target)
+    steps, before = CompiledMethods(head), len(codes)
+    for _ in range(2):
+        states_11D = torch.zeros(1, 1, D, dtype=torch.bfloat16, device=DEVICE)
+        steps.go_on(numbers(1, 1), states_11D, head.new_cache(1, SLOTS), None)
+    return {"eagle3": [digest(code) for code in codes[before:]]}
+
+
 def main(folder: Path) -> dict[str, Any]:
-    """Compile steps of each family by blocks, and one's as a whole, and noise."""
+    """Compile steps of each family by blocks, one's as a whole, a head's, and noise."""
     make_up_a_gpu(folder)
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.force_disable_caches = True
@@ -213,10 +226,11 @@ def main(folder: Path) -> dict[str, Any]:
         for family in FAMILIES:
             switch = Switch()
             model = decoder(family, switch)
-            model.run_block = CompiledBlocks({1, WIDTH}, lambda switch=switch: switch.low)  # type: ignore[misc]
+            model.run_block = CompiledBlocks({1, WIDTH, PIECE}, lambda switch=switch: switch.low)  # type: ignore[misc]
             found[family] = steps(model, model, codes, switch.use_low)
         model = decoder("llama")
         found["whole"] = steps(model, CompiledModel(model, {1, WIDTH}), codes)
+        found["heads"] = head_step(codes)
         noise, before = CompiledForms(sampling.gumbel), len(codes)
         for _ in range(2):
             noise(numbers(2), numbers(2, 5), SIZES["vocab_size"], stream=sampling.Stream.TARGET)

@@ -24,7 +24,7 @@ from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.engine import Engine
 from sharesd.decoding.policy import FIRST_ALPHAS
 from sharesd.decoding.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
-from sharesd.drafters.base import Drafter, Drafting
+from sharesd.drafters.base import NOTHING, Drafter, Drafting
 from sharesd.drafters.classic import ClassicDrafter
 from sharesd.drafters.share import ShareDrafter
 from sharesd.models.base import CausalModel
@@ -204,6 +204,7 @@ class OracleDrafter:
     on_host = False
     reads = False
     ahead = True
+    follows = False
     first_alphas = FIRST_ALPHAS
     at_once = False
 
@@ -225,7 +226,13 @@ class OracleDrafter:
     def rehearse(self, drafting: Drafting, num: int) -> bool:
         return False
 
-    def catch_up(self, texts: Mapping[int, list[int]], idle: bool, plain: Collection[int] = ()) -> None:
+    def catch_up(
+        self,
+        texts: Mapping[int, list[int]],
+        idle: bool,
+        plain: Collection[int] = (),
+        coming: Mapping[int, int] = NOTHING,
+    ) -> None:
         self._at = {row: len(text) - self._starts[row] for row, text in texts.items()}
 
     def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:

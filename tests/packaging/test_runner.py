@@ -12,7 +12,18 @@ import pytest
 from tests.helpers.paths import ROOT
 
 RUNNER = ROOT / "scripts" / "run_tests.py"
-MARKERS = ("slow", "inductor", "interpreted", "subprocess", "real_model", "browser", "cuda", "kernels", "long")
+MARKERS = (
+    "slow",
+    "inductor",
+    "interpreted",
+    "subprocess",
+    "real_model",
+    "browser",
+    "cuda",
+    "kernels",
+    "long",
+    "stand_in",
+)
 KERNELS = 2 + len(run_path(str(RUNNER))["older_processors"]())
 """Groups of kernels' tests."""
 PLANTED = """
@@ -23,6 +34,8 @@ def test_before(): pass
 def test_falls(): os.kill(os.getpid(), signal.SIGSEGV)
 @pytest.mark.subprocess
 def test_after(): pass
+@pytest.mark.stand_in
+def test_cuda_path(): pass
 @pytest.mark.kernels
 def test_kernel(): assert os.environ.get("GUARD_PAGES", "behind") in ("behind", "before")
 @pytest.mark.kernels
@@ -59,3 +72,14 @@ def test_tiers(tmp_path: Path) -> None:
     status, out = run(tmp_path, "--long", "-k", "kernel")
     assert status == 0 and out.splitlines()[-1].startswith(f"{2 * KERNELS} passed")
     assert run(tmp_path, "-k", "nothing_of_that_name")[0] == 1
+
+
+def test_the_cuda_build_is_used_where_it_is_and_made_for_long_runs(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "cuda_env.sh").write_text('[ -e made ] || { [ "${1:-}" = "" ] && touch made; }\n')
+    flags = ("-k", "cuda_path")
+    status, out = run(tmp_path, "--all", *flags)
+    assert status == 1 and "skipped: the CUDA path" in out and out.splitlines()[-1].startswith("1 skipped")
+    for tier in ("--long", "--all"):
+        status, out = run(tmp_path, tier, *flags)
+        assert status == 0 and "skipped" not in out and out.splitlines()[-1].startswith("1 passed")

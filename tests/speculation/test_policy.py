@@ -376,7 +376,7 @@ def test_reading_what_was_missed_is_shared_by_drafts_and_is_no_fault_of_theirs()
     policy.missed = 100
     assert 0.9 * before < policy.rate_of_shape(chain(4)) < before and policy.rate_of_shape(PLAIN) > 0
     for _ in range(20):
-        policy.record(tree_of(chain(4)), [range(1, 4)], 0.4 + 2.0, costs.of_step(5), 4)
+        policy.record(tree_of(chain(4))._replace(missed=100), [range(1, 4)], 0.4 + 2.0, costs.of_step(5), 4)
     assert policy.live.draft(chain(4)) == pytest.approx(draft_s, rel=0.1)
 
 

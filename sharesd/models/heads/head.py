@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from compile.attention import Branches
 from compile.fused import project
 from compile.head import NativeHead
+from compile.regions import CompiledMethods
 from compile.rotary import rotate
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.models import rope
@@ -54,6 +55,8 @@ class Head(nn.Module):
     ids: Tensor | None
     native: NativeHead | None = None
     """Its steps in one call of a CPU kernel each, where compilation puts that here."""
+    compiled: CompiledMethods | None = None
+    """Its methods as Inductor compiles them, where compilation puts that here."""
 
     def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
         """`ids_K`: the target's ids of the draft tokens; None = all. Parameters have no values yet."""
@@ -98,6 +101,11 @@ class Head(nn.Module):
     def native_parts(self) -> dict[str, Any]:
         """What it does, as `compile.head.NativeHead` has it: the arguments that differ among heads."""
         raise NotImplementedError
+
+    @property
+    def steps(self) -> Any:
+        """Whose methods are called in each draft. Texts have any length, and are read by the head's own."""
+        return self.compiled or self
 
     @property
     def blocks(self) -> list[Any]:

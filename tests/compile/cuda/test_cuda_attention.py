@@ -153,6 +153,19 @@ def test_what_is_not_seen_is_not_read(options: dict[str, int]) -> None:
         assert torch.equal(live(clean, branches, **options), live(poisoned, branches, **options))
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_row_that_takes_no_part_reads_and_writes_nothing(paths: tuple[tuple[int, ...], ...]) -> None:
+    step = random_step(7, 6, 2, 40, 2 * SPLIT, [SPLIT - 3, -40])
+    turn, branches = tables(2 * SPLIT, 8, torch.float32), None if paths is CHAIN else branches_of(paths, 2)
+    wanted = live(Step(*(x[:1].clone() for x in step)), branches_of(paths, 1) if branches else None, turn)
+    for part in step[:5]:
+        part[1].fill_(math.nan)
+    out = live(step, branches, turn)
+    assert torch.equal(out[:1], wanted) and not out[1].any()
+    assert step.k_cache[1].isnan().all() and step.v_cache[1].isnan().all()
+
+
 def heads_of(step: Step) -> Step:
     """With queries, keys and values side by side, as a merged linear gives them."""
     heads = torch.cat(step[:3], 2)

@@ -23,6 +23,15 @@ LINEAR, ATTEND, FUSED = "sharesd.row_linear", "sharesd.attend_", "triton"
 LAYER = [LINEAR, ATTEND, LINEAR, LINEAR, LINEAR]
 SANDWICHED = [LINEAR, ATTEND, LINEAR, FUSED, LINEAR, LINEAR, FUSED]
 """Norms behind both halves of a layer, each with the sum that it goes into."""
+MATMUL, FLASH = "extern_kernels.mm", "sharesd.flash"
+PIECE = [
+    *(FUSED, MATMUL),  # norm
+    *(FUSED, FUSED, FUSED, FUSED, FLASH, MATMUL),  # norms of heads and rotation: queries, keys; values; lengths
+    *(FUSED, MATMUL),  # residual and norm
+    *(FUSED, MATMUL),  # gate
+    FUSED,  # residual
+]
+"""A layer of a piece of a prompt: rotated keys and values are written into the caches right away."""
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here"),
@@ -63,6 +72,22 @@ def test_a_block_is_our_operators(
     assert [launches(form) for form in forms] == [layer] * kinds
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_piece_of_a_prompt_is_products_and_fused_kernels(
+    family: str, found: dict[str, dict[str, list[dict[str, Any]]]]
+) -> None:
+    """One form for all layers and calls."""
+    [form] = found[family]["prompt"]
+    assert launches(form) == PIECE
+
+
+def test_a_draft_step_of_a_head_is_one_form(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    """Embedding and norms, products with what is between them, and the state that is kept."""
+    [form] = found["heads"]["eagle3"]
+    attention = [MATMUL, ATTEND, MATMUL]
+    assert launches(form) == [FUSED, FUSED, *attention, FUSED, MATMUL, FUSED, MATMUL, FUSED, MATMUL]
+
+
 @pytest.mark.parametrize("step", ["plain", "chain", "tree"])
 def test_a_whole_step_is_one_form(step: str, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     [form] = found["whole"][step]
@@ -77,9 +102,12 @@ def test_noise_is_two_kernels(found: dict[str, dict[str, list[dict[str, Any]]]])
 
 def test_caches_stay_where_they_are(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     """Attention writes into the tensors that a form is given, which are not copied, nor taken for parts of others."""
-    forms = [form for name, steps in found.items() if name != "noise" for forms in steps.values() for form in forms]
-    assert len(forms) == 4 + 4 + 8 + 3
-    for form in forms:
-        assert form["caches"] and all(name.startswith("arg") for name in form["caches"]), form["caches"]
-        assert not form["caches elsewhere"] and not form["views"]
-        assert form["largest buffer"] <= 16 * 1024, "none is as large as a cache"
+    steps = {(name, step): forms for name in found if name != "noise" for step, forms in found[name].items()}
+    assert sum(map(len, steps.values())) == 5 + 5 + 8 + 3 + 1
+    for (_, step), forms in steps.items():
+        most = 128 if step == "prompt" else 16
+        for form in forms:
+            assert form["caches"] and all(name.startswith("arg") for name in form["caches"]), form["caches"]
+            assert not form["caches elsewhere"]
+            assert MATMUL in form["launches"] or not form["views"], "but for products of cuBLAS, which look at weights"
+            assert form["largest buffer"] <= most * 1024, "none is as large as a cache"

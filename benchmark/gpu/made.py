@@ -1,0 +1,216 @@
+"""Models of true sizes, their weights made from a seed on the device: what steps cost, and what drafts would gain.
+
+Nothing that was trained is needed. Drafts of such models never hold, so a drafter that knows the text stands in.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmark.gpu.modes import Answers, answer, loaded
+from benchmark.gpu.oracle import knowing
+from benchmark.gpu.timing import copy_bandwidth
+from benchmark.gpu.worker import Job
+from benchmark.studies.calibrate import best_length, expected_speedup
+from compile.cuda.linear import RowLinear
+from compile.cuda.timing import seconds_per_call
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.tree import chain
+from sharesd.load import Runtime
+from sharesd.models.heads.config import HeadConfig
+
+MODES: tuple[Mode, ...] = ("naive", "share", "eagle")
+ALPHAS = (0.6, 0.7, 0.8, 0.9)
+WIDTHS = (2, 3, 5, 9)
+"""Tokens of verify steps that are reported."""
+SIZES = {
+    "tiny": ("a tiny Llama", 64, 128, 2, 4, 2, 16, 512),
+    "1b": ("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128_256),
+    "7b": ("Llama-2-7B", 4096, 11_008, 32, 32, 32, 128, 32_000),
+}
+"""Whose sizes, hidden size, MLP, layers, query heads, key/value heads, head size, vocabulary."""
+
+
+def measure(job: Job, size: str) -> None:
+    """Plain steps beside the bandwidth, then draft and verify steps, then whole answers with drafts that hold."""
+    prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+    params = SamplingParams(max_new_tokens=12 if job.tiny else 128, ignore_eos=True)
+    with made_model(job, size, MODES) as runtime:
+        plain = _plain(runtime, prompt, params)
+        speed, [text] = plain.together.tokens_per_second, plain.token_ids
+        _note_products(job, runtime)
+        _note_step(job, runtime, "whole steps", 1 / speed)
+        for mode in MODES[1:]:
+            with job.part(mode):
+                engine = runtime.engine(mode, warm=params)
+                _note_costs(job, runtime, engine, engine.way(params).policy.costs)
+                _note_gains(job, engine, prompt, text, params, speed)
+    if job.on_gpu and job.has_time(40):
+        library: dict[str, Any] = {"kernels": "torch", "exact": False}
+        with job.part("torch's kernels"), made_model(job, size, MODES[:1], **library) as runtime:
+            speed = _plain(runtime, prompt, params).together.tokens_per_second
+            _note_step(job, runtime, "whole steps, torch's kernels", 1 / speed)
+
+
+def _plain(runtime: Runtime, prompt: list[int], params: SamplingParams) -> Answers:
+    """A second answer of naive: the first may still compile something."""
+    engine = runtime.engine("naive", warm=params)
+    answer(engine, [prompt], params)
+    return answer(engine, [prompt], params)
+
+
+def _note_step(job: Job, runtime: Runtime, what: str, seconds: float) -> None:
+    share = runtime.weight_bytes / seconds / copy_bandwidth(job.device)
+    job.add("plain step", {"what": what, "ms": 1e3 * seconds, "of copy": share})
+
+
+def _note_products(job: Job, runtime: Runtime) -> None:
+    """Note all products of a plain step, by our kernels and by cuBLAS; nothing on a CPU."""
+    linears = [module for module in runtime.target.modules() if isinstance(module, RowLinear)]  # type: ignore[attr-defined]
+    sizes = {linear.in_features for linear in linears}
+    xs = {size: torch.randn(1, size, device=job.device).bfloat16() for size in sizes}
+    ways: dict[str, Any] = {
+        "products, our kernels": [partial(linear, xs[linear.in_features]) for linear in linears],
+        "products, cuBLAS": [partial(F.linear, xs[linear.in_features], linear.weight) for linear in linears],
+    }
+    for name, calls in ways.items():
+        if calls:
+            _note_step(job, runtime, name, len(calls) * seconds_per_call(calls))
+
+
+def _note_costs(job: Job, runtime: Runtime, engine: Engine, costs: Costs) -> None:
+    plain, drafter = costs.of_step(1), engine.drafter
+    assert drafter is not None
+    job.add(
+        "steps, of a plain one",
+        {
+            "mode": engine.mode,
+            "plain, ms": 1e3 * plain,
+            "draft": costs.draft / plain,
+            "its bytes": drafter.extra_bytes()[0] / runtime.weight_bytes,
+            "first draft more": costs.draft_begin / plain,
+            **{f"verify {width}": costs.of_step(width) / plain for width in WIDTHS},
+        },
+    )
+
+
+def _note_gains(
+    job: Job, engine: Engine, prompt: list[int], text: list[int], params: SamplingParams, speed: float
+) -> None:
+    """Note answers with drafts of each acceptance: of the length that costs recommend, and as the policy has them."""
+    way = engine.way(params)
+    policy, drafting, costs = way.policy, way.round().drafting, way.policy.costs
+    for alpha in ALPHAS[-1:] if job.tiny else ALPHAS:
+        best = best_length(alpha, costs, engine.num_draft)
+        row: dict[str, Any] = {
+            "mode": engine.mode,
+            "acceptance": alpha,
+            "drafts": best,
+            "x naive by costs": expected_speedup(alpha, best, costs),
+        }
+        with knowing(engine, [*prompt, *text], alpha, drafting):
+            for name, shape in {"x naive": chain(best), "x naive, auto": None}.items():
+                policy.use(costs, policy.live.measured)
+                policy.pinned = shape
+                found = answer(engine, [prompt], params)
+                row |= {name: found.together.tokens_per_second / speed, f"tau{name[7:]}": found.together.tau}
+                row["identical"] = row.get("identical", True) and found.token_ids == [text]
+        policy.pinned = None
+        policy.use(costs, policy.live.measured)
+        job.add("drafts that hold", row)
+
+
+@contextmanager
+def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> Iterator[Runtime]:
+    """A Llama of these sizes with an EAGLE head, both of noise, and a tokenizer of bytes; `options`: of the runtime."""
+    name, hidden, mlp, layers, heads, kv_heads, head_dim, vocab = SIZES["tiny" if job.tiny else size]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    job.put(model=f"the sizes of {name}, weights made from a seed")
+    with tempfile.TemporaryDirectory() as folder:
+        target, head = Path(folder) / "target", Path(folder) / "head"
+        for path in (target, head):
+            path.mkdir()
+        (target / "config.json").write_text(json.dumps(config))
+        bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+        Tokenizer(models.BPE({byte: i for i, byte in enumerate(bytes_)}, [])).save(str(target / "tokenizer.json"))
+        (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+        (head / "config.json").write_text(json.dumps(dict(HeadConfig.new("eagle", config).raw)))
+        save_file({name: tensor.cpu() for name, tensor in _head(config, job.device)}, head / "model.safetensors")
+        sizes: dict[str, Any] = {"max_context": 2048, "tree": "off", "max_draft": 8}
+        engine = EngineConfig(target=str(target), heads=(str(head),), device=job.device, **sizes, **options)
+        with loaded(job, engine, modes, partial(_tensors, config, job.device), ", ".join(modes)) as runtime:
+            yield runtime
+
+
+def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the target, each of the size that keeps a token's state at its length."""
+    dice = torch.Generator(device).manual_seed(0)
+    table = config["vocab_size"], config["hidden_size"]
+    shapes = {"model.embed_tokens": table, "model.norm": table[1:], "lm_head": table}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block(config)}
+    for name, shape in shapes.items():
+        yield f"{name}.weight", _noise(shape, dice)
+
+
+def _head(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an EAGLE head, whose block has no norm in front of its attention."""
+    dice = torch.Generator(device).manual_seed(1)
+    yield "fc.weight", _noise((config["hidden_size"], 2 * config["hidden_size"]), dice)
+    for name, shape in _block(config):
+        if name != "input_layernorm":
+            yield f"layers.0.{name}.weight", _noise(shape, dice)
+
+
+def _block(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, mlp, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (size * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
+    yield from {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }.items()
+
+
+def _noise(shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
+    """Noise for matrices, ones for norms, in bfloat16."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=dice.device)
+    noise = torch.empty(shape, dtype=torch.bfloat16, device=dice.device)
+    return noise.normal_(0.0, shape[1] ** -0.5, generator=dice)

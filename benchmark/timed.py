@@ -1,0 +1,51 @@
+"""Times that engines report, held against the clock: figures that disagree with it are refused.
+
+Rounds that are launched before the last one is read overlap. Who counts such time twice reports half the speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from math import fsum
+
+from sharesd.config import SamplingParams
+from sharesd.decoding.engine import Engine, Prompt
+from sharesd.decoding.output import Completion
+from sharesd.decoding.stats import Stats
+
+MOST, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
+"""Share of the time that may be off; seconds of a call that may be counted twice, or lost; seconds of each round."""
+
+
+class TimesDiffer(ValueError):
+    """Reported times are not those that passed."""
+
+
+def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+    """Answers of `engine.generate`; TimesDiffer where its times are not those that passed."""
+    started = time.perf_counter()
+    done = engine.generate(prompts, params)
+    check_times(engine.mode, [engine.stats], time.perf_counter() - started, on_gpu=is_on_gpu(engine))
+    return done
+
+
+def is_on_gpu(engine: Engine) -> bool:
+    """True where an engine decodes on a GPU."""
+    return engine.cache.lengths.device.type == "cuda"
+
+
+def check_times(what: str, counted: Iterable[Stats], wall_s: float, *, on_gpu: bool) -> None:
+    """TimesDiffer unless calls that these stats count took about `wall_s` together.
+
+    More than passed is always wrong. Less than passed is wrong on a GPU alone: on a CPU others may have had it.
+    """
+    stats = list(counted)
+    said_s = fsum(each.seconds for each in stats)
+    slack_s = MOST * wall_s + ROUND_S * sum(each.steps for each in stats)
+    twice_s, lost_s = (slack_s + len(stats) * each for each in (TWICE_S, LOST_S))
+    if said_s - wall_s > twice_s or (on_gpu and wall_s - said_s > lost_s):
+        raise TimesDiffer(
+            f"{what}: prompts and rounds are counted as {said_s:.3f} s, and {wall_s:.3f} s passed; "
+            "the figures are wrong, and no report is written"
+        )

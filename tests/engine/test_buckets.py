@@ -1,0 +1,202 @@
+"""Rounds over 1, 2, 4 ... rows, each captured for itself: texts are as without, and idle rows are left alone.
+
+Graphs are recorded on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compile.graphs import no_captures
+from sharesd.config import SamplingParams
+from sharesd.decoding import calibrate
+from sharesd.decoding.cache import StaticKVCache
+from sharesd.decoding.calibrate import warm_up
+from sharesd.decoding.costs import Costs
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.output import Completion
+from sharesd.decoding.request import Request
+from sharesd.decoding.slots import doubling
+from tests.execution.test_graphs import new
+from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(max_new_tokens=8)
+KINDS = (
+    *("naive", "share", "share tree", "classic", "classic tree", "eagle", "eagle3 tree", "glide", "glide tree"),
+    *("parallel", "parallel tree", "suffix", "recycle", "hybrid", "hybrid classic tree"),
+)
+COLD = SamplingParams()
+WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+REQUESTS = [
+    ([3, 17, 9], replace(WARM, max_new_tokens=60)),  # always there, so that all rounds are of one kind
+    ([21, 4, 4, 30], replace(COLD, max_new_tokens=3)),
+    ([8, 12, 1, 7, 7], replace(COLD, max_new_tokens=12)),
+    ([5, 5, 2], replace(WARM, max_new_tokens=50)),  # cancelled
+    ([3, 17, 9, 11, 2], replace(WARM, max_new_tokens=6)),
+    ([21, 4, 6], replace(COLD, max_new_tokens=5, speculate=False)),
+    ([9, 9, 1, 2], replace(COLD, max_new_tokens=7)),
+]
+JOIN_AT = (0, 2, 2, 3, 4, 5, 9)
+"""Steps at which they are added."""
+CANCEL_AT = 6
+
+
+@pytest.fixture(autouse=True)
+def way_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_the_way_of_cuda(monkeypatch)
+    monkeypatch.setattr(
+        calibrate, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True)
+    )
+
+
+def in_buckets(kind: str, batch: int, **options: Any) -> tuple[Engine, RecordedGraphs]:
+    graphs = RecordedGraphs()
+    return new(kind, batch, widths=[1, 7], graphs=graphs, buckets=True, auto_length=False, **options), graphs
+
+
+def sizes_of(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of rows of all rounds from now on."""
+    sizes: list[int] = []
+    collect = Engine._collect
+
+    def noted(self: Engine, flight: Any) -> Any:
+        sizes.append(len(flight.result.counted_BX))
+        return collect(self, flight)
+
+    patch.setattr(Engine, "_collect", noted)
+    return sizes
+
+
+def decode(engine: Engine) -> tuple[list[Completion | None], list[list[int]]]:
+    """What each request gives, None = it was cancelled; and what its rounds gave."""
+    done: dict[Request, Completion] = {}
+    requests: list[Request] = []
+    waiting, step = list(zip(JOIN_AT, REQUESTS, strict=True)), 0
+    while waiting or engine.num_running or engine.num_waiting:
+        while waiting and waiting[0][0] <= step:
+            prompt, params = waiting.pop(0)[1]
+            requests.append(engine.add(prompt, params, len(requests)))
+        if step == CANCEL_AT:
+            engine.cancel(requests[3])
+        for chunk in engine.step():
+            done.setdefault(chunk.request, Completion()).add(chunk)
+        step += 1
+    found = [None if request.cancelled else done[request] for request in requests]
+    return found, [request.stats.accept_lengths[0] for request in requests if not request.cancelled]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Completion]:
+    engine = new("naive", 1, widths=[7])
+    found = []
+    for number, (prompt, params) in enumerate(REQUESTS):
+        engine.forget()
+        request, done = engine.add(prompt, params, number), Completion()
+        while request.finish_reason is None:
+            for chunk in engine.step():
+                done.add(chunk)
+        found.append(done)
+    return found
+
+
+def check(found: list[Completion | None], wanted: list[Completion]) -> None:
+    assert [number for number, each in enumerate(found) if each is None] == [3]
+    for ours, alone in zip(found, wanted, strict=True):
+        if ours is not None:
+            assert (ours.token_ids, ours.finish_reason) == (alone.token_ids, alone.finish_reason)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_as_without_and_nothing_is_captured_later(
+    kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, graphs = in_buckets(kind, 4, ahead=True)
+    assert engine.sizes == doubling(4) == [1, 2, 4]
+    warm_up(engine, WARM)
+    warm_up(new(kind, 1, widths=[1, 7], graphs=(alone := RecordedGraphs()), auto_length=False), WARM)
+    assert len(graphs.recorded) == 3 * len(alone.recorded), "for each number of rows"
+    sizes = sizes_of(engine, monkeypatch)
+    with no_captures():
+        found, advances = decode(engine)
+    check(found, wanted)
+    assert {*sizes} == {1, 2, 4} and sizes[0] == 1
+    if engine.drafter is None or not engine.drafter.on_host:  # what tables guess depends on time
+        eager = new(kind, 4, widths=[1, 7], auto_length=False)
+        assert decode(eager)[1] == advances, "drafts hold as often"
+
+
+def test_a_request_gets_a_row_that_makes_rounds_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = in_buckets("naive", 8)
+    sizes = sizes_of(engine, monkeypatch)
+    for prompt in ([1, 2, 3], [4, 5, 6], [1, 2, 3, 7]):
+        engine.generate([prompt], GREEDY, reuse=True)
+    assert {*sizes} == {1}, "one user needs one row, whoever came before"
+    assert sorted(len(held) for held in engine.cache.held) == [0] * 6 + [10, 11], "what they left is kept"
+    assert engine.generate([[4, 5, 6, 8]], GREEDY, reuse=True) and engine.cache.held[0][:4] == [4, 5, 6, 8]
+    sizes.clear()
+    requests = [engine.add([1 + number], replace(GREEDY, max_new_tokens=40)) for number in range(8)]
+    while engine.num_waiting or engine._reader.request:
+        engine.step()
+    rows: list[int] = [request.slot for request in requests]  # type: ignore[misc]
+    bands = [rows[:1], rows[1:2], rows[2:4], rows[4:]]
+    assert [sorted(band) for band in bands] == [[0], [1], [2, 3], [4, 5, 6, 7]] and sizes[-1] == 8
+    sizes.clear()
+    for request in reversed(requests[1:]):
+        engine.cancel(request)
+        engine.step()
+    assert sizes == [8, 8, 8, 4, 4, 2, 1]
+    engine.cancel_all()
+
+
+def kv_of_row_0(cache: StaticKVCache) -> torch.Tensor:
+    return torch.stack([tensor[0, :, : len(cache.held[0])] for tensor in (*cache.k, *cache.v)])
+
+
+def test_idle_rows_are_parked_and_keep_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = in_buckets("classic", 4)
+    first, second = engine.add([1, 2, 3], GREEDY), engine.add([4, 5, 6], replace(GREEDY, max_new_tokens=40))
+    while first.finish_reason is None:
+        engine.step()
+    for cache in engine.caches:
+        assert cache.parked is not None and cache.lengths.tolist()[0] == cache.parked < 0 < cache.lengths[1]
+        assert cache.parked + cache.slots == engine.max_context, "counted from the end, behind all texts"
+    before = [kv_of_row_0(cache) for cache in engine.caches]
+    for _ in range(5):
+        engine.step()
+    assert second.finish_reason is None
+    for cache, kv in zip(engine.caches, before, strict=True):
+        assert torch.equal(kv_of_row_0(cache), kv)
+    engine.cancel(second)
+    assert (engine.cache.lengths < 0).all()
+
+
+def test_a_prompt_that_is_read_in_pieces_takes_no_part_meanwhile() -> None:
+    engine, _ = in_buckets("naive", 2, prefill_chunk=8)
+    engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=40))
+    engine.step()
+    late = engine.add(list(range(20)), GREEDY)
+    engine.step()
+    assert late.num_read == 8 and engine.cache.lengths[1] < 0
+    while engine._reader.request:
+        engine.step()
+    assert engine.cache.lengths[1] >= 20
+    engine.cancel_all()
+
+
+def test_ending_a_call_late_leaves_the_rows_of_another_alone() -> None:
+    """Engines of two modes share a cache."""
+    engine, _ = in_buckets("naive", 2)
+    other, _ = in_buckets("naive", 2, cache=engine.cache)
+    [wanted] = other.generate([[7, 8, 9]], GREEDY)
+    chunks = engine.stream([[1, 2, 3]], GREEDY)
+    next(chunks)
+    late = other.stream([[7, 8, 9]], GREEDY)
+    found = next(late).token_ids
+    chunks.close()
+    assert [*found, *(token for chunk in late for token in chunk.token_ids)] == wanted.token_ids

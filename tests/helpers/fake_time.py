@@ -1,0 +1,71 @@
+"""A clock that stands still unless it is told to go on, and a device which has one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from compile import clock
+from sharesd.decoding import engine, reader
+from sharesd.decoding.engine import Engine
+from sharesd.decoding.round import Round
+
+
+class FakeTime:
+    """In place of the module `time`, and of `compile.clock.Clock` of a device that works while the host goes on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        """Of the host."""
+        self.done_at = 0.0
+        """When the device will have done all that was asked of it."""
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def launch(self, host_s: float, device_s: float) -> None:
+        """The host asks the device for something."""
+        self.now += host_s
+        self.done_at = max(self.done_at, self.now) + device_s
+
+    def mark(self) -> float:
+        return max(self.done_at, self.now)
+
+    def wait(self, mark: float) -> None:
+        self.now = max(self.now, mark)
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+@contextmanager
+def fake_time(decoder: Engine, *, runs_ahead: bool) -> Iterator[FakeTime]:
+    """Rounds of this engine take made-up times within; `runs_ahead`: on a device that the host does not wait for."""
+    made_up = FakeTime()
+
+    def takes(host_s: float, device_s: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            made_up.launch(host_s, device_s)
+            if not runs_ahead:
+                made_up.wait(made_up.done_at)
+            return found
+
+        return timed
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (engine, reader, clock):
+            patch.setattr(module, "time", made_up)
+        if runs_ahead:
+            patch.setattr(decoder, "_clock", made_up)
+        patch.setattr(Round, "verify", takes(0.001, 0.010, Round.verify))
+        patch.setattr(Engine, "_emit", takes(0.002, 0.0, Engine._emit))
+        patch.setattr(reader, "read_piece", takes(0.001, 0.020, reader.read_piece))
+        if decoder.drafter is not None:
+            patch.setattr(decoder.drafter, "draft", takes(0.001, 0.004, decoder.drafter.draft))
+        yield made_up

@@ -1,0 +1,151 @@
+"""Ways to decode that tests cover: modes by how tokens are chosen, where weights are, and who else is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from sharesd import grammar
+from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig
+from tests.helpers.covering import covering
+from tests.helpers.shared import Shared
+from tests.helpers.tiny_tokenizer import WORDS, make_backend
+from tests.stand_in.decoding import decode
+
+MODES: dict[str, tuple[Mode, str, dict[str, Any]]] = {
+    **{mode: (mode, "", {}) for mode in ("naive", "share", "classic", "ngram", "suffix", "recycle")},
+    "hybrid": ("hybrid", "", {}),
+    "share, 4 tokens": ("share", "", {"num_draft": 4}),
+    "share, trees": ("share", "", {"tree": (2, 3, 6)}),
+    "classic, a small model": ("classic", "draft", {"mode": "classic", "num_draft": 4}),
+    "eagle": ("eagle", "eagle", {"num_draft": 4}),
+    "eagle 3": ("eagle", "eagle3", {}),
+    "eagle 3, trees": ("eagle", "eagle3", {"tree": (2, 3, 6)}),
+    "hybrid, eagle": ("hybrid", "eagle3", {"hybrid_with": ("eagle", "suffix")}),
+    "parallel": ("parallel", "parallel", {"num_draft": 4}),
+    "glide": ("glide", "glide", {"num_draft": 4}),
+}
+"""Name -> mode, what drafts beside the target's own weights, and options."""
+ALONE = ("naive", "share", "classic", "ngram", "suffix", "recycle", "hybrid")
+"""Modes that one runtime has together."""
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-k": {"temperature": 0.7, "top_k": 20, "min_p": 0.01},
+    "rejection": {"temperature": 1.0, "acceptance": "rejection"},
+    "block": {"temperature": 1.0, "acceptance": "block"},
+}
+PENALTIES: dict[str, dict[str, Any]] = {
+    "": {},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+}
+LOGPROBS: dict[str, dict[str, Any]] = {
+    "": {},
+    "logprobs": {"logprobs": True},
+    "top": {"logprobs": True, "top_logprobs": 3},
+}
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"device": "cuda"}),
+    "rows differ": (1, {"device": "cuda"}),
+    "offload": (1, {"device": "cuda"}),
+    "second": (4, {"device": "cuda:1"}),
+    "2 stages": (4, {"split": SplitConfig(devices=("cuda:0", "cuda:1"))}),
+    "4 stages": (4, {"split": SplitConfig(devices=("cuda:0", "cuda:1", "cuda:2", "cuda:3"))}),
+    "draft elsewhere": (4, {"device": "cuda", "draft_device": "cuda:1"}),
+    "draft behind stages": (4, {"split": SplitConfig(devices=("cuda:0", "cuda:1")), "draft_device": "cuda:2"}),
+    "2 ranks": (4, {"device": "cuda", "tensor_parallel": 2}),
+}
+"""Name -> GPUs of the machine, and options."""
+HIDDEN, LAYERS = 128, 8
+
+
+class Point(NamedTuple):
+    """One of them; keys of the tables above."""
+
+    mode: str
+    place: str
+    choice: str = "greedy"
+    penalties: str = ""
+    logprobs: str = ""
+    grammar: str = ""
+    joins: str = ""
+    """Requests that join and leave, if it is not empty."""
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, self))
+
+    @property
+    def devices(self) -> int:
+        """GPUs of the machine."""
+        return PLACES[self.place][0]
+
+    @property
+    def captured(self) -> bool:
+        """Are rounds replayed from graphs?"""
+        return self.place not in ("offload", "2 ranks")
+
+    @property
+    def always_drafts(self) -> bool:
+        """Has every round a draft of the same length?"""
+        return "num_draft" in MODES[self.mode][2]
+
+    def params(self) -> SamplingParams:
+        """How a request is sampled."""
+        given = {**CHOICES[self.choice], **PENALTIES[self.penalties], **LOGPROBS[self.logprobs]}
+        if self.grammar:
+            return SamplingParams(max_new_tokens=24, grammar=grammar.from_regex("[a-z ]*"), **given)
+        return SamplingParams(max_new_tokens=24, ignore_eos=True, **given)
+
+    def call(self, shared: Shared) -> Callable[[], dict[str, float]]:
+        """The call of `decode` for it, with models that are made where they are not there yet."""
+        mode, beside, options = MODES[self.mode]
+        target = shared.checkpoint(hidden=HIDDEN, layers=LAYERS)
+        options = {"target": str(target), "max_context": 512, "max_batch": 3 if self.joins else 1, **options}
+        if beside == "draft":
+            options["draft"] = str(shared.checkpoint(layers=1, seed=1))
+        elif beside:
+            import torch
+
+            options["heads"] = (str(shared.head(target, beside, dtype=torch.bfloat16)),)
+        config = EngineConfig(**{**options, **PLACES[self.place][1]})
+        modes: tuple[Mode, ...] = ALONE if self.mode in ALONE and self.place != "offload" else (mode,)  # type: ignore
+        if config.draft_device is not None:
+            modes = (mode,)
+        results = {"ids": _spoken(), "rows_agree": self.place != "rows differ"}
+        resident = LAYERS // 2 if self.place == "offload" else None
+        return partial(decode, config, modes, mode, self.params(), joins=bool(self.joins), resident=resident, **results)
+
+
+def _spoken() -> list[int]:
+    """Ids of words."""
+    return sorted(i for token, i in make_backend().get_vocab().items() if token.lstrip("Ġ") in WORDS)
+
+
+def _possible(point: Point) -> bool:
+    """Is it more than an error that says so?"""
+    mode, beside, options = MODES[point.mode]
+    trees, by_chance = "tree" in options, point.choice in ("rejection", "block")
+    if by_chance and (trees or point.grammar):
+        return False
+    if point.place == "2 ranks" and mode in ("eagle", "parallel", "glide", "hybrid") and beside:
+        return False
+    if "stages" in point.place and mode == "glide":
+        return False
+    if point.place == "offload" and beside:
+        return mode == "classic"
+    return not point.place.startswith("draft") or mode == "classic"
+
+
+def points() -> tuple[list[Point], set[Point]]:
+    """All pairs of values that can be, in few points, and those of them in which every value is."""
+    axes = (MODES, PLACES, CHOICES, PENALTIES, LOGPROBS, ("", "grammar"), ("", "joins"))
+    every = [point for point in map(Point._make, product(*axes)) if _possible(point)]
+    pairs = [every[i] for i in sorted(covering(every, 2))]
+    return pairs, {pairs[i] for i in covering(pairs, 1)}
+
+
+def in_order(points: Sequence[Point]) -> list[Point]:
+    """Those that share a runtime next to each other."""
+    return sorted(points, key=lambda point: (point.place, point.mode not in ALONE, point.joins, point.mode))

@@ -1,0 +1,68 @@
+"""Cards of several generations and sizes: modes load, are captured and replayed on each, within its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from sharesd.config import EngineConfig, SamplingParams
+from tests.helpers.shared import Shared
+from tests.stand_in.decoding import decode
+from tests.stand_in.points import Point
+from tests.stand_in.test_decoding import check
+from tests.stand_in.worker import Outcome, run
+
+CARDS = {"7.5": "16e9", "8.0": "40e9", "8.6": "12e9", "8.9": "24e9", "12.0": "32e9"}
+"""Compute capability -> bytes. (All other tests are of 9.0, with 80 GB.)"""
+POINTS = [
+    Point("naive", "one", logprobs="top"),
+    Point("share, trees", "one", penalties="penalties"),
+    Point("suffix", "rows differ", choice="top-p"),
+    Point("eagle 3", "one", joins="joins"),
+]
+
+
+@pytest.fixture(scope="class")
+def outcomes(request: pytest.FixtureRequest, shared: Shared) -> dict[Point, Outcome]:
+    """By point, on one card."""
+    card = request.param
+    return dict(zip(POINTS, run([p.call(shared) for p in POINTS], FAKE_CC=card, FAKE_TOTAL=CARDS[card]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        pytest.param("7.5", marks=pytest.mark.xfail(strict=True, reason="part 3, 4 of the review")),
+        pytest.param("8.0", marks=pytest.mark.long),
+        "8.6",
+        pytest.param("8.9", marks=pytest.mark.long),
+        "12.0",
+    ],
+    indirect=True,
+)
+class TestCards:
+    @pytest.mark.parametrize("point", POINTS, ids=str)
+    def test_decodes(self, outcomes: dict[Point, Outcome], point: Point) -> None:
+        check(point, outcomes[point])
+
+
+class TestMemory:
+    """Cards that are nearly full."""
+
+    def decode(self, shared: Shared, total: str, **options: object) -> Outcome:
+        config = EngineConfig(target=str(shared.checkpoint(hidden=128, layers=8)), device="cuda")
+        params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+        call = partial(decode, replace(config, **options), ("naive",), "naive", params, ids=range(60, 300))  # type: ignore
+        return run([call], FAKE_TOTAL=total)[0]
+
+    def test_the_context_is_what_the_memory_holds(self, shared: Shared) -> None:
+        outcome = self.decode(shared, "800M", max_batch=200)
+        assert not outcome.trouble
+        assert "what half of the free memory" in outcome.log
+        assert outcome.value["taken"] < 800e6
+
+    def test_what_cannot_fit_is_an_error_with_a_remedy(self, shared: Shared) -> None:
+        outcome = self.decode(shared, "300M")
+        assert "does not fit" in outcome.error and "at least" in outcome.error

@@ -1,0 +1,54 @@
+"""Modes load, are captured and replayed under the stand-in driver, and ask for nothing that they should not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.stand_in.points import Point, in_order, points
+from tests.stand_in.worker import Outcome
+
+EVERY_PAIR, EVERY_VALUE = points()
+
+
+def chosen(*places: str) -> pytest.MarkDecorator:
+    """Points in these places; those that are not needed to see every value once are `long`."""
+    return pytest.mark.parametrize(
+        "point",
+        [
+            pytest.param(point, id=str(point), marks=() if point in EVERY_VALUE else pytest.mark.long)
+            for point in in_order(EVERY_PAIR)
+            if point.place in places
+        ],
+    )
+
+
+def check(point: Point, outcome: Outcome) -> None:
+    """AssertionError for whatever is not as it must be."""
+    if outcome.trouble:
+        pytest.fail(outcome.trouble, pytrace=False)
+    assert "without CUDA graphs" not in outcome.log, outcome.log
+    found = outcome.value
+    new = {name: found[name] for name in ("after", "first mallocs", "mallocs", "host_mallocs", "modules")}
+    assert not any(new.values()), f"after warming up: {new}"
+    assert found["drafted"] or not point.always_drafts, found
+    if point.captured:
+        assert found["captures"] and found["replayed"] >= 1, found
+        assert found["launched"] <= 2, found  # what a draft brings into its buffers
+    if point.place == "offload":
+        assert found["taken"] <= found["planned"], found
+    if "ranks" in point.place:
+        assert found["collectives"] >= 4, found
+    # A round waits once, for what came out of it; with grammars for its draft, too.
+    assert found["syncs"] * found["rounds"] <= (2 if point.grammar else 1) * found["rounds"] + 2, found
+
+
+class TestOneGpu:
+    @chosen("one", "rows differ", "offload")
+    def test_decodes(self, point: Point, outcome: Outcome) -> None:
+        check(point, outcome)
+
+
+class TestSeveralGpus:
+    @chosen("second", "2 stages", "4 stages", "draft elsewhere", "draft behind stages", "2 ranks")
+    def test_decodes(self, point: Point, outcome: Outcome) -> None:
+        check(point, outcome)
