@@ -287,9 +287,9 @@ class EngineConfig:
     with up to `max_draft` tokens on a CPU, where their number is chosen and nothing is compiled; else chains. `off`:
     chains alone."""
     dtype: DType = "auto"
-    """`auto`: bfloat16."""
+    """`auto`: bfloat16, and float16 on GPUs without it."""
     device: str = "auto"
-    """`auto`: cuda where there is one, else cpu."""
+    """`auto`: the freest GPU that works, else cpu."""
     quant: QuantConfig = field(default_factory=lambda: QuantConfig(head_bits=4))
     """How the drafter's linears are quantized."""
     compile: CompileMode = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -46,9 +47,13 @@ def choose_context(
     the memory holds less than the fewest tokens.
     """
     own = target.max_context
+    rows, per_token = config.max_batch, partial(_bytes_per_token, target, taps)
     if isinstance(config.max_context, int):
         cut = config.max_context > own
-        return Context(min(config.max_context, own), "the model's own limit" if cut else "as given")
+        tokens = min(config.max_context, own)
+        if device.type == "cuda" and not planned:
+            _require_room(tokens, rows, copies * per_token(), device)
+        return Context(tokens, "the model's own limit" if cut else "as given")
     most, reason = own, "the model's own limit"
     reads_all = not isinstance(target, Decoder) or not reads_live_slots(
         device, target.embed.weight.dtype, target.config.head_dim
@@ -59,18 +64,32 @@ def choose_context(
         reason = f"chosen since {reason}; --max-context N takes another"
     if planned:
         return Context(most, reason)
-    free, rows = _free(device), config.max_batch
-    holds = int(SHARE_OF_FREE * free / (copies * rows * _bytes_per_token(target, taps)))
+    free = _free(device)
+    holds = int(SHARE_OF_FREE * free / (copies * rows * per_token()))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
     if holds < FEWEST_CONTEXT:
         raise ValueError(
             f"half of the free memory ({show_bytes(free)}) holds {holds} tokens of context {for_rows}, and at least "
-            f"{FEWEST_CONTEXT} are needed; lower max_batch, or end what else takes memory"
+            f"{FEWEST_CONTEXT} are needed; lower --max-batch, or end what else takes memory"
         )
     if holds < most:
         most = holds // FEWEST_CONTEXT * FEWEST_CONTEXT
         reason = f"what half of the free memory ({show_bytes(free)}) holds {for_rows}"
     return Context(most, reason)
+
+
+def _require_room(tokens: int, rows: int, per_token: float, device: torch.device) -> None:
+    """ValueError, with what would fit, where a GPU has no room for the KV caches."""
+    free = _free(device)
+    if tokens * rows * per_token <= free:
+        return
+    batch, context = int(free / (tokens * per_token)), int(free / (rows * per_token))
+    fits = [f"--max-batch {batch}"] if batch else []
+    fits += [f"--max-context {context}"] if context >= FEWEST_CONTEXT else []
+    raise ValueError(
+        f"KV caches of {rows} rows of {tokens} tokens take {show_bytes(tokens * rows * per_token)} and {device} has "
+        f"{show_bytes(free)} free; take {' or '.join(fits) or 'a smaller model'}, or end what else runs there"
+    )
 
 
 def _free(device: torch.device) -> int:

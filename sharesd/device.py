@@ -53,7 +53,7 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"device is {name!r} and {ROCM}; use --device cpu")
     reason = why_no_gpu()
     if reason is not None:
-        raise ValueError(f"device is {name!r} but torch {torch.__version__} finds no GPU{reason}; use --device cpu")
+        raise ValueError(f"device is {name!r} but torch {torch.__version__} finds no GPU ({reason}); use --device cpu")
     if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r} but there are {torch.cuda.device_count()} GPUs; count from 0")
     return _current_gpu() if device.index is None else device
@@ -64,13 +64,21 @@ _auto: torch.device | None = None
 """The device of `auto`, once it is known."""
 
 
+NONE_THERE = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs")
+"""Beginnings of what torch says where there is no GPU that one might have wanted."""
+
+
 def why_no_gpu() -> str | None:
-    """What torch says of the reason why there is none, in brackets; "" where it gives none. None where there is one."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    """Reason that torch gives for having no GPU; None where it has one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which says it once
         if torch.cuda.is_available():
             return None
-    return f" ({first_line(said[0].message)})" if said else ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return first_line(error)
+    return "it has gone"
 
 
 def opened(device: torch.device, *, auto: bool) -> torch.device:
@@ -81,8 +89,8 @@ def opened(device: torch.device, *, auto: bool) -> torch.device:
     global _auto
     if device.type == "cpu":
         if auto and _auto is None:
-            reason = ROCM if torch.version.hip is not None else (why_no_gpu() or "").strip(" ()")
-            if reason:
+            reason = ROCM if torch.version.hip is not None else why_no_gpu()
+            if reason is not None and not reason.startswith(NONE_THERE):
                 log.warning("the CPU is used, not a GPU: %s", reason)
             _auto = device
         return device

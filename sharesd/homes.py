@@ -24,10 +24,13 @@ from compile.pages import huge_pages, weights_on_huge_pages
 from compile.threads import CREW
 from offload.cuda import CudaLink, PinnedMemory, link_rate
 from offload.link import Link, host_slots
+from offload.plan import show_bytes
 from quant.kernels import build_low
 from quant.solver import QuantizedWeight
 from sharesd.low_builders import builder_for_cuda, packed_for_cpu
 
+OWN_CONTEXT = 2 * 10**9
+"""Bytes that this process may hold of a GPU besides what torch knows of, amply."""
 SWEEPS = 4
 """Times that calls are timed on a CPU."""
 
@@ -157,6 +160,13 @@ class OnGpu:
     def free_memory(self) -> int:
         """Bytes of the device that nobody has taken."""
         return int(self._cuda.mem_get_info(self.device)[0])
+
+    def held_by_others(self) -> str:
+        """Remark on memory that other processes hold; "" where it is little."""
+        free, total = self._cuda.mem_get_info(self.device)
+        own = torch.cuda.memory_reserved(self.device) if torch.cuda.is_initialized() else 0
+        others = total - free - own
+        return f" ({show_bytes(others)} of {show_bytes(total)} are held by others)" if others > OWN_CONTEXT else ""
 
     def pinned(self, num_bytes: int) -> PinnedMemory:
         """Memory of the host from which records travel. ValueError where it cannot be had."""

@@ -298,9 +298,10 @@ class Runtime:
         if self.device.type == "cuda":
             prepare_cuda(steady=config.steady_cublas)  # before CUDA begins
         self.device = opened(self.device, auto=self._takes_any)
-        if leads:
-            warn_untried(self.device)
-        use(self.device)
+        if self.device.type == "cuda":
+            if leads:
+                warn_untried(self.device)
+            use(self.device)
         self.dtype = dtype_of(config.dtype, self.device)
         chosen = choose_kernels(config.kernels, self.device, self.dtype)
         config, self._triton = replace(config, kernels=chosen.kernels), chosen.triton

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compile.attention import new_kv, round_slots
+from compile.attention import flash_reads, new_kv, round_slots
 from offload.layout import Layout
 from offload.plan import DEPTHS, Drafter, Rates, Sizes, steady
 from offload.store import Content
@@ -150,7 +150,18 @@ class Parts:
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
         longest = CHUNK if self._on_gpu else LONG_CHUNK  # tokens of a prompt at a time, one row after the other
         read = min(longest, self.config.planned_context)
-        return self._kv() + logits + read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
+        activations = read * (4 * c.hidden_size + 3 * c.mlp_size) * self._dtype.itemsize
+        return self._kv() + logits + activations + self._masked(read)
+
+    def _masked(self, read: int) -> int:
+        """Bytes of a prompt's attention on a GPU where flash attention does not do it: scores, or a mask, twice."""
+        c = self.decoder.config
+        if not self._on_gpu or flash_reads(self._home.device, self._dtype, c.head_dim, c.attn_softcap):
+            return 0
+        rows, slots = c.num_heads * read, self.config.planned_context
+        if c.attn_softcap:
+            return 2 * 4 * rows * slots
+        return (1 + self._dtype.itemsize) * rows // c.num_kv_heads * slots
 
     def _loading(self) -> int:
         """Bytes that are needed until then: a block in both forms, or codes of the head before they are packed."""

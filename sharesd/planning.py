@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from compile.attention import MAX_STEP
 from compile.native import cache_root
 from offload.disk import read_rate
 from offload.link import LinkError
-from offload.plan import DEPTHS, Limits, Plan, make_plan, show_bytes
+from offload.plan import DEPTHS, DoesNotFit, Limits, Plan, make_plan, show_bytes
 from offload.store import Content
 from sharesd.config import EngineConfig, Mode
 from sharesd.device import device_of, dtype_of
@@ -32,6 +32,8 @@ from sharesd.parts import TREE_TOPS, Parts
 
 log = logging.getLogger(__name__)
 
+SHORTER = (1024, 512, 256)
+"""Contexts that are tried where the usual one leaves no room for all weights."""
 LEFT_FREE = 0.05
 """Share of free memory that is left to others where no limit is given."""
 
@@ -88,11 +90,18 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
     limits = _limits(config, home)
     if not always and not in_memory and _plainly_fits(folder, shape, config, limits.device):
         return None
-    model = Parts(Decoder(shape, dtype=dtype, device="meta"), config, modes, None if in_memory else folder, home)
+    decoder, weights = Decoder(shape, dtype=dtype, device="meta"), None if in_memory else folder
+
+    def all_stays(config: EngineConfig, modes: Sequence[Mode]) -> bool:
+        return _bytes_of_all(Parts(decoder, config, modes, weights, home)) <= limits.device
+
+    model = Parts(decoder, config, modes, weights, home)
     sizes = model.sizes()
-    smallest = min(model.resident(quant) for quant in model.quants)
-    if not always and sizes.fixed + smallest + sizes.num_blocks * sizes.block <= limits.device:
+    if not always and _bytes_of_all(model) <= limits.device:
         return None
+    chosen = not always and isinstance(home, OnGpu) and config.max_context == "auto"
+    if chosen and any(all_stays(replace(config, max_context=tokens), modes) for tokens in SHORTER):
+        return None  # the context becomes what there is room for
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(quant) for quant in model.quants}
     disk, link = math.inf, math.inf
@@ -111,7 +120,14 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
     longest = MAX_STEP - 1 if isinstance(home, OnGpu) else DEPTHS[-1]
     most = longest if free_length else config.given_tree[1] if config.given_tree is not None else config.most_draft
     home.give_back()  # what was timed
-    plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
+    remedy = _would_stay(config, modes, all_stays) if isinstance(home, OnGpu) and not always else ""
+    try:
+        plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
+    except DoesNotFit as error:
+        others = home.held_by_others() if isinstance(home, OnGpu) else ""
+        raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
+    if plan.offloads and remedy:
+        log.warning("weights come from the host's memory, which is slow; all would stay on %s with %s", device, remedy)
     if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
         log.warning("--cpu-memory-limit: no effect, all of the model stays on %s", device)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
@@ -124,6 +140,31 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
         elif free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
+
+
+def _bytes_of_all(model: Parts) -> int:
+    """Bytes of a model all of which stays, with the smallest drafter."""
+    sizes = model.sizes()
+    return sizes.fixed + min(model.resident(quant) for quant in model.quants) + sizes.num_blocks * sizes.block
+
+
+def _would_stay(
+    config: EngineConfig, modes: Sequence[Mode], all_stays: Callable[[EngineConfig, Sequence[Mode]], bool]
+) -> str:
+    """Options with which all of the model would stay, each by itself; "" for none."""
+    found = []
+    batches = [config.max_batch >> shift for shift in range(1, config.max_batch.bit_length())]
+    for batch in batches:
+        if all_stays(replace(config, max_batch=batch), modes):
+            found.append(f"--max-batch {batch}")
+            break
+    for tokens in SHORTER:
+        if tokens < config.planned_context and all_stays(replace(config, max_context=tokens), modes):
+            found.append(f"--max-context {tokens}")
+            break
+    if {*config.drafters_of(*modes)} - {"naive"} and all_stays(replace(config, mode="naive", draft=None), ("naive",)):
+        found.append("--mode naive")
+    return " or ".join(found)
 
 
 def _limits(config: EngineConfig, home: Home) -> Limits:

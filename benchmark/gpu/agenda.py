@@ -37,7 +37,7 @@ class Step:
     """Keyword arguments of the function."""
 
 
-SEVEN, ONE, MODES = {"size": "7b"}, {"size": "1b"}, {"modes": "naive,share,hybrid"}
+SEVEN, ONE, MODES = {"size": "7b"}, {"size": "1b"}, {"modes": "naive,share,eagle,hybrid"}
 STEPS = (
     Step("machine", 30, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
     Step("tests", 110, "gpu_tests:measure", "the tests that need a GPU, those of our kernels among them"),

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmark.gpu.modes import answer, loaded
+from benchmark.gpu.modes import Answers, answer, loaded
 from benchmark.gpu.oracle import knowing
 from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
@@ -47,38 +47,49 @@ SIZES = {
 
 def measure(job: Job, size: str) -> None:
     """Plain steps beside the bandwidth, then draft and verify steps, then whole answers with drafts that hold."""
-    with made_model(job, "tiny" if job.tiny else size) as runtime:
-        prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(0)).tolist()
-        params = SamplingParams(max_new_tokens=12 if job.tiny else 128, ignore_eos=True)
-        naive = runtime.engine("naive", warm=params)
-        answer(naive, [prompt], params)
-        plain = answer(naive, [prompt], params)
+    prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+    params = SamplingParams(max_new_tokens=12 if job.tiny else 128, ignore_eos=True)
+    with made_model(job, size, MODES) as runtime:
+        plain = _plain(runtime, prompt, params)
         speed, [text] = plain.together.tokens_per_second, plain.token_ids
-        _note_plain(job, runtime, speed)
+        _note_products(job, runtime)
+        _note_step(job, runtime, "whole steps", 1 / speed)
         for mode in MODES[1:]:
             with job.part(mode):
                 engine = runtime.engine(mode, warm=params)
                 _note_costs(job, runtime, engine, engine.way(params).policy.costs)
                 _note_gains(job, engine, prompt, text, params, speed)
+    if job.on_gpu and job.has_time(40):
+        library: dict[str, Any] = {"kernels": "torch", "exact": False}
+        with job.part("torch's kernels"), made_model(job, size, MODES[:1], **library) as runtime:
+            speed = _plain(runtime, prompt, params).together.tokens_per_second
+            _note_step(job, runtime, "whole steps, torch's kernels", 1 / speed)
 
 
-def _note_plain(job: Job, runtime: Runtime, speed: float) -> None:
-    """Note a plain step of the engine, its products by our kernels and by cuBLAS, and what a copy would take."""
-    copied, nbytes = copy_bandwidth(job.device), runtime.weight_bytes
+def _plain(runtime: Runtime, prompt: list[int], params: SamplingParams) -> Answers:
+    """A second answer of naive: the first may still compile something."""
+    engine = runtime.engine("naive", warm=params)
+    answer(engine, [prompt], params)
+    return answer(engine, [prompt], params)
+
+
+def _note_step(job: Job, runtime: Runtime, what: str, seconds: float) -> None:
+    share = runtime.weight_bytes / seconds / copy_bandwidth(job.device)
+    job.add("plain step", {"what": what, "ms": 1e3 * seconds, "of copy": share})
+
+
+def _note_products(job: Job, runtime: Runtime) -> None:
+    """Note all products of a plain step, by our kernels and by cuBLAS; nothing on a CPU."""
     linears = [module for module in runtime.target.modules() if isinstance(module, RowLinear)]  # type: ignore[attr-defined]
-    seconds = {"whole steps, graphs, sampling and host included": 1 / speed}
-    if linears:
-        sizes = {linear.in_features for linear in linears}
-        xs = {size: torch.randn(1, size, device=job.device).bfloat16() for size in sizes}
-        ways: dict[str, Any] = {
-            "products, our kernels": [partial(linear, xs[linear.in_features]) for linear in linears],
-            "products, cuBLAS": [partial(F.linear, xs[linear.in_features], linear.weight) for linear in linears],
-        }
-        seconds |= {name: len(calls) * seconds_per_call(calls) for name, calls in ways.items()}
-    seconds["a copy that moves as many bytes"] = nbytes / copied
-    job.put(**{"tok/s": speed, "weights, GB": nbytes / 1e9})
-    for name, took in seconds.items():
-        job.add("plain step", {"what": name, "ms": 1e3 * took, "of copy": nbytes / took / copied})
+    sizes = {linear.in_features for linear in linears}
+    xs = {size: torch.randn(1, size, device=job.device).bfloat16() for size in sizes}
+    ways: dict[str, Any] = {
+        "products, our kernels": [partial(linear, xs[linear.in_features]) for linear in linears],
+        "products, cuBLAS": [partial(F.linear, xs[linear.in_features], linear.weight) for linear in linears],
+    }
+    for name, calls in ways.items():
+        if calls:
+            _note_step(job, runtime, name, len(calls) * seconds_per_call(calls))
 
 
 def _note_costs(job: Job, runtime: Runtime, engine: Engine, costs: Costs) -> None:
@@ -124,9 +135,9 @@ def _note_gains(
 
 
 @contextmanager
-def made_model(job: Job, size: str) -> Iterator[Runtime]:
-    """A Llama of these sizes with an EAGLE head, both of noise, and a tokenizer of bytes."""
-    name, hidden, mlp, layers, heads, kv_heads, head_dim, vocab = SIZES[size]
+def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> Iterator[Runtime]:
+    """A Llama of these sizes with an EAGLE head, both of noise, and a tokenizer of bytes; `options`: of the runtime."""
+    name, hidden, mlp, layers, heads, kv_heads, head_dim, vocab = SIZES["tiny" if job.tiny else size]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -155,10 +166,9 @@ def made_model(job: Job, size: str) -> Iterator[Runtime]:
         (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
         (head / "config.json").write_text(json.dumps(dict(HeadConfig.new("eagle", config).raw)))
         save_file({name: tensor.cpu() for name, tensor in _head(config, job.device)}, head / "model.safetensors")
-        options = EngineConfig(
-            target=str(target), heads=(str(head),), device=job.device, max_context=2048, tree="off", max_draft=8
-        )
-        with loaded(job, options, MODES, partial(_tensors, config, job.device), "made") as runtime:
+        sizes: dict[str, Any] = {"max_context": 2048, "tree": "off", "max_draft": 8}
+        engine = EngineConfig(target=str(target), heads=(str(head),), device=job.device, **sizes, **options)
+        with loaded(job, engine, modes, partial(_tensors, config, job.device), ", ".join(modes)) as runtime:
             yield runtime
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmark.gpu import shapes
 from benchmark.gpu.timing import copy_bandwidth, linears
 from benchmark.gpu.worker import Job
 from compile.cuda import settings
@@ -25,15 +27,15 @@ def measure(job: Job) -> None:
     job.require_gpu("own kernels")
     tune = importlib.import_module("compile.cuda.tune")  # imports Triton, which not every machine has
     device = torch.device(job.device)
-    run(job, tune.tune, [(name, tune.Shape(*size)) for name, size in _sizes()], device)
+    run(job, tune.tune, [(name, tune.Shape(*size)) for name, size in _sizes(job.target)], device)
 
 
-def run(job: Job, tune: Callable[..., dict], shapes: list[tuple[str, Any]], device: torch.device) -> None:
+def run(job: Job, tune: Callable[..., dict], sizes: list[tuple[str, Any]], device: torch.device) -> None:
     """Tune one shape after the other. The file to ship has all tiles that were measured for this device."""
     on = settings.device(torch.cuda.current_device() if device.type == "cuda" else None)
     own = settings.own_file(on.name)
     copied = copy_bandwidth(job.device)
-    for name, shape in shapes:
+    for name, shape in sizes:
         if shape.key in settings.read_tiles(own):
             continue
         if not job.has_time(ONE_S):
@@ -52,15 +54,26 @@ def run(job: Job, tune: Callable[..., dict], shapes: list[tuple[str, Any]], devi
     job.put(measured=len(settings.read_tiles(shipped)), file=f"measured/{shipped.name}")
 
 
-def _sizes() -> list[tuple[str, tuple[int, int, int, int]]]:
-    """What a shape is called, and outputs, inputs, bits and group size of its weights."""
+def _sizes(target: str | None = None) -> list[tuple[str, tuple[int, int, int, int]]]:
+    """What a shape is called, and outputs, inputs, bits and group size of its weights.
+
+    First those of the target, if it is a folder, then those that steps of the agenda use, then common models'.
+    """
+    own = [shapes.model_of(Path(target))] if target is not None and Path(target).is_dir() else []
+    named = [(model.name, _of(model)) for model in own]
+    named += [(model, linears(model)) for model in MODELS]
+    named += [(model.name, _of(model)) for model in shapes.MODELS[:-1]]
     return [
         (f"{name}, {model}, {bits} bits", (N, K, bits, group))
-        for model in MODELS
+        for model, found in named
         for bits, group in WEIGHTS
-        for name, (N, K) in linears(model).items()
+        for name, (N, K) in found.items()
         if bits == 16 or name != "head"
     ]
+
+
+def _of(model: shapes.Model) -> dict[str, tuple[int, int]]:
+    return {name: (linear.outputs, linear.inputs) for name, linear in model.linears.items()}
 
 
 def _words(tile: settings.Tile) -> str:

@@ -12,8 +12,8 @@ from typing import Any, cast
 from benchmark.gpu.modes import answer, compare_modes, loaded, profile, prompts_of
 from benchmark.gpu.worker import Job
 from benchmark.studies.wide_shapes import SHAPES, Shape
-from benchmark.studies.widening import GROUP, describe, wide_tensors
-from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen_head
+from sharesd.config import EMBEDDED_HEADS, EngineConfig, Mode, SamplingParams, SplitConfig
 from sharesd.load import Runtime
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.weights import decoder_config
@@ -23,7 +23,8 @@ LONG, SHORT = 8192, 2048
 
 def measure(job: Job, size: str, modes: str) -> None:
     """Modes prompt by prompt: none should be slower than plain decoding anywhere."""
-    asked = cast("tuple[Mode, ...]", tuple(modes.split(",")))
+    known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # of others there is no head
+    asked = cast("tuple[Mode, ...]", tuple(known))
     with job.part(modes), widened_model(job, size, asked) as runtime:
         found = compare_modes(job, runtime, asked, ["T=0"], prompts=4, tokens=128)
         for mode in asked[1:]:
@@ -84,6 +85,9 @@ def widened_model(
     job.put(model=name)
     with tempfile.TemporaryDirectory() as folder:
         describe(source, Path(folder), shape, name=name)
+        if "eagle" in modes:
+            widen_head(EMBEDDED_HEADS / "eagle", source, Path(folder) / "head", shape)
+            options["heads"] = (f"{folder}/head",)
         options = {"device": job.device, "exact": exact, "max_context": max_context, **options}
         config = EngineConfig(target=folder, **options)
         tensors = partial(wide_tensors, source, shape, device=job.device)

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmark.questions.job import NAME_KEY
 from benchmark.reports.text import size
@@ -141,6 +142,40 @@ def wide_tensors(
     source = _Source(folder)
     for part in _parts(config, shape):
         yield part.name, _tensor(part, source.read(part).to(device), _norm_scale(config, shape), seed)
+
+
+def widen_head(head: Path, folder: Path, out: Path, shape: Shape) -> None:
+    """Write into the folder `out` a head, trained for the checkpoint in `folder`, for that one widened to `shape`.
+
+    What is added is zero. The head has as many heads of attention for each key/value head as the target.
+    """
+    target, raw = decoder_config(folder), files.read_config(head)
+    size = DecoderConfig.from_hf(raw | {"model_type": "llama"}).head_dim
+    norm_scale = _norm_scale(target, shape)
+    wide = {
+        "hidden": (target.hidden_size, shape.hidden_size),
+        "mlp": (raw["intermediate_size"], shape.mlp_size),
+        "queries": (size * raw["num_attention_heads"], size * shape.num_heads),
+        "keys": (size * raw["num_key_value_heads"], size * shape.num_kv_heads),
+    }
+    kinds = {kind: (rows, columns) for kind, (rows, columns, _) in _MATRICES.items()}
+    kinds |= {"fc": ("hidden", "hidden"), "lm_head": ("vocab", "hidden")}
+    tensors = {}
+    for name, real in (pair for file in files.weight_files(head) for pair in files.read_tensors(file)):
+        kind = next((kind for kind in kinds if name.endswith(f"{kind}.weight")), None)
+        if kind is None and not name.endswith("norm.weight"):
+            tensors[name] = real
+            continue
+        rows, columns = kinds[kind] if kind else ("", "hidden")
+        old, new = wide[columns]
+        parts = (real if kind else real.double() * norm_scale).unflatten(-1, (-1, old))  # of several states
+        flat = F.pad(parts, (0, new - old)).flatten(-2).to(real.dtype)
+        added = wide[rows][1] - len(real) if rows in wide else 0
+        tensors[name] = F.pad(flat, (0, 0, 0, added)) if kind else flat
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    changed = _changed_config(target, shape, "head") | {"num_hidden_layers": raw["num_hidden_layers"], "head_dim": size}
+    _write_json(out / "config.json", raw | changed | {"target_hidden_size": shape.hidden_size})
 
 
 def _norm_scale(config: DecoderConfig, shape: Shape) -> float:

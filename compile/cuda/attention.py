@@ -22,17 +22,24 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.launch import launch_options
+from compile.cuda.settings import device
 from compile.sight import CHUNK, SINKS
 
+ROWS = 16
+"""Queries of a tile. Bits depend on it, as on SPLIT."""
 SPLIT = 128
 """Slots of a part."""
+STAGES = 5
+"""Of the loop over slots: one each for places, keys and values, and two more for the next block's."""
+RESIDENT = 2
+"""Programs that every processor holds at once; with 32 KB each in flight they are enough for its share of bandwidth."""
 GROUP = 32
 """Parts that the join sums up together."""
 FAR = 1 << 30
 """A window that sees everything."""
 # One binary serves all steps: what differs between them must not make another.
 _PLACES = ["length_ptr", "depth_ptr", "path_ptr"]
-_INTS = ["T", "S", "P", "X", "N", "window", "recent", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
+_INTS = ["T", "S", "P", "X", "N", "turns", "window", "recent", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
@@ -147,6 +154,7 @@ def parts(
     S,
     P,
     X,
+    turns,
     scale,
     softcap,
     window,
@@ -163,36 +171,37 @@ def parts(
     CAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Softmax over one part for ROWS queries of a key/value head: the largest score, the total, the weighted values.
+    """Softmax over parts for ROWS queries of a key/value head: the largest score, the total, the weighted values.
 
-    Grid (tiles, X, B * K). A tile's queries are those of (t, g) in order; in parts with new rows of a tree, those
-    of one token. Scores are logarithms of base 2; `scale` and `softcap` make them so.
+    Grid (programs, B * K), see `programs_of`. Of the first ones each takes a tile of queries, those of (t, g) in
+    order, and every `turns`-th part. In trees these hold old slots alone, and further programs have a part with new
+    rows each, for one token. Scores are logarithms of base 2; `scale` and `softcap` make them so.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tile, part = tl.program_id(0), tl.program_id(1)
-    b, kv = (tl.program_id(2) // K).to(tl.int64), tl.program_id(2) % K
+    program = tl.program_id(0)
+    b, kv = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     n = tl.load(length_ptr + b).to(tl.int32)
-    begin = part * SPLIT
     row = tl.arange(0, ROWS)
+    tiles = (T * G + ROWS - 1) // ROWS
+    tile, first_part = program % tiles, program // tiles
     t, g = (tile * ROWS + row) // G, (tile * ROWS + row) % G
     live = t < T
     first, end = n, n + T  # position of the tile's first query; behind those of all
-    behind = begin + SPLIT
-    alone = (P > 0) & (behind > n)
+    behind_part = tl.where(P > 0, n // SPLIT, (end + SPLIT - 1) // SPLIT)
+    alone = program >= tiles * turns
     token = 0
     if alone:
         TILES: tl.constexpr = (G + ROWS - 1) // ROWS
-        token = tile // TILES
-        t, g = token + row * 0, tile % TILES * ROWS + row
+        program -= tiles * turns
+        token = program // TILES % T
+        first_part = n // SPLIT + program // (TILES * T)
+        behind_part = first_part + 1
+        t, g = token + row * 0, program % TILES * ROWS + row
         live = g < G
         first += tl.load(depth_ptr + b * T + token).to(tl.int32)
         end = first + 1
-    if (begin >= end) | (behind <= first + 1 - window) | ((tile * ROWS >= T * G) & (not alone)):
-        return
-    if (begin >= SINKS) & (behind <= _recent_from(first, recent, CHUNK)):
-        return
     own = n + tl.where(P > 0, tl.load(depth_ptr + b * T + t, mask=live & (P > 0), other=0).to(tl.int32), t)
     recent_from = _recent_from(own, recent, CHUNK)
     i = tl.arange(0, D)
@@ -200,35 +209,41 @@ def parts(
     q = tl.load(q_ptr + query[:, None] * d + i[None, :], mask=live[:, None] & (i < d)[None, :], other=0.0)
     k_cache_ptr += (b * K + kv) * S * d
     v_cache_ptr += (b * K + kv) * S * d
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    values = tl.zeros((ROWS, D), tl.float32)
-    for start in range(begin, tl.minimum(behind, end), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        gathered = (at >= n) & (at < end) & alone
-        step = tl.load(path_ptr + (b * T + token) * P + (at - n), mask=gathered, other=0).to(tl.int32)
-        slot = tl.where(gathered, n + step, at)
-        there = ((at < end) & (slot < S))[:, None] & (i < d)[None, :]
-        where = slot[:, None] * d + i[None, :]
-        k = tl.load(k_cache_ptr + where, mask=there, other=0.0)
-        v = tl.load(v_cache_ptr + where, mask=there, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAP:
-            scores = softcap - 2 * softcap / (tl.exp(scores) + 1)  # softcap * tanh(score / softcap)
-        seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
-        seen = seen & ((at[None, :] >= recent_from[:, None]) | (at < SINKS)[None, :])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        values = values * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = new_top
-    out = query * X + part
-    tl.store(top_ptr + out, top, mask=live)
-    tl.store(total_ptr + out, total, mask=live)
-    tl.store(part_ptr + out[:, None] * d + i[None, :], values, mask=live[:, None] & (i < d)[None, :])
+    for part in range(first_part, tl.minimum(behind_part, X), turns):  # rows of padding may lie behind the cache
+        begin = part * SPLIT
+        behind = begin + SPLIT
+        seen_by_some = (n >= 0) & (begin < end) & (behind > first + 1 - window)
+        seen_by_some = seen_by_some & ((begin < SINKS) | (behind > _recent_from(first, recent, CHUNK)))
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        values = tl.zeros((ROWS, D), tl.float32)
+        for start in range(begin, tl.where(seen_by_some, tl.minimum(behind, end), begin), BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            gathered = (at >= n) & (at < end) & alone
+            step = tl.load(path_ptr + (b * T + token) * P + (at - n), mask=gathered, other=0).to(tl.int32)
+            slot = tl.where(gathered, n + step, at)
+            there = ((at < end) & (slot < S))[:, None] & (i < d)[None, :]
+            where = slot[:, None] * d + i[None, :]
+            k = tl.load(k_cache_ptr + where, mask=there, other=0.0)
+            v = tl.load(v_cache_ptr + where, mask=there, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if CAP:
+                scores = softcap - 2 * softcap / (tl.exp(scores) + 1)  # softcap * tanh(score / softcap)
+            seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
+            seen = seen & ((at[None, :] >= recent_from[:, None]) | (at < SINKS)[None, :])
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(weights, 1)
+            values = values * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            top = new_top
+        out = query * X + part
+        told = live & seen_by_some
+        tl.store(top_ptr + out, top, mask=told)
+        tl.store(total_ptr + out, total, mask=told)
+        tl.store(part_ptr + out[:, None] * d + i[None, :], values, mask=told[:, None] & (i < d)[None, :])
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
@@ -336,22 +351,22 @@ def attend_live(
         enable_fp_fusion=False,
     )
     G = H // K
-    ROWS, BLOCK = tile_of(G, D, q.dtype)
-    tiles = T * triton.cdiv(G, ROWS) if P else triton.cdiv(T * G, ROWS)
+    BLOCK = block_of(D, q.dtype)
+    programs, turns = programs_of(T, G, P > 0, X, B * K, device(q.device.index if q.is_cuda else None).processors)
     top, total = (q.new_empty((B * T * H, X), dtype=torch.float32) for _ in range(2))
     part = q.new_empty((B * T * H, X, d), dtype=torch.float32)
     log2e = math.log2(math.e)
     units = (2 * scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
     sight = {"SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS}
     back = (window or FAR, recent or FAR)
-    parts[(tiles, X, B * K)](
+    parts[(programs, B * K)](
         *(turned, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, top, total, part),
-        *(T, S, P, X, *units, *back),
+        *(T, S, P, X, turns, *units, *back),
         **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0},
         **sight,
         **launch,
         num_warps=4,
-        num_stages=3,
+        num_stages=STAGES,
         enable_fp_fusion=False,
     )
     out = torch.empty_like(turned)
@@ -367,7 +382,18 @@ def attend_live(
     return out
 
 
-def tile_of(G: int, D: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Queries of a tile and slots of a block: functions of the model alone, since bits depend on them."""
-    slots = 64 if D <= 64 else 32
-    return (16 if G == 1 else 32), (slots if D * dtype.itemsize < 1024 else 16)
+def programs_of(T: int, G: int, tree: bool, X: int, heads: int, processors: int) -> tuple[int, int]:
+    """Programs of a key/value head, of `heads` in all, and how many of them share the parts of a tile of queries.
+
+    Together they are what the GPU runs at once, however long the cache. Where new rows of a tree lie, each row has
+    programs of its own.
+    """
+    tiles = triton.cdiv(T * G, ROWS)
+    turns = max(1, min(X, RESIDENT * processors // (tiles * heads)))
+    alone = T * triton.cdiv(G, ROWS) * (triton.cdiv(T - 1, SPLIT) + 1) if tree else 0
+    return tiles * turns + alone, turns
+
+
+def block_of(D: int, dtype: torch.dtype) -> int:
+    """Slots that are multiplied at once: a function of the model alone, since bits depend on it."""
+    return 16 if D * dtype.itemsize >= 1024 else 64 if D <= 64 else 32

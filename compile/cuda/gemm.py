@@ -81,7 +81,7 @@ def row_gemm(
         mask = there[:, None]
         if COLUMNS % (BK * SPLIT) != 0:
             mask = mask & (columns < COLUMNS)[None, :]
-        w = tl.load(w_base + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
+        w = tl.load(w_base + columns[None, :], mask=mask, other=0)
         if GROUP == 0:
             x, squares = _rows(x_ptr, norm_ptr, rows, live, columns, squares, K, COLUMNS % (BK * SPLIT) != 0)
             w = w.to(x.dtype) if PACKED_MATH else w.to(tl.float32).to(x.dtype)
@@ -154,7 +154,7 @@ def _rows(x_ptr, norm_ptr, rows, live, k, squares, K: tl.constexpr, MASKED: tl.c
     mask = live[None, :]
     if MASKED:
         mask = mask & (k < K)[:, None]
-    x = tl.load(x_ptr + rows[None, :] * K + k[:, None], mask=mask, other=0.0, eviction_policy="evict_last")
+    x = tl.load(x_ptr + rows[None, :] * K + k[:, None], mask=mask, other=0.0)
     if norm_ptr is not None:
         wide = x.to(tl.float32)
         squares += wide * wide

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COMPARED = 64
+COMPARED = 16
 """Nodes that ranks are compared with at once."""
+FEW = tl.constexpr(16)
+"""Columns of a path that are written at once."""
 
 
 @triton.jit
@@ -123,11 +125,10 @@ def _choose(
     tl.store(draft_ptr + b * N + row - 1, tl.load(tokens_ptr + b * C + c, mask=kept, other=0), mask=kept)
     tl.store(depth_ptr + b * T + row, level.to(tl.int64), mask=kept)
     own = path_ptr + (b * T + row[:, None]) * T
-    tl.store(
-        own + t[None, :],
-        tl.zeros((LANES, WIDTH), tl.int64),
-        mask=kept[:, None] & ((t == 0) | (t > D))[None, :] & (t < T)[None, :],
-    )
+    for start in range(0, T, FEW):  # all at once are more than registers hold
+        u = start + tl.arange(0, FEW)
+        unnamed = kept[:, None] & ((u == 0) | (u > D))[None, :] & (u < T)[None, :]
+        tl.store(own + u[None, :], tl.zeros((LANES, FEW), tl.int64), mask=unnamed)
     tl.store(own + 1 + e[None, :], rows, mask=both & kept[:, None])
     place = tl.load(places_ptr + b * C + c, mask=placed, other=0) + 1
     tl.store(draft_places_ptr + b * T + row, place, mask=placed)

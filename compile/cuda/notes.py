@@ -10,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 _INTS = ["N", "T", "W", "X", "S", "draft_b", "tokens_b", "path_b", "told_b", "text_b"]
+# Views of some rows begin anywhere: where they do must not make another binary.
 _PLACES = ["root_ptr", "lengths_ptr", "draft_ptr", "token_ptr", "tokens_ptr", "path_ptr", "told_ptr", "text_ptr"]
+_PLACES += ["active_ptr", "num_ptr", "root_at_ptr", "last_ptr"]
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)

@@ -82,7 +82,9 @@ def candidates(shape: Shape, on: settings.Device) -> list[Tile]:
     rule = settings.by_rule(shape.outputs, shape.inputs, shape.bits, shape.group, on)
     other = 64 if rule.outputs == 32 else 32
     tiles = [rule, replace(rule, outputs=other), replace(rule, stages=rule.stages - 1), replace(rule, stages=5)]
-    tiles += [replace(rule, warps=8), replace(rule, split=2 * rule.split), replace(rule, outputs=other, split=2)]
+    tiles += [replace(rule, warps=8), replace(rule, outputs=128)]
+    tiles += [replace(rule, split=split) for split in (1, 2, 4, 8)]
+    tiles += [replace(rule, outputs=64, split=split) for split in (2, 4, 8)]
     if shape.bits != 4:
         tiles += [replace(rule, inputs=width) for width in (64, 128, 256, 512)]
     elif rule.inputs > 32:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,12 +38,12 @@ class DraftBuffers:
         if device.type == "cuda":
             self._on_host = self._on_host.pin_memory()
         self._on_device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._host_parts = parts(self._on_host)
+        self._host_parts = [part.numpy() for part in parts(self._on_host)]  # small writes take a fifth of torch's time
         self.tokens_BN, self.depth_BT, self.path_BTT = parts(self._on_device)
         self._row_T = torch.arange(T, device=device)
-        self._chain_TT, self._star_TT = (torch.zeros(T, T, dtype=torch.int64) for _ in range(2))
-        self._chain_TT[:] = torch.arange(T)  # paths of a chain's rows: the rows before, and their own
-        self._star_TT[:, 1:2] = torch.arange(T)[:, None]  # of children of the root: such are rows without a node
+        self._chain_TT = np.tile(np.arange(T), (T, 1))  # paths of a chain's rows: the rows before, and their own
+        self._star_TT = np.zeros((T, T), dtype=np.int64)  # of children of the root: such are rows without a node
+        self._star_TT[:, 1:2] = np.arange(T)[:, None]
         self.places_BT = self._row_T.repeat(B, 1)
         """Where a model drafter wrote root and nodes, from the root's slot on."""
         self._lay_chain_on_host()
@@ -86,19 +87,18 @@ class DraftBuffers:
 
     def _lay_chain_on_host(self) -> None:
         tokens_BN, depth_BT, path_BTT = self._host_parts
-        tokens_BN.fill_(-1)
-        depth_BT[:], path_BTT[:] = self._chain_TT[0], self._chain_TT
+        tokens_BN[:], depth_BT[:], path_BTT[:] = -1, self._chain_TT[0], self._chain_TT
 
     def put(self, tree: DraftTree) -> None:
         """A draft that lies elsewhere: one copy, for which nobody waits."""
         tokens_BN, depth_BT, path_BTT = self._host_parts
-        num_nodes = tree.tokens.shape[1]
-        self._lay_chain_on_host()
-        tokens_BN[:, :num_nodes] = tree.tokens
-        if tree.branches is not None:
-            T = 1 + num_nodes
-            depth_BT[:], path_BTT[:] = 1, self._star_TT
-            depth_BT[:, :T], path_BTT[:, :T, :T] = tree.branches
+        T = 1 + tree.tokens.shape[1]
+        if tree.branches is None:
+            self._lay_chain_on_host()
+        else:
+            tokens_BN[:], depth_BT[:], path_BTT[:] = -1, 1, self._star_TT
+            depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.branches)
+        tokens_BN[:, : T - 1] = tree.tokens.numpy()
         self._on_device.copy_(self._on_host, non_blocking=True)
         if "probs_BNV" in self.__dict__:  # tables draw from nothing: what they guess, they guess for sure
             assert tree.probs is None

@@ -28,6 +28,7 @@ from sharesd.copies import write
 from sharesd.decoding.cache import StaticKVCache
 from sharesd.decoding.constrain import allowed
 from sharesd.decoding.output import Completion, Source, TokenChunk
+from sharesd.decoding.policy import Asked
 from sharesd.decoding.reader import Reader
 from sharesd.decoding.request import QueueFull, Request, advance, awaited, bearable
 from sharesd.decoding.round import Masks, Meanwhile, Round, RoundResult, RowState
@@ -76,6 +77,7 @@ class _Flight(NamedTuple):
     place: tuple[float, int, int]
     """What costs depend on, see `LiveCosts.at`."""
     tree: DraftTree
+    asked: Asked
     result: RoundResult
     marks: list[Mark]
     started: float
@@ -120,7 +122,7 @@ class Engine:
         At most `max_queue` requests wait (None = any number). While others are decoded, at most `prefill_chunk` tokens
         of a prompt are read between two rounds (None = 512, and on a CPU as many as others hardly notice; any other
         number is for CPUs only).
-        `ahead` launches each round before the last one is read, where its draft does not wait for the host.
+        `ahead` launches each round before the last one is read; where its draft waits for the host, as soon as it is.
         `traffic` tells what weights that do not stay have moved so far: a pass of the target takes long then;
         `meanwhile` has drafts guess on in its waits. `ended`
         is told the counts of each request that has ended. `trees_asked`: requests that trees cannot serve are refused;
@@ -145,6 +147,7 @@ class Engine:
         self.sampling = RowSampling(
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=graphs is not None
         )
+        self._overlaps = ahead  # a round is launched as soon as the host knows what it must
         self.ahead = ahead and (drafter is None or drafter.ahead)
         """Whether rounds are launched before the last one is read."""
         self.partial = not self._on_gpu and graphs is None and widths is None and not target.step_widths
@@ -437,7 +440,7 @@ class Engine:
     def _round(self) -> list[TokenChunk]:
         """A round; with `ahead` the next one is launched before it is read, and rows that have ended run on in that.
 
-        Not so where there are grammars, since what they allow depends on what comes out.
+        Where tables draft, or a grammar is kept to, the next one is launched by `_collect`, which knows the tokens.
         """
         flight, self._flight = self._flight or self._launch(), None
         if self.ahead:
@@ -507,21 +510,22 @@ class Engine:
             result = batch.round.fetched(result)
         marks.append(self._clock.mark())
         self._num_idle = 0 if shape.nodes else self._num_idle + 1
-        return _Flight(batch, counting, alone, place, tree, result, marks, started)
+        return _Flight(batch, counting, alone, place, tree, policy.asked(), result, marks, started)
 
     def _masks(self, batch: _Batch, tree: DraftTree) -> Masks:
         """What grammars allow: asked for once the draft is known, while the target reads it."""
         draft, mark = on_host(tree), self._clock.mark()
 
         def masks() -> tuple[Tensor, list[tuple[int, int]]]:
-            self._clock.wait(mark)
+            if tree.tokens.shape[1]:
+                self._clock.wait(mark)
             return allowed(draft, batch.live, batch.first, self.target.vocab_size, pinned=self._on_gpu)
 
         return masks
 
     def _collect(self, flight: _Flight) -> list[TokenChunk]:
         """What came out of a round: tokens for the callers, and what is to be learnt from it."""
-        batch, counting, alone, place, tree, result, marks, launched = flight
+        batch, counting, alone, place, tree, asked, result, marks, launched = flight
         stats, num_nodes, policy = self.stats, tree.tokens.shape[1], batch.way.policy
         started = max(launched, self._since)  # before, others' time went on
         self._clock.wait(marks[-1])
@@ -551,17 +555,21 @@ class Engine:
                 each.count_round(num_drafted, num_new - 1, len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
+        ended, early = time.perf_counter(), self._overlaps and self._flight is None
+        if early:  # all that the host does from now on, it does meanwhile
+            self._since, self._flight = ended, self._launch()
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
         policy.live.at(*place)
+        policy.recall(asked)
         moved = advance(live, before, alone)
         accepted_of = [paths[request] for request in counting if request in paths]
-        took = time.perf_counter() - started
+        took = ended - started
         CREW.worked(took, policy.expected(tree))
         if batch.way.learns:
             policy.record(tree, accepted_of, draft_s, max(verify_s, took - draft_s), moved)
         if not num_nodes:
             self._reader.took(took)
-        self._since = time.perf_counter()
+        self._since = ended if early else time.perf_counter()
         overhead_s = self._since - started - draft_s - verify_s
         for each in (stats, *(request.stats for request in live)):
             each.count_step(tree.num_steps, draft_s, verify_s, overhead_s)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,6 +67,16 @@ THIN, EARLY_PROBE, PROBE, LATE_PROBE = 1.15, 4, 32, 128
 """Where drafts promise less than this many times a plain step, so many rounds are followed by a plain one: nothing else
 tells what those take at present. Early where that is in doubt; late where drafts promise more, since a promise that is
 wrong has to be noticed, too."""
+
+
+class Asked(NamedTuple):
+    """What was asked for a round, which may be recorded when others have been asked for."""
+
+    shape: Shape
+    looked: bool
+    known_place: bool
+    worth: list[float]
+    weighing: Weighing | None
 
 
 class Policy:
@@ -425,6 +436,14 @@ class Policy:
     def most(self) -> int:
         """Nodes of a draft at most, where the drafter decides with `worth`."""
         return self._most if self.pinned is None else self.pinned.nodes
+
+    def asked(self) -> Asked:
+        """What `recall` is given before the round is recorded, where another one is chosen before that."""
+        return Asked(self._asked, self._looked, self.known_place, self._worth, self.weighing)
+
+    def recall(self, asked: Asked) -> None:
+        """The coming record is of the round for which this was asked."""
+        self._asked, self._looked, self.known_place, self._worth, self.weighing = asked
 
     def record(
         self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float, advance: float

@@ -112,7 +112,7 @@ class Round:
         self.no_draft = DraftTree(state.root_B[:, None][:, :0])
         """Of a plain round."""
         self._plain = self._step(self.no_draft, graphs)
-        self._full: Callable[[Masks | None], RoundResult] | None = None
+        self._full: Callable[..., RoundResult] | None = None
         self._plain_apart = True
         if drafting.graphs is not None and drafter is not None:
             tree = drafting.buffers.tree(branches=drafter.trees and match, probs=not match)
@@ -122,15 +122,16 @@ class Round:
     def verify(self, tree: DraftTree, masks: Masks | None = None) -> RoundResult:
         """What the target makes of a draft. Where there are grammars, `masks` are asked for while it reads that."""
         num_nodes = tree.tokens.shape[1]
+        given = (masks,) if self._constrained else ()
         if self._full is None and num_nodes:
-            return self._step(tree, None)(masks)
+            return self._step(tree, None)(*given)
         if self._full is None or (self._plain_apart and not num_nodes):
-            return self._plain(masks)
+            return self._plain(*given)
         if not num_nodes:
             self._buffers.clear()
         elif not tree.in_buffers:
             self._buffers.put(tree)
-        return self._full(masks)
+        return self._full(*given)
 
     def fetched(self, result: RoundResult) -> RoundResult:
         """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made. They stay
@@ -142,11 +143,10 @@ class Round:
         logprobs_BT = None if logprobs_BT is None else here.copied("logprobs", logprobs_BT)
         return RoundResult(here.copied("counted", counted_BX), logprobs_BT, top, num_rows, is_tree)
 
-    def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[[Masks | None], RoundResult]:
-        """Verifies whatever lies in this draft; in two parts, each replayed, where masks come in between."""
+    def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[..., RoundResult]:
+        """Verifies whatever lies in this draft; where there are grammars in two parts, with masks in between."""
         if not self._constrained:
-            whole = Replayed(lambda: self._decide(self._read(tree)), graphs)
-            return lambda masks: whole()
+            return Replayed(lambda: self._decide(self._read(tree)), graphs)
         tree = tree._replace(legal=self._buffers.legal_BTW[:, : 1 + tree.tokens.shape[1]])
         readings: list[Reading] = []
         read, decide = Replayed(partial(self._read, tree), graphs), Replayed(lambda: self._decide(*readings), graphs)

@@ -46,6 +46,7 @@ def test_it_comes_before_the_model_is_loaded(
 
     monkeypatch.setattr(load, "device_of", lambda name: torch.device("cpu") if name == "cpu" else CUDA)
     monkeypatch.setattr(load, "prepare_cuda", lambda steady: None)
+    monkeypatch.setattr(load, "opened", lambda device, auto: device)
     monkeypatch.setattr(load, "use", stop)
     config = EngineConfig(target=str(make_checkpoint(tmp_path / "model")), mode="naive")
     with pytest.raises(Reached):

@@ -179,7 +179,8 @@ def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pools, taken, streams = [], [], iter(range(9))
 
     @contextmanager
-    def captures(graph: object, pool: object, stream: Any, **_: str) -> Iterator[None]:
+    def captures(graph: object, pool: object, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "other threads may take memory meanwhile"
         pools.append(pool)
         taken.append(stream)
         yield
@@ -208,6 +209,65 @@ def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     taken.clear()
     assert graphs.capture(in_pieces) is not None
     assert taken == [0, 2, 0] and len(pools) == 7 and len({*pools[:3], *pools[4:]}) == 1
+
+
+def test_a_broken_capture_leaves_streams_and_other_functions_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch leaves them, whose capture raises on its way out: its stream current, its pool open."""
+    current: list[str] = ["mine"]
+    closed: list[tuple[int, object]] = []
+    broken = True
+
+    @contextmanager
+    def captures(graph: object, stream: Any, **place: Any) -> Iterator[None]:
+        current[0] = stream
+        yield
+        if broken:
+            raise RuntimeError("operation failed due to a previous error during capture\nand more")
+        current[0] = "mine"
+
+    synchronised: list[str] = []
+    patches = {
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": captures,
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": lambda: "its own",
+        "current_device": lambda: 0,
+        "is_initialized": lambda: True,
+        "current_stream": lambda: current[0],
+        "set_stream": lambda stream: current.__setitem__(0, stream),
+        "synchronize": lambda: synchronised.append(current[0]),
+    }
+    for name, patch in patches.items():
+        monkeypatch.setattr(torch.cuda, name, patch)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *place: closed.append(place), raising=False)
+    graphs, calls = Graphs(), [0, 0, 0]
+
+    def counted(number: int) -> None:
+        calls[number] += 1
+
+    functions = [Replayed(partial(counted, number), graphs) for number in range(3)]
+    for function in functions[:2]:
+        for _ in range(5):
+            function()
+        assert current == ["mine"]
+    assert calls[:2] == [6, 6], "captured once, in vain, and called each time"
+    assert len(graphs._dead) == len(closed) == len(synchronised) == 2 and closed[0] == (0, (0, 1))
+    broken = False
+    for _ in range(5):
+        functions[2]()
+    assert calls[2] == 3, "twice, and once for the capture"
+    [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert record.message.endswith("(operation failed due to a previous error during capture)")
+
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    broken = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        graphs.capture(lambda: None)
 
 
 def test_without_cuda_capturing_is_reported_and_rounds_go_on(caplog: pytest.LogCaptureFixture) -> None:

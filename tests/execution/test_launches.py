@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from compile.graphs import Graphs
 from quant.linear import Switch, SwitchLinear
 from sharesd.config import SamplingParams
 from sharesd.decoding.engine import Engine
-from sharesd.decoding.tree import PLAIN, Shape, shapes_of
+from sharesd.decoding.tree import PLAIN, DraftTree, Shape, shapes_of
 from sharesd.drafters.share import ShareDrafter
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
@@ -118,11 +119,14 @@ def captures(
 ) -> dict[str, Callable[[], object]]:
     """What an engine captures for so many rows (default: all), by what it is."""
     round_ = engine_of(model, drafter, cache, **options).way(SamplingParams()).round(0, rows)
-    found: dict[str, Callable[[], object]] = {"plain": round_._plain._function}
+
+    def verify(tree: DraftTree) -> object:
+        return round_._decide(round_._read(tree))
+
+    found: dict[str, Callable[[], object]] = {"plain": partial(verify, round_.no_draft)}
     if drafter is None:
         return found
-    assert round_._full is not None
-    found["verify"] = round_._full._function
+    found["verify"] = partial(verify, round_.drafting.buffers.tree(branches=drafter.trees, probs=False))
     drafter.draft(round_.drafting, PLAIN._replace(depth=1, nodes=1))
     [model_draft] = round_.drafting.kept.values()
     chain, tree = model_draft._chain, model_draft.tree

@@ -32,12 +32,14 @@ from triton.runtime import driver
 from compile.attention import Branches
 from compile.cuda.linear import use_row_linears
 from compile.cuda.lowbit import LowRowLinear
-from compile.regions import CompiledBlocks, CompiledForms, CompiledModel
+from compile.regions import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
 from quant.linear import Switch, SwitchLinear
 from sharesd import sampling
 from sharesd.models import rope
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.heads.config import LAYER_IDS, HeadConfig
+from sharesd.models.heads.eagle3 import Eagle3
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, PIECE, SLOTS, LAYERS, GROUP = 16, 128, 4096, 3, 64
@@ -199,8 +201,19 @@ def steps(model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], An
     return found
 
 
+def head_step(codes: list[str]) -> dict[str, Any]:
+    """The form of a draft step of an EAGLE-3 head: run twice, with other caches."""
+    target, D = decoder("llama"), SIZES["hidden_size"]
+    head = Eagle3(HeadConfig.new("eagle3", {"model_type": "llama", **SIZES, LAYER_IDS: [1, 2, 3]}), target)
+    steps, before = CompiledMethods(head), len(codes)
+    for _ in range(2):
+        states_11D = torch.zeros(1, 1, D, dtype=torch.bfloat16, device=DEVICE)
+        steps.go_on(numbers(1, 1), states_11D, head.new_cache(1, SLOTS), None)
+    return {"eagle3": [digest(code) for code in codes[before:]]}
+
+
 def main(folder: Path) -> dict[str, Any]:
-    """Compile steps of each family by blocks, and one's as a whole, and noise."""
+    """Compile steps of each family by blocks, one's as a whole, a head's, and noise."""
     make_up_a_gpu(folder)
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.force_disable_caches = True
@@ -217,6 +230,7 @@ def main(folder: Path) -> dict[str, Any]:
             found[family] = steps(model, model, codes, switch.use_low)
         model = decoder("llama")
         found["whole"] = steps(model, CompiledModel(model, {1, WIDTH}), codes)
+        found["heads"] = head_step(codes)
         noise, before = CompiledForms(sampling.gumbel), len(codes)
         for _ in range(2):
             noise(numbers(2), numbers(2, 5), SIZES["vocab_size"], stream=sampling.Stream.TARGET)

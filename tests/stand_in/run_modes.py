@@ -14,7 +14,7 @@ import sharesd.config as config_of
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, SamplingParams
 from tests.stand_in.decoding import decode, load
-from tests.stand_in.plausible import counts
+from tests.stand_in.plausible import counts, install
 
 MODES = ("naive", "share", "classic", "ngram", "suffix", "recycle", "hybrid", "eagle", "glide")
 KINDS = {
@@ -41,6 +41,7 @@ def main() -> None:
     device = {} if "split" in options else {"device": "cuda"}
     config = EngineConfig(**{**device, "max_batch": args.batch, **options})
     modes, started = tuple(args.modes.split(",")), time.perf_counter()
+    install(rows_agree=not args.rows_differ)
     load(config, modes, not args.rows_differ)
     print(f"loaded in {time.perf_counter() - started:.0f} s", flush=True)
     print("of all so far:", dict(+counts()), flush=True)

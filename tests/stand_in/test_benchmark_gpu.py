@@ -33,4 +33,4 @@ def test_a_step_runs_to_its_end(name: str, outcomes: dict[str, Outcome]) -> None
     assert all(row["captures later"] == 0 for row in found.get("modes", ()))
     if name == "1b-costs":
         assert [row["mode"] for row in found["drafts that hold"]] == ["share", "eagle"]
-        assert {row["what"].partition(",")[2] for row in found["plain step"]} >= {" our kernels", " cuBLAS"}
+        assert found["plain step"][-1]["what"] == "whole steps, torch's kernels" and len(found["plain step"]) == 4

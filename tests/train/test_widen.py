@@ -14,19 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmark.__main__ import main
 from benchmark.questions.job import EMBEDDED, model_name
 from benchmark.studies import widening
 from benchmark.studies.wide_shapes import SHAPES, Shape
-from benchmark.studies.widening import GROUP, describe, wide_tensors, widen
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
 from quant.solver import solve
 from sharesd.config import EngineConfig, SamplingParams
 from sharesd.load import Runtime
 from sharesd.models.folder import read_config, weight_files
+from sharesd.models.heads.files import load_head
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.models.weights import load_decoder
+from sharesd.models.weights import decoder_config, load_decoder
 from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_heads import logits_of as logits_of_head
+from tests.helpers.tiny_heads import make_head
 
 WIDE = Shape(hidden_size=192, mlp_size=320, num_heads=12, num_kv_heads=6, num_layers=5)
 FOURFOLD = replace(WIDE, hidden_size=256)
@@ -88,6 +92,24 @@ def test_fourfold_width_keeps_the_bits_of_bfloat16(real: Path, tmp_path: Path) -
             rounds.setdefault(mode, []).append(engine.stats.rounds)
     assert texts["naive"][0] == texts["naive"][1] == texts["share"][0] == texts["share"][1]
     assert rounds["share"][0] == rounds["share"][1] < rounds["naive"][0]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_widened_head_guesses_the_same(real: Path, tmp_path: Path, kind: str) -> None:
+    """From the widened model's hidden states, which are zero where the real ones end."""
+    edit_weights(real, lambda tensors: {name: tensor.double() for name, tensor in tensors.items()})
+    head = make_head(tmp_path / "head", decoder_config(real), kind, bias=False)
+    widen(real, tmp_path / "wide", WIDE, name="wide")
+    widen_head(head, real, tmp_path / "wide-head", WIDE)
+    features_TPD = torch.randn(len(TOKENS), 2 if kind == "eagle3" else 1, 64, dtype=torch.float64)
+    found = []
+    for folder, mine, added in ((real, head, 0), (tmp_path / "wide", tmp_path / "wide-head", 128)):
+        loaded = load_head(mine, load_decoder(folder, dtype=torch.float64))
+        features_BTF = F.pad(features_TPD, (0, added)).flatten(1)[None]
+        with torch.inference_mode():
+            states = loaded.unroll(torch.tensor([TOKENS]), features_BTF, 3)
+            found.append(torch.stack([logits_of_head(loaded, each) for each in states])[:, :, 3:])
+    assert (found[0] - found[1]).abs().max() <= 1e-12 * found[0].abs().max()
 
 
 def test_groups_never_mix_real_and_added_columns(real: Path, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ heads, S slots, d head size.
 from __future__ import annotations
 
 import math
-from pathlib import Path
+import re
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,16 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.attention import Branches, attend_reference, row_keeper, turns
 from compile.rotary import rotate
-from compile.sight import CHUNK, SINKS
 from sharesd.models.decoder import Attention, RMSNorm
 from tests.helpers.oracle import tiny_decoder
 
 pytest.importorskip("triton")
+from benchmark.gpu.absent import SHARED, Binary, count, gpu  # noqa: E402
 from compile.cuda import attention as kernels  # noqa: E402
 from compile.cuda.attention import SPLIT, attend_live  # noqa: E402
-from compile.cuda.rows import keep_rows, move_kept  # noqa: E402
-from tests.helpers.ptx import SHARED, Binary, compile_for  # noqa: E402
+from compile.cuda.rows import move_kept  # noqa: E402
+from compile.cuda.settings import Device  # noqa: E402
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
 TREE = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5), (0, 2, 6))
 CHAIN = tuple(tuple(range(row + 1)) for row in range(7))
@@ -272,50 +275,83 @@ def test_kept_rows_are_moved_together_in_all_layers() -> None:
 # ---- on GPUs that are not there
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("d, G", [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)])
-def test_parts_fit_every_gpu(arch: int, d: int, G: int, tmp_path: Path) -> None:
+def launches(
+    arch: int, d: int = 128, G: int = 4, *, T: int = 1, S: int = 4096, softcap: float = 0.0, dtype: Any = torch.bfloat16
+) -> tuple[Binary, Binary, Binary]:
+    """The three kernels of a step of eight key/value heads, with rotary embedding and norms of heads."""
+    with gpu(arch) as made, mock.patch.object(kernels, "device", lambda index: Device("none", 132, 0)):
+        empty = partial(torch.empty, dtype=dtype, device="cuda")
+        new = (empty(1, T, 8 * G, d), empty(1, T, 8, d), empty(1, T, 8, d), *(empty(S, d // 2) for _ in range(2)))
+        old = (empty(1, 8, S, d), empty(1, 8, S, d), torch.empty(1, dtype=torch.int64, device="cuda"))
+        attend_live(*new, *old, None, None, d**-0.5, 0, 0, softcap, empty(d), empty(d), 1e-5)
+    turn, parts, join = made
+    return turn, parts, join
+
+
+SHAPES = [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)]
+PLACES = [(90, *shape) for shape in SHAPES]
+PLACES += [((80, 86, 89, 120)[at % 4], *shape) for at, shape in enumerate([*SHAPES[2:], *SHAPES])]
+
+
+@pytest.mark.parametrize("arch, d, G", [one if one[1:] == (128, 4) else slow(*one) for one in PLACES])
+def test_parts_have_loads_in_flight(arch: int, d: int, G: int) -> None:
+    """While a block is multiplied, the next one's keys and values are on their way; nothing lies on the stack."""
+    turn, parts, join = launches(arch, d, G)
+    for made in (turn, parts, join):
+        assert made.spilled <= 8 * (d == 256) and made.shared <= SHARED[arch] * 1024, (
+            made.name,
+            made.spilled,
+            made.shared,
+        )
+        assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
     D = 1 << (d - 1).bit_length()
-    ROWS, BLOCK = kernels.tile_of(G, D, torch.bfloat16)
-    sizes = {"K": 8, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK}
-    fits(kernels.parts, arch, tmp_path, {**sizes, "CAP": False}, warps=4, stages=3)
+    assert f"memdesc<2x{kernels.block_of(D, torch.bfloat16)}x{D}xbf16" in parts.ttgir
+    waits = [int(num) for num in re.findall(r"async_wait.*?num = (\d+)", parts.ttgir)]
+    assert waits.count(3) == 2, "two waits in the loop leave three loads in flight"
+    assert count(parts.loop, "LDGSTS") and parts.resident() >= (kernels.RESIDENT if D <= 128 else 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", SHARED)
-def test_what_is_around_the_parts_fits_every_gpu(arch: int, tmp_path: Path) -> None:
-    heads = {"H": 32, "K": 8, "d": 128, "D": 128, "R": 64, "GEMMA": False}
-    fits(kernels.turn_and_write, arch, tmp_path, heads, warps=1, stages=3)
-    fits(kernels.turn_and_write, arch, tmp_path, heads | {"q_norm_ptr": None, "k_norm_ptr": None}, warps=1, stages=3)
-    fits(keep_rows, arch, tmp_path, {"K": 8, "d": 128, "D": 128}, warps=1, stages=3)
-    fits(kernels.join, arch, tmp_path, {"H": 32, "d": 256, "D": 256, "GROUP": kernels.GROUP}, warps=4, stages=3)
+@pytest.mark.parametrize(
+    "arch, d, G", [(90, 64, 3), *(slow(*one) for one in ((80, 128, 4), (86, 96, 1), (89, 256, 2), (120, 128, 1)))]
+)
+def test_parts_of_float32(arch: int, d: int, G: int) -> None:
+    parts = launches(arch, d, G, dtype=torch.float32, softcap=30.0)[1]
+    assert parts.shared <= SHARED[arch] * 1024 and parts.spilled <= 32, (parts.shared, parts.spilled)
+    assert "tf32" not in parts.ptx, "float32 is multiplied as such"
 
 
-def fits(kernel: Any, arch: int, folder: Path, sizes: dict[str, Any], *, warps: int, stages: int) -> None:
-    binary = binary_of(kernel, arch, folder, sizes, warps=warps, stages=stages)
-    assert binary.shared <= SHARED[arch] and binary.spilled == 0
-    assert ("griddepcontrol.wait" in binary.ptx) == (arch >= 90 and kernel is not keep_rows)
+def test_one_binary_serves_all_steps() -> None:
+    ways = ({}, {"T": 9}, {"T": 16, "S": 2048}, {"S": 1000})
+    assert len({launches(90, **way)[1].ptx for way in ways}) == 1
 
 
-def binary_of(
-    kernel: Any, arch: int, folder: Path, sizes: dict[str, Any], *, warps: int, stages: int, dtype: Any = torch.bfloat16
-) -> Binary:
-    constants = {**sizes, "SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS, "PDL": arch >= 90}
-    kinds: dict[str, Any] = {"address_ptr": torch.int64, "num_ptr": torch.int64, "length_ptr": torch.int64}
-    kinds |= {"depth_ptr": torch.int64, "path_ptr": torch.int64, "scale": "fp32", "eps": "fp32"}
-    kinds |= {name: None for name in sizes if name.endswith("_ptr")}
-    kinds |= {"top_ptr": torch.float32, "total_ptr": torch.float32, "part_ptr": torch.float32, "softcap": "fp32"}
-    arguments: dict[str, Any] = {}
-    for param in kernel.params:
-        if param.is_constexpr:
-            arguments[param.name] = constants[param.name]
-        elif param.name in kinds or param.name.endswith("_ptr"):
-            arguments[param.name] = kinds.get(param.name, dtype)
-        else:
-            assert param.do_not_specialize, f"a binary for each {param.name}"
-            arguments[param.name] = "i32"
-    return compile_for(arch, kernel, arguments, folder, warps=warps, stages=stages, dependent=arch >= 90)
+def test_kept_rows_are_moved_without_a_stack() -> None:
+    with gpu(89) as made:
+        caches = [torch.empty(2, 8, SPLIT, 80, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        move_kept(caches, *(torch.empty(shape, dtype=torch.int64, device="cuda") for shape in (2, 2, (2, 7), 2)))
+    assert made[0].spilled == 0 and made[0].grid == (2, 16)
+
+
+def test_programs_are_those_that_have_work() -> None:
+    """Of 132 processors, whatever the cache: two on each, and in trees those of new rows."""
+    assert kernels.programs_of(1, 4, False, 16, 8, 132) == (16, 16), "a program for each part of a short cache"
+    assert kernels.programs_of(1, 4, False, 256, 8, 132) == (33, 33)
+    assert kernels.programs_of(9, 4, False, 1024, 8, 132) == (3 * 11, 11)
+    assert kernels.programs_of(16, 4, True, 256, 8, 132) == (4 * 8 + 16 * 2, 8), "512 of a tree once, with 256 parts"
+    assert kernels.programs_of(64, 4, True, 256, 8, 132) == (16 * 2 + 64 * 2, 2)
+    assert kernels.programs_of(200, 4, True, 256, 64, 132) == (50 + 200 * 3, 1)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("processors", [1, 6, 1000])
+def test_bits_do_not_depend_on_the_number_of_programs(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = random_step(7, 4, 2, 16, 5 * SPLIT, [4 * SPLIT - 3])
+    wanted = [live(step.fresh(), branches) for branches in (None, branches_of(TREE, 1))]
+    monkeypatch.setattr(kernels, "device", lambda index: Device("none", processors, 0))
+    assert all(
+        torch.equal(live(step.fresh(), branches), want)
+        for branches, want in zip((None, branches_of(TREE, 1)), wanted, strict=True)
+    )
 
 
 class Noting(TorchDispatchMode):

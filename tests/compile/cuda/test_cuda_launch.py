@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from compile.cuda import attention, launch, notes, rows, walk  # noqa: E402
-from compile.cuda.gemm import row_gemm  # noqa: E402
-from tests.compile.cuda.test_cuda_attention import binary_of  # noqa: E402
-from tests.compile.cuda.test_cuda_linear import GATED, NORM, RESIDUAL, arguments  # noqa: E402
-from tests.helpers.ptx import compile_for  # noqa: E402
+from benchmark.gpu.predicted import H100, compiled, plan_of  # noqa: E402
+from benchmark.gpu.shapes import Linear  # noqa: E402
+from compile.cuda import launch, notes, rows, walk  # noqa: E402
+from tests.compile.cuda.test_cuda_attention import launches  # noqa: E402
 
 MEMORY = re.compile(r"^\s*(@\S+ )?(ld|st|atom|red|cp|multimem)\.(?!param|shared)\S*", re.M)
 WAITS, LETS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -46,28 +43,26 @@ def test_what_is_checked() -> None:
             check(bad)
 
 
-@pytest.mark.parametrize("kernel", ["turn_and_write", "parts", "join"])
-def test_attention_waits_before_it_touches_memory(kernel: str, tmp_path: Path) -> None:
-    sizes = {"H": 32, "K": 8, "G": 4, "d": 128, "D": 128, "R": 64, "GEMMA": False, "ROWS": 32, "BLOCK": 32}
-    sizes |= {"CAP": False, "GROUP": attention.GROUP}
-    warps = 1 if kernel == "turn_and_write" else 4
-    check(binary_of(getattr(attention, kernel), 90, tmp_path, sizes, warps=warps, stages=3).ptx)
+def test_attention_waits_before_it_touches_memory() -> None:
+    for made in launches(90):
+        check(made.ptx)
 
 
 @pytest.mark.parametrize(
-    "W, K, bits, given",
+    "linear, bits",
     [
-        (4096, 4096, 16, NORM),
-        (22016, 4096, 16, NORM | GATED),
-        (576, 1536, 16, RESIDUAL | {"bias_ptr": torch.bfloat16}),  # split
-        (576, 1536, 8, NORM),
-        (576, 1536, 4, NORM),
-        (151936, 1024, 16, NORM),
+        (Linear(4096, 4096, norm=True), 16),
+        (Linear(22016, 4096, norm=True, gated="silu"), 16),
+        (Linear(576, 1536, bias=True), 16),  # split
+        (Linear(576, 1536, norm=True), 8),
+        (Linear(576, 1536, norm=True), 4),
+        (Linear(151936, 1024, norm=True), 16),
     ],
+    ids=str,
 )
-def test_products_wait_before_they_touch_memory(W: int, K: int, bits: int, given: Any, tmp_path: Path) -> None:
-    tile, values = arguments(W, K, bits, 90, group=64 if bits == 4 else 0, **given)
-    made = compile_for(90, row_gemm, values, tmp_path, warps=tile.warps, stages=tile.stages, dependent=True)
+def test_products_wait_before_they_touch_memory(linear: Linear, bits: int) -> None:
+    tile = plan_of(linear, bits, H100).tile
+    made = compiled(linear, bits, tile, 90)
     check(made.ptx)
     assert ("atom" in made.ptx) == (tile.split > 1)
     if tile.split > 1:
@@ -76,7 +71,8 @@ def test_products_wait_before_they_touch_memory(W: int, K: int, bits: int, given
 
 def test_other_kernels_have_no_part_in_it() -> None:
     """They begin when all before them has ended."""
-    for kernel in (walk.walk, rows.keep_rows, notes.step_tokens_of, notes.note_token_of, notes.note_round_of):
+    small = notes.step_tokens_of, notes.note_token_of, notes.note_text_of, notes.note_round_of
+    for kernel in (walk.walk, rows.keep_rows, *small):
         assert "PDL" not in kernel.arg_names
 
 

@@ -1,4 +1,4 @@
-"""The row-invariant linears: compiled for GPUs that are not there, and how models use them."""
+"""The row-invariant linears: their tiles, and how models use them."""
 
 from __future__ import annotations
 
@@ -21,63 +21,6 @@ from sharesd.low_builders import rows_for_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 timing = importlib.import_module("compile.cuda.timing")
-PROCESSORS = {80: 108, 89: 128, 90: 132}
-
-
-def arguments(W: int, K: int, bits: int, arch: int, *, group: int = 0, **given: Any) -> tuple[Tile, dict[str, Any]]:
-    """The rule's tile, and the arguments with which `gemm.multiply` would call the kernel."""
-    from tests.helpers.ptx import SHARED
-
-    tile = by_rule(W, K, bits, group, Device("none", PROCESSORS[arch], SHARED[arch]))
-    split = torch.int32 if tile.split > 1 else None
-    return tile, {
-        "x_ptr": torch.bfloat16,
-        "w_ptr": {16: torch.bfloat16, 8: torch.int8, 4: torch.int16}[bits],
-        "y_ptr": torch.bfloat16,
-        "bias_ptr": None,
-        "norm_ptr": None,
-        "residual_ptr": None,
-        "scale_ptr": {16: None, 8: torch.float32, 4: torch.int32}[bits],
-        "parts_ptr": torch.float32 if split else None,
-        "counters_ptr": split,
-        **{"M": "i32", "N": "i32", "eps": "fp32", "K": K, "GROUP": group, "GATED": ""},
-        "COLUMNS": -(-K // (4 * group)) * group if bits == 4 else K,
-        **{"ROWS": 16, "BN": tile.outputs, "BK": tile.inputs, "SPLIT": tile.split, "STAGES": tile.stages},
-        **{"PDL": arch >= 90, "PACKED_MATH": True},
-        **given,
-    }
-
-
-NORM, RESIDUAL, GATED = {"norm_ptr": torch.bfloat16}, {"residual_ptr": torch.bfloat16}, {"GATED": "silu"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 90])
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_compiles_without_a_gpu(arch: int, bits: int, tmp_path: Path) -> None:
-    """For a 7B's linears and a split one: within shared memory, nothing on the stack, sums by tensor cores."""
-    from compile.cuda.gemm import row_gemm
-    from tests.helpers.ptx import SHARED, compile_for
-
-    group = 64 if bits == 4 else 0
-    for W, K, given in (
-        (12288, 4096, NORM),
-        (22016, 4096, NORM | GATED),
-        (4096, 11008, RESIDUAL),
-        (576, 1536, RESIDUAL | {"bias_ptr": torch.bfloat16}),
-    ):
-        tile, values = arguments(W, K, bits, arch, group=group, **given)
-        made = compile_for(arch, row_gemm, values, tmp_path, warps=tile.warps, stages=tile.stages, dependent=arch >= 90)
-        assert made.spilled == 0 and made.shared <= SHARED[arch], (W, K, tile, made.shared, made.spilled)
-        assert "mma" in made.ptx and "cp.async" in made.ptx
-        if "norm_ptr" in given:  # nothing but scales of 8 bits is read behind the loop
-            assert made.ptx.count("ld.global") <= 4, "something in the loop is not fetched ahead of its use"
-        waits = made.ptx.find("griddepcontrol.wait")
-        if arch >= 90:
-            assert 0 < made.ptx.find("prefetch.global.L2") < waits < made.ptx.find("griddepcontrol.launch_dependents")
-            assert "ld.global" not in made.ptx[:waits] and "cp.async" not in made.ptx[:waits], "reads too early"
-        else:
-            assert waits == -1
 
 
 def test_one_binary_for_any_number_of_rows() -> None:
@@ -115,11 +58,20 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(timing, "seconds_per_call", lambda calls: next(seconds))
     monkeypatch.setattr(low_builders, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
     solved = solve(torch.randn(48, 256), 8, 64)
-    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    of_three_bits = solve(torch.randn(48, 256), 3, 64)
+
+    def kernels(installed: bool = True) -> list[type[nn.Module]]:
+        monkeypatch.setattr(low_builders, "find_spec", lambda name: name if installed else None)
+        build = low_builders.builder_for_cuda(device, torch.bfloat16, 64)
+        assert build is not None
+        return [type(build(weight, None)) for weight in (solved, of_three_bits)]
+
+    assert kernels() == [LowRowLinear, LowRowLinear]
     assert low_builders.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
-    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is None
+    assert kernels() == [nn.Identity, LowRowLinear], "it has no kernel for 3 bits"
+    assert kernels(installed=False) == [LowRowLinear, LowRowLinear], "it was uninstalled since"
     low_builders.choose_for_cuda(solved, device, torch.bfloat16)
-    assert low_builders.builder_for_cuda(device, torch.bfloat16, 64) is not None
+    assert kernels() == [LowRowLinear, LowRowLinear]
     assert low_builders.builder_for_cuda(device, torch.float64, 64) is None
 
 
@@ -165,14 +117,6 @@ def test_compiled_as_one_operator() -> None:
     assert seen == [torch.ops.sharesd.row_linear]
 
 
-def test_tiles_depend_on_weights_and_device_only() -> None:
-    h100 = Device("h100", 132, 227 * 1024)
-    assert by_rule(4096, 4096, 16, 0, h100) == Tile(32, 256, 1, 4, 4)
-    assert by_rule(22016, 4096, 16, 0, h100) == Tile(64, 128, 1, 4, 4)
-    assert by_rule(576, 1536, 16, 0, h100) == Tile(32, 256, 3, 4, 4)
-    assert by_rule(576, 576, 4, 64, h100).inputs == 64
-
-
 def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(settings, "device", lambda index: Device("NVIDIA H100 80GB", 132, 227 * 1024))
@@ -184,6 +128,9 @@ def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert settings.tile_of(0, 96, 64, 16) == rule
     settings.write_tiles(shipped / "nvidia-h100-80gb.json", {key: Tile(64, 64, 1, 3, 4)})
     assert settings.tile_of(0, 96, 64, 16) == Tile(64, 64, 1, 3, 4)
+    assert settings.tile_of(0, 112, 64, 16) == Tile(64, 64, 1, 3, 4), "a neighbour's"
+    for outputs, bits, group in ((128, 16, 0), (96, 8, 0), (96, 4, 32)):
+        assert settings.tile_of(0, outputs, 64, bits, group) == by_rule(outputs, 64, bits, group, settings.device(0))
     settings.write_tiles(settings.own_file("NVIDIA H100 80GB"), {key: Tile(32, 64, 1, 3, 8)})
     assert settings.tile_of(0, 96, 64, 16) == Tile(32, 64, 1, 3, 8)
     settings.own_file("NVIDIA H100 80GB").write_text(json.dumps({key: [1, 2]}))

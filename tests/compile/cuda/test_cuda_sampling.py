@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +29,9 @@ from tests.sampling.test_row_sampling import REQUESTS
 from tests.speculation.test_trees import random_tree
 
 pytest.importorskip("triton")
+from benchmark.gpu.absent import SHARED, gpu  # noqa: E402
 from compile.cuda import sampling as kernels  # noqa: E402
 from compile.cuda import walk as walking  # noqa: E402
-from tests.helpers.ptx import SHARED, compile_for  # noqa: E402
 
 V = 2 * kernels.BLOCK + 77
 
@@ -150,22 +150,20 @@ def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
         assert torch.equal(out, torch.cat([wanted.num_new[:, None], wanted.tokens, wanted.path], 1))
 
 
-@pytest.mark.parametrize("arch", SHARED)
-def test_sampling_fits_every_gpu(arch: int, tmp_path: Path) -> None:
-    flags = ("BIAS", "PENALTIES", "PATHS", "SAMPLED", "TRUNCATED")
-    kinds: dict[str, Any] = {"BLOCK": kernels.BLOCK, **dict.fromkeys(flags, True), "ROWS": 64}
-    kinds |= {"F": len(NUMBERS), "numbers_ptr": torch.float64, "cold": "fp64"}
-    kinds |= {"logits_ptr": torch.bfloat16, "prompt_ptr": torch.int8, "count_ptr": torch.int32, "seen_ptr": torch.int8}
-    kinds |= dict.fromkeys(("bias_ptr", "spare_ptr", "out_ptr"), torch.float32)
-    for kernel, warps in ((kernels.process, kernels.WARPS), (walking.walk, 1)):
-        others = {"out_ptr": torch.int64} if kernel is walking.walk else {}
-        arguments = {}
-        for param in kernel.params:
-            pointer = param.name.endswith("_ptr")
-            assert pointer or param.is_constexpr or param.name in kinds or param.do_not_specialize
-            arguments[param.name] = others.get(param.name, kinds.get(param.name, torch.int64 if pointer else "i32"))
-        binary = compile_for(arch, kernel, arguments, tmp_path, warps=warps, stages=3)
-        assert binary.shared <= SHARED[arch] and binary.spilled == 0
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)])
+def test_sampling_fits_every_gpu(arch: int) -> None:
+    """With all that a row may ask for, with truncation alone, and the walk."""
+    with gpu(arch) as made:
+        ints: Any = partial(torch.empty, dtype=torch.int64, device="cuda")
+        reals: Any = partial(torch.empty, device="cuda")
+        logits = reals(2, 5, 1003, dtype=torch.bfloat16)
+        numbers = reals(2, len(NUMBERS), dtype=torch.float64)
+        told = (reals(2, 1003), reals(2, 1003, dtype=torch.bool), ints(2, 1003, dtype=torch.int32))
+        kernels.process_logits(logits, numbers, *told, ints(2, 4), reals(2, 5, 4, dtype=torch.bool), True, True, 1e-3)
+        kernels.process_logits(logits, numbers, None, None, None, None, None, True, True, 1e-3)
+        walking.walk_drafts(ints(2, 4), ints(2, 5), ints(2, 5, 3), ints(2, 5))
+    assert len(made) == 3
+    assert all(each.shared <= SHARED[arch] * 1024 and each.spilled == 0 for each in made)
 
 
 def test_sampling_on_cuda_calls_one_operator() -> None:

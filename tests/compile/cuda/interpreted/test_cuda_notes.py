@@ -58,6 +58,20 @@ def test_what_a_round_decided(parts: tuple[str, ...]) -> None:
         assert found[0][0][1] == 91 and found[0][1].tolist() == [3 + T, 5, 9]
 
 
+@pytest.mark.parametrize("T", [1, 4])
+def test_a_rounds_tokens_in_each_text(T: int) -> None:
+    """Idle rows keep theirs, and what would lie behind the last slot is left out."""
+    found = []
+    for note in (notes.note_text, note_kernels.note_text):
+        text, root, at = torch.arange(40).view(4, 10) - 100, torch.tensor([70, 71, 72, 73]), torch.tensor([3, 5, 8, 0])
+        num, wide = torch.tensor([T, 0, T, 1]), numbers(4, 1 + 2 * T, most=50)
+        note(text[:, :9], root, at, num, wide[:, 1 : 1 + T])
+        found.append(text)
+    assert torch.equal(*found)
+    assert found[0][0].tolist() == [-100, -99, -98, 70, *wide[0, 1 : 1 + T].tolist(), *range(-96 + T, -90)]
+    assert found[0][1].tolist() == list(range(-90, -80)) and found[0][2, 8:].tolist() == [72, -71]
+
+
 def test_walks() -> None:
     tokens, target = numbers(40, 6, most=2) - numbers(40, 6, most=2, seed=1), numbers(40, 7, most=2)
     out, want = walk_drafts(tokens, None, None, target), accept_match(tokens, target)

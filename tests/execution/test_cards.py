@@ -1,0 +1,339 @@
+"""Cards that are too old, busy, too small, of another maker, or without a compiler: one line says what is done."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import compile.ops
+from compile.cuda import launch
+from compile.cuda.launch import with_room
+from compile.cuda.settings import Tile
+from compile.ops import runs_triton
+from offload.plan import DoesNotFit
+from sharesd import context, device, load, own_kernels, planning
+from sharesd.auto import choose
+from sharesd.cli.console import describe, main_guard
+from sharesd.config import EngineConfig
+from sharesd.device import device_of, dtype_of, opened
+from sharesd.load import Runtime
+from sharesd.low_builders import has_low_kernels
+from sharesd.own_kernels import VARIABLE, Chosen, choose_kernels
+from tests.helpers.tiny import make_checkpoint
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HALF = torch.bfloat16
+
+
+@dataclass
+class Cards:
+    """GPUs that torch sees, by what they answer."""
+
+    capabilities: list[tuple[int, int]]
+    said: str = "Torch not compiled with CUDA enabled"
+    """Said by torch where it finds none."""
+    broken: dict[int, str] = field(default_factory=dict)
+    """Errors of those that cannot be used."""
+    smi: str = ""
+    """What nvidia-smi prints."""
+
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        def init() -> None:
+            raise AssertionError(self.said)
+
+        def free(gpu: torch.device) -> tuple[int, int]:
+            if gpu.index in self.broken:
+                raise RuntimeError(self.broken[gpu.index])
+            return 10**10, 10**10
+
+        answers: dict[str, Any] = {
+            "is_available": lambda: bool(self.capabilities),
+            "init": init,
+            "is_initialized": lambda: False,
+            "device_count": lambda: len(self.capabilities),
+            "get_device_capability": lambda gpu: self.capabilities[gpu.index],
+            "get_device_properties": lambda number: SimpleNamespace(uuid=f"uuid-{number}"),
+            "get_arch_list": lambda: ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_120"],
+            "mem_get_info": free,
+        }
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, answer)
+        patch.setattr(device, "_auto", None)
+        patch.setattr(device, "_told", set())
+        run = lambda *args, **options: SimpleNamespace(stdout=self.smi)  # noqa: E731
+        patch.setattr(device, "subprocess", SimpleNamespace(run=run, SubprocessError=RuntimeError))
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(compile.ops, "_own", compile.ops._own)
+    caplog.set_level(logging.WARNING)
+    yield
+
+
+def opens(cards: Cards, patch: pytest.MonkeyPatch, name: str = "auto") -> torch.device:
+    cards.put(patch)
+    return opened(device_of(name), auto=name == "auto")
+
+
+# ---- which device
+
+
+def test_a_good_card_is_taken_without_a_word(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert opens(Cards([(9, 0)]), monkeypatch) == GPU == device_of("auto") and not caplog.messages
+
+
+def test_without_any_gpu_the_cpu_is_taken_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert opens(Cards([]), monkeypatch) == CPU and not caplog.messages
+    with pytest.raises(ValueError, match=r"finds no GPU \(Torch not compiled .*\); use --device cpu"):
+        device_of("cuda")
+
+
+@pytest.mark.parametrize(
+    ("cards", "reason"),
+    [
+        (Cards([], said="The NVIDIA driver on your system is too old (found version 11040). Update."), "too old"),
+        (Cards([(7, 0)]), "has no kernels for compute capability 7.0"),
+        (Cards([(9, 0)], broken={0: "CUDA error: devices unavailable\nmore"}), "CUDA error: devices unavailable"),
+    ],
+)
+def test_a_card_that_cannot_be_used(
+    cards: Cards, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With auto one warning, and the CPU from then on; by name an error, which says what to do."""
+    for _ in range(2):
+        assert opened(device_of("auto"), auto=True) == CPU if _ else opens(cards, monkeypatch) == CPU
+    [message] = caplog.messages
+    assert message.startswith("the CPU is used, not a GPU: ") and reason in message and "\n" not in message
+    assert device_of("auto") == CPU
+    with pytest.raises(ValueError, match="--device cpu") as error:
+        opens(cards, monkeypatch, "cuda")
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rocm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert opens(Cards([(9, 4)]), monkeypatch) == CPU
+    assert caplog.messages == [f"the CPU is used, not a GPU: {device.ROCM}"]
+    with pytest.raises(ValueError, match="ROCm.*--device cpu"):
+        opens(Cards([(9, 4)]), monkeypatch, "cuda:0")
+
+
+def test_of_several_the_freest_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    cards = Cards([(9, 0)] * 3, smi="GPU-uuid-2, 7000\nGPU-uuid-1, 70000\nGPU-uuid-0, 300\n")
+    assert opens(cards, monkeypatch) == torch.device("cuda", 1) == device_of("auto") and not caplog.messages
+    cards.broken = {1: "CUDA error: CUDA-capable device(s) is/are busy or unavailable"}
+    assert opens(cards, monkeypatch) == torch.device("cuda", 2)
+    [message] = caplog.messages
+    assert message.startswith("cuda:2 is used: cuda:1 cannot be, CUDA error")
+    cards.broken, cards.smi = {}, "no devices"
+    assert opens(cards, monkeypatch) == GPU, "where nobody tells"
+
+
+def test_which_kernels_run_where() -> None:
+    built = ["sm_75", "sm_80", "sm_90a", "compute_100"]
+    able = {(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)}
+    assert {cc for cc in (*able, (7, 0), (6, 1), (9, 0)) if device._built_for(cc, built)} == able
+    assert device._built_for((7, 0), []), "torch does not say"
+
+
+def test_old_cards_have_float16(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    Cards([(7, 5), (8, 0)]).put(monkeypatch)
+    for _ in range(2):
+        assert dtype_of("auto", GPU) == torch.float16
+    assert caplog.messages == ["cuda:0 has no bfloat16: weights are float16"]
+    assert dtype_of("float32", GPU) == torch.float32
+    assert dtype_of("auto", torch.device("cuda", 1)) == dtype_of("auto", CPU) == HALF
+    with pytest.raises(ValueError, match="'bfloat16'.*--dtype float16"):
+        dtype_of("bfloat16", GPU)
+
+
+def test_a_card_that_is_too_small(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The plan finds out; with auto the model is loaded on the CPU then."""
+    Cards([(9, 0)]).put(monkeypatch)
+    monkeypatch.setattr(load, "prepare_cuda", lambda steady: None)
+    monkeypatch.setattr(load, "choose_kernels", lambda asked, gpu, dtype: Chosen("triton", True))
+    monkeypatch.setattr(device, "GPU_TRIED", True)
+    for module in (load, device):
+        monkeypatch.setattr(module, "use", lambda gpu: None)
+    plan = planning.plan_for
+
+    def no_plan(config: EngineConfig, *args: Any, **options: Any) -> Any:
+        if device_of(config.device).type == "cuda":
+            raise DoesNotFit("the model does not fit")
+        return plan(config, *args, **options)
+
+    monkeypatch.setattr(load, "plan_for", no_plan)
+    target = str(make_checkpoint(tmp_path / "model"))
+    assert Runtime(EngineConfig(target=target, mode="naive")).device == CPU
+    assert caplog.messages == ["the CPU is used, not a GPU: cuda:0 is too small, the model does not fit"]
+    with pytest.raises(DoesNotFit):
+        Runtime(EngineConfig(target=target, mode="naive", device="cuda"))
+
+
+# ---- which kernels
+
+
+def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "auto") -> Chosen:
+    patch.setattr(own_kernels, "problem", lambda *place: why_not)
+    patch.setattr(own_kernels, "HAS_TRITON", why_not != own_kernels.NO_TRITON)
+    return choose_kernels(asked, GPU, HALF)
+
+
+@pytest.mark.parametrize("why_not", [own_kernels.NO_TRITON, "Failed to find C compiler"])
+def test_without_our_kernels_torch_has_its_own(
+    why_not: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_with(monkeypatch, why_not) == Chosen("torch", False) and not runs_triton(GPU)
+    [message] = caplog.messages
+    assert why_not in message and "torch's own" in message
+    with pytest.raises(ValueError, match=f"{why_not}; take --kernels torch"):
+        choose_with(monkeypatch, why_not, "triton")
+
+
+def test_kernels_by_flag_and_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_with(monkeypatch, None) == Chosen("triton", True) and runs_triton(GPU)
+    assert choose_with(monkeypatch, None, "torch") == Chosen("torch", True) and not runs_triton(GPU)
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert choose_with(monkeypatch, "never asked").kernels == "torch" and not runs_triton(GPU)
+    assert choose_with(monkeypatch, None, "triton").kernels == "triton", "the flag says more"
+    monkeypatch.setenv(VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="SHARESD_KERNELS is 'cuda'; choose one of auto, triton, torch"):
+        choose_with(monkeypatch, None)
+    assert not caplog.messages
+
+
+def test_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert choose_kernels("auto", CPU, HALF).kernels == "auto" and not caplog.messages
+    choose_kernels("torch", CPU, HALF)
+    assert caplog.messages == ["--kernels torch: no effect on a CPU"]
+
+
+def test_whatever_the_compiler_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = pytest.importorskip("compile.cuda.trial", reason="Triton is not installed here")
+
+    def fails(*place: Any) -> None:
+        raise KeyError("\nno such target\nand more")
+
+    monkeypatch.setattr(trial, "try_kernels", fails)
+    assert own_kernels.problem(GPU, HALF) == r"'\nno such target\nand more'"
+    monkeypatch.setattr(own_kernels, "HAS_TRITON", False)
+    assert own_kernels.problem(GPU, HALF) == own_kernels.NO_TRITON
+
+
+def test_nothing_is_compiled_where_triton_cannot() -> None:
+    config = EngineConfig()
+    assert load._compile_mode(config, GPU, True) == "regional" and load._compile_mode(config, GPU, False) == "off"
+    assert load._compile_mode(EngineConfig(compile="full"), GPU, False) == "full"
+    assert load._compile_mode(config, CPU, False) == "native"
+
+
+def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    monkeypatch.setattr("sharesd.auto.has_low_kernels", lambda gpu: False)
+    choice = choose(EngineConfig(target=str(folder)), folder, GPU, HALF, "off", offloads=False)
+    assert "share" not in choice.drafters and "gemlite" in choice.reason
+    for own, triton, gemlite, able in (
+        (True, True, False, True),
+        (False, True, True, True),
+        (False, True, False, False),
+    ):
+        monkeypatch.setattr("sharesd.low_builders.runs_triton", lambda gpu, own=own: own)
+        monkeypatch.setattr("sharesd.low_builders.HAS_TRITON", triton)
+        monkeypatch.setattr("sharesd.low_builders.find_spec", lambda name, there=gemlite: there or None)
+        assert has_low_kernels(GPU) == able
+
+
+def test_dependent_launches_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cards([(9, 0)]).put(monkeypatch)
+    assert launch.launch_options(GPU)["PDL"]
+    monkeypatch.setenv(launch.VARIABLE, "0")
+    assert launch.launch_options(GPU) == {"PDL": False, "launch_pdl": False}
+
+
+class OutOfResources(Exception):
+    """Triton's."""
+
+
+def test_a_tile_that_does_not_fit_has_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_fitting", {})
+    tried: list[int] = []
+
+    def run(tile: Tile, most: int = 2) -> str:
+        tried.append(tile.stages)
+        if tile.stages > most:
+            raise OutOfResources
+        return "done"
+
+    tile = Tile(64, 128, 1, 4, 4)
+    assert with_room(run, tile, GPU) == "done" and tried == [4, 3, 2]
+    assert with_room(run, tile, GPU) == "done" and tried == [4, 3, 2, 2], "it is remembered"
+    assert with_room(run, tile, CPU) == "done" and tried[4:] == [4, 3, 2], "of each device"
+    with pytest.raises(OutOfResources):
+        with_room(lambda tile: run(tile, 0), tile, GPU)
+    with pytest.raises(ZeroDivisionError):
+        with_room(lambda tile: 1 // 0, tile, GPU)  # type: ignore[arg-type, return-value]
+
+
+# ---- what does not fit
+
+
+def test_caches_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_free", lambda gpu: 10 * 2000 * 100)
+    context._require_room(2000, 10, 100, GPU)
+    with pytest.raises(
+        ValueError, match=r"16 rows of 2000 tokens take 3.2 MB .* 2 MB free; take --max-batch 10 or --max-c"
+    ):
+        context._require_room(2000, 16, 100, GPU)
+    with pytest.raises(ValueError, match="take --max-context 1000, or end what else"):
+        context._require_room(30000, 1, 2000, GPU)
+    with pytest.raises(ValueError, match="take a smaller model"):
+        context._require_room(2000, 1, 10**6, GPU)
+
+
+def test_the_plan_says_what_would_stay() -> None:
+    def stays(config: EngineConfig, modes: Any) -> bool:
+        return config.max_batch * config.planned_context * (1 if modes == ("naive",) else 2) <= 8 * 1024
+
+    config = EngineConfig(max_batch=8, mode="share")
+    assert planning._would_stay(config, ("share",), stays) == "--max-batch 2 or --max-context 512"
+    smaller = EngineConfig(max_batch=4, mode="share")
+    assert planning._would_stay(smaller, ("share",), stays).endswith(" or --mode naive")
+    assert planning._would_stay(config, ("share",), lambda *_: False) == ""
+
+
+def test_running_out_of_a_gpus_memory_names_who_holds_it_and_what_to_do() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.6 GiB of which 1.0 GiB is "
+        "free. Process 77 has 20.0 GiB memory in use. Of the allocated memory 1.0 GiB is allocated by PyTorch. If "
+        "reserved but unallocated memory is large try setting X"
+    )
+    line = describe(RuntimeError(text))
+    assert "Process 77 has 20.0 GiB" in line and "--max-batch or --max-context" in line and "PyTorch" not in line
+
+
+def test_errors_of_triton_end_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = type("PTXASError", (Exception,), {"__module__": "triton.runtime.errors"})
+
+    def fails() -> None:
+        raise failed("PTXAS error: no such target\nand more")
+
+    assert main_guard(fails) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: a kernel .*\(PTXAS error: no such target\); take --kernels torch", line)
+    with pytest.raises(KeyError):
+        main_guard(lambda: {}["x"])
