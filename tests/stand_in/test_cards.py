@@ -34,7 +34,7 @@ def outcomes(request: pytest.FixtureRequest, shared: Shared) -> dict[Point, Outc
 @pytest.mark.parametrize(
     "outcomes",
     [
-        pytest.param("7.5", marks=pytest.mark.xfail(strict=True, reason="part 3, 4 of the review")),
+        "7.5",
         pytest.param("8.0", marks=pytest.mark.long),
         "8.6",
         pytest.param("8.9", marks=pytest.mark.long),
