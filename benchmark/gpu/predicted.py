@@ -3,15 +3,17 @@
     python -m benchmark.gpu.predicted                    writes docs/results/predicted_bandwidth.csv
 
 A product takes the longer of two times. One is that of its bytes, at `ACHIEVED` of a card's bandwidth. The other is
-that of its fullest processor: programs times steps, where a step takes the latency of memory over the steps in flight, or
-its instructions over the rate at which they are issued. `LAUNCH_S` and `SPLIT_S` come on top.
+that of its fullest processor: programs times steps, where a step takes the latency of memory over the steps in flight,
+or its instructions over the rate at which they are issued. `LAUNCH_S` and `SPLIT_S` come on top.
 """
 
 from __future__ import annotations
 
 import csv
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cache, partial
 from pathlib import Path
 
@@ -164,9 +166,11 @@ def layer(model: Model, bits: int, card: Card) -> tuple[float, float]:
 
 def rows() -> Iterator[dict[str, str]]:
     """A row of the table for each card and model."""
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=FILE.parent, text=True).strip()
     for card in CARDS:
         for model in MODELS:
-            row = {"command": "python -m benchmark.gpu.predicted", "card": card.name, "model": model.name}
+            row = {"date": date.today().isoformat(), "host": "predicted", "commit": commit}
+            row |= {"command": "python -m benchmark.gpu.predicted", "card": card.name, "model": model.name}
             full_s = 0.0
             for bits in (16, 8, 4):
                 seconds, share = layer(model, bits, card)
