@@ -14,6 +14,7 @@ name, d head size, D the power of two above it, R rotated half, N positions that
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compile.cuda.launch import launch_options
+from compile.cuda.launch import launch_options, with_room
 from compile.cuda.settings import device
 from compile.sight import CHUNK, SINKS
 
@@ -359,16 +360,17 @@ def attend_live(
     units = (2 * scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
     sight = {"SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS}
     back = (window or FAR, recent or FAR)
-    parts[(programs, B * K)](
+    in_parts = partial(
+        parts[(programs, B * K)],
         *(turned, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, top, total, part),
         *(T, S, P, X, turns, *units, *back),
         **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0},
         **sight,
         **launch,
         num_warps=4,
-        num_stages=STAGES,
         enable_fp_fusion=False,
     )
+    with_room(lambda stages: in_parts(num_stages=stages), STAGES, (q.device, "parts", d, q.dtype))
     out = torch.empty_like(turned)
     join[(B * T, H)](
         *(lengths_B, depth, top, total, part, out),

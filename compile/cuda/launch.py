@@ -16,13 +16,10 @@ Imports no Triton.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 import torch
-
-from compile.cuda.settings import Tile
 
 T = TypeVar("T")
 
@@ -38,19 +35,19 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": able, "launch_pdl": able}
 
 
-_fitting: dict[tuple[torch.device, Tile], Tile] = {}
+_fitting: dict[Hashable, int] = {}
 
 
-def with_room(run: Callable[[Tile], T], tile: Tile, device: torch.device) -> T:
-    """Run with a tile, or with fewer of its stages where the GPU lacks shared memory for all: bits do not change.
+def with_room(run: Callable[[int], T], stages: int, kernel: Hashable) -> T:
+    """Run with so many stages, or with fewer where the GPU lacks shared memory for all: bits do not change.
 
-    What fits is remembered. Raises what Triton says where one stage is too much.
+    What fits is remembered by `kernel`, which names the device too. Raises what Triton says where one is too much.
     """
-    tried = _fitting.get((device, tile), tile)
+    tried = _fitting.get(kernel, stages)
     while True:
         try:
             return run(tried)
         except Exception as error:
-            if type(error).__name__ != "OutOfResources" or tried.stages == 1:
+            if type(error).__name__ != "OutOfResources" or tried == 1:
                 raise
-            tried = _fitting[device, tile] = replace(tried, stages=tried.stages - 1)
+            tried = _fitting[kernel] = tried - 1

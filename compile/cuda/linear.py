@@ -7,6 +7,7 @@ kind of RMSNorm has. In float16, where x * weight may be out of range, norms sta
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ def _row_linear(x, weight, bias, norm, eps, residual, gated, scale, group, count
         group=group,
         counters=counters,
     )
-    y_MN = with_room(lambda tile: product(tile=tile), tile, x.device)
+    y_MN = with_room(lambda stages: product(tile=replace(tile, stages=stages)), tile.stages, (x.device, tile))
     return y_MN.view(*x.shape[:-1], -1)
 
 

@@ -16,7 +16,6 @@ import torch
 import compile.ops
 from compile.cuda import launch
 from compile.cuda.launch import with_room
-from compile.cuda.settings import Tile
 from compile.ops import runs_triton
 from offload.plan import DoesNotFit
 from sharesd import context, device, load, own_kernels, planning
@@ -273,20 +272,19 @@ def test_a_tile_that_does_not_fit_has_fewer_stages(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch, "_fitting", {})
     tried: list[int] = []
 
-    def run(tile: Tile, most: int = 2) -> str:
-        tried.append(tile.stages)
-        if tile.stages > most:
+    def run(stages: int, most: int = 2) -> str:
+        tried.append(stages)
+        if stages > most:
             raise OutOfResources
         return "done"
 
-    tile = Tile(64, 128, 1, 4, 4)
-    assert with_room(run, tile, GPU) == "done" and tried == [4, 3, 2]
-    assert with_room(run, tile, GPU) == "done" and tried == [4, 3, 2, 2], "it is remembered"
-    assert with_room(run, tile, CPU) == "done" and tried[4:] == [4, 3, 2], "of each device"
+    assert with_room(run, 4, "one") == "done" and tried == [4, 3, 2]
+    assert with_room(run, 4, "one") == "done" and tried == [4, 3, 2, 2], "it is remembered"
+    assert with_room(run, 4, "other") == "done" and tried[4:] == [4, 3, 2], "of each kernel"
     with pytest.raises(OutOfResources):
-        with_room(lambda tile: run(tile, 0), tile, GPU)
+        with_room(lambda stages: run(stages, 0), 4, "third")
     with pytest.raises(ZeroDivisionError):
-        with_room(lambda tile: 1 // 0, tile, GPU)  # type: ignore[arg-type, return-value]
+        with_room(lambda stages: 1 // 0, 4, "fourth")  # type: ignore[arg-type, return-value]
 
 
 # ---- what does not fit
