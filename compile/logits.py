@@ -1,4 +1,4 @@
-"""Logits to choose from, by a CUDA kernel: as tensor operations, top-p alone takes some 200 launches."""
+"""Logits to choose from, by four CUDA kernels: as tensor operations, top-p alone takes some 200 launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = (
     "seed",
 )
 """What each row has a number for, in this order. No temperature: 1; no truncation: V, 1 and -inf. `noise` is 0 or 1; it
-and `seed`, whose 64 bits are those of an integer, mean nothing to the kernel."""
+and `seed`, whose 64 bits are those of an integer, mean nothing to the kernels."""
 
 
 def process_logits(

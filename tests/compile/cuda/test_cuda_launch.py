@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+from benchmark.gpu.absent import Binary  # noqa: E402
 from benchmark.gpu.predicted import H100, compiled, plan_of  # noqa: E402
 from benchmark.gpu.shapes import Linear  # noqa: E402
 from compile.cuda import launch, notes, rows, walk  # noqa: E402
-from tests.compile.cuda.test_cuda_attention import launches  # noqa: E402
+from tests.compile.cuda import test_cuda_attention, test_cuda_sampling  # noqa: E402
 
 MEMORY = re.compile(r"^\s*(@\S+ )?(ld|st|atom|red|cp|multimem)\.(?!param|shared)\S*", re.M)
 WAITS, LETS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -43,7 +45,10 @@ def test_what_is_checked() -> None:
             check(bad)
 
 
-def test_attention_waits_before_it_touches_memory() -> None:
+@pytest.mark.parametrize(
+    "launches", [test_cuda_attention.launches, test_cuda_sampling.launches], ids=["attention", "sampling"]
+)
+def test_kernels_wait_before_they_touch_memory(launches: Callable[[int], list[Binary]]) -> None:
     for made in launches(90):
         check(made.ptx)
 

@@ -29,7 +29,7 @@ from tests.sampling.test_row_sampling import REQUESTS
 from tests.speculation.test_trees import random_tree
 
 pytest.importorskip("triton")
-from benchmark.gpu.absent import SHARED, gpu  # noqa: E402
+from benchmark.gpu.absent import SHARED, Binary, gpu  # noqa: E402
 from compile.cuda import sampling as kernels  # noqa: E402
 from compile.cuda import walk as walking  # noqa: E402
 
@@ -75,6 +75,20 @@ def test_the_same_tokens_are_kept(settings: dict, by_kernel: Any) -> None:
     for temperature in (0.8, 0.001):
         way = placed([SamplingParams(temperature=temperature, **settings)] * 2, V)
         assert torch.equal(by_kernel(logits, *way), process(logits, *way))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("block", [64, 1024])
+def test_bits_depend_on_no_chunks(block: int, by_kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Borders among equal tokens of several chunks, among tokens of one bin, and in bins far below the likeliest."""
+    size, dice = 200, torch.Generator().manual_seed(3)
+    even, flat, wide = torch.zeros(size), torch.randn(size, generator=dice) / 1000, torch.randn(size, generator=dice)
+    lonely, deep = wide.index_fill(0, torch.tensor([121]), 30.0), wide * 1e6
+    logits = torch.stack([even, flat, wide, lonely, deep])[None]
+    monkeypatch.setattr(kernels, "BLOCK", block)
+    for k, p, temperature in ((100, 0.5, 0.7), (199, 0.999, 0.001), (0, 1e-9, 1.0)):
+        way = placed([SamplingParams(temperature=temperature, top_k=k, top_p=p)], size)
+        assert torch.equal(by_kernel(logits, *way), process(logits, *way)), (k, p)
 
 
 @pytest.mark.interpreted
@@ -150,9 +164,8 @@ def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
         assert torch.equal(out, torch.cat([wanted.num_new[:, None], wanted.tokens, wanted.path], 1))
 
 
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)])
-def test_sampling_fits_every_gpu(arch: int) -> None:
-    """With all that a row may ask for, with truncation alone, and the walk."""
+def launches(arch: int) -> list[Binary]:
+    """With all that a row may ask for, with truncation alone, and with temperature alone."""
     with gpu(arch) as made:
         ints: Any = partial(torch.empty, dtype=torch.int64, device="cuda")
         reals: Any = partial(torch.empty, device="cuda")
@@ -161,9 +174,19 @@ def test_sampling_fits_every_gpu(arch: int) -> None:
         told = (reals(2, 1003), reals(2, 1003, dtype=torch.bool), ints(2, 1003, dtype=torch.int32))
         kernels.process_logits(logits, numbers, *told, ints(2, 4), reals(2, 5, 4, dtype=torch.bool), True, True, 1e-3)
         kernels.process_logits(logits, numbers, None, None, None, None, None, True, True, 1e-3)
+        kernels.process_logits(logits, numbers, None, None, None, None, None, True, False, 1e-3)
+    return made
+
+
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)])
+def test_sampling_fits_every_gpu(arch: int) -> None:
+    made = launches(arch)
+    assert len(made) == 4 + 4 + 2
+    with gpu(arch) as walks:
+        ints: Any = partial(torch.empty, dtype=torch.int64, device="cuda")
         walking.walk_drafts(ints(2, 4), ints(2, 5), ints(2, 5, 3), ints(2, 5))
-    assert len(made) == 3
-    assert all(each.shared <= SHARED[arch] * 1024 and each.spilled == 0 for each in made)
+    assert len(walks) == 1
+    assert all(each.shared <= SHARED[arch] * 1024 and each.spilled == 0 for each in made + walks)
 
 
 def test_sampling_on_cuda_calls_one_operator() -> None:
