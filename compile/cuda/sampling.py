@@ -32,6 +32,9 @@ bin that top-p's border may lie in, and the mass above them."""
 STATE = tl.constexpr(2056)
 EVERYTHING = tl.constexpr(0xFFFFFFFF)
 """A border below which nothing lies."""
+_INTS = ["T", "V", "N"]
+# Views of some rows begin anywhere: where they do must not make another binary.
+_PLACES = ["logits_ptr", "numbers_ptr", "bias_ptr", "prompt_ptr", "count_ptr", "draft_ptr", "seen_ptr"]
 
 
 @triton.jit
@@ -147,7 +150,7 @@ def _border(copied_ptr, num, first, last, top, limit, above, need, MASS: tl.cons
     return low
 
 
-@triton.jit(do_not_specialize=["T", "V", "N"])
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
 def adjust(
     logits_ptr,
     numbers_ptr,
@@ -210,7 +213,7 @@ def adjust(
         tl.store(state_ptr + row * STATE + i, tl.zeros((4096,), tl.int64), mask=(i <= NUM) & (chunk == 0))
 
 
-@triton.jit(do_not_specialize=["T", "V"])
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
 def weigh(
     numbers_ptr,
     out_ptr,
@@ -252,7 +255,7 @@ def weigh(
                 tl.atomic_add(bins_ptr + MASSES, mass, mask=mass > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["T", "V"])
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
 def gather(
     numbers_ptr,
     out_ptr,
@@ -306,7 +309,7 @@ def gather(
             tl.store(state_ptr + MASS_BEFORE, tl.sum(tl.where(bins < first, masses, 0), 0))
 
 
-@triton.jit(do_not_specialize=["T", "V"])
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
 def cut(
     numbers_ptr,
     out_ptr,

@@ -189,6 +189,16 @@ def test_sampling_fits_every_gpu(arch: int) -> None:
     assert all(each.shared <= SHARED[arch] * 1024 and each.spilled == 0 for each in made + walks)
 
 
+def test_rows_that_begin_anywhere_make_no_other_binary() -> None:
+    with gpu(90) as made:
+        reals: Any = partial(torch.empty, device="cuda")
+        logits, numbers, bias = reals(3, 1, 1003), reals(3, len(NUMBERS), dtype=torch.float64), reals(3, 1003)
+        for row in range(3):
+            here = (x.narrow(0, row, 1) for x in (logits, numbers, bias))
+            kernels.process_logits(*here, None, None, None, None, True, True, 1e-3)
+    assert len(made) == 3 * 4 and len({each.ttgir for each in made}) == 4
+
+
 def test_sampling_on_cuda_calls_one_operator() -> None:
     params = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1)
     kind, rows = placed([params] * 2, 1003)
