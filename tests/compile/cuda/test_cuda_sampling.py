@@ -40,14 +40,17 @@ V = 2 * kernels.BLOCK + 77
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`process` as it runs on CUDA, whatever the device."""
 
+    def processed(x_BTV: Tensor, numbers_BF: Tensor, **rest: Any) -> Tensor:
+        torch.use_deterministic_algorithms(True)  # fills new memory
+        try:
+            return kernels.process_logits(x_BTV, numbers_BF, *rest.values())
+        finally:
+            torch.use_deterministic_algorithms(False)
+
     def run(x_BTV: Tensor, kind: Kind, rows: RowSampling, **context: Any) -> Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(logits_module, "runs_triton", lambda device: True)
-            patch.setattr(
-                logits_module,
-                "process_logits",
-                lambda x, numbers, **rest: kernels.process_logits(x, numbers, *rest.values()),
-            )
+            patch.setattr(logits_module, "process_logits", processed)
             return process(x_BTV, kind, rows, **context)
 
     return run
@@ -194,8 +197,8 @@ def test_rows_that_begin_anywhere_make_no_other_binary() -> None:
         reals: Any = partial(torch.empty, device="cuda")
         logits, numbers, bias = reals(3, 1, 1003), reals(3, len(NUMBERS), dtype=torch.float64), reals(3, 1003)
         for row in range(3):
-            here = (x.narrow(0, row, 1) for x in (logits, numbers, bias))
-            kernels.process_logits(*here, None, None, None, None, True, True, 1e-3)
+            x, told, added = (each.narrow(0, row, 1) for each in (logits, numbers, bias))
+            kernels.process_logits(x, told, added, None, None, None, None, True, True, 1e-3)
     assert len(made) == 3 * 4 and len({each.ttgir for each in made}) == 4
 
 
