@@ -18,8 +18,8 @@ import torch
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-WARM_CALLS = 2
-"""Plain calls before the capture: libraries choose algorithms and allocate workspaces in them."""
+WARM_CALLS = 1
+"""Plain calls before the capture: forms are compiled and libraries choose algorithms there."""
 
 
 class Graphs:
@@ -138,7 +138,7 @@ def between_graphs(function: Callable[[], object]) -> None:
 
 
 class Replayed(Generic[T]):
-    """Calls `function`; where there are `graphs`, as one of them from the third call on.
+    """Calls `function`; where there are `graphs`, as one of them from the second call on.
 
     The function takes no arguments, must not synchronise, and works on tensors which stay in place. What it returns is
     overwritten by the next call.

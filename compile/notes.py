@@ -57,11 +57,8 @@ def note_text(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tensor, 
         torch.ops.sharesd.note_text_(text_BS, root_B, at_B, num_new_B, tokens_BT)
         return
     both_BT = torch.cat([root_B[:, None], tokens_BT], 1)
-    ahead_T, any_B1, at_B1 = (
-        torch.arange(both_BT.shape[1], device=text_BS.device),
-        num_new_B[:, None] > 0,
-        at_B[:, None],
-    )
+    ahead_T, any_B1 = torch.arange(both_BT.shape[1], device=text_BS.device), num_new_B[:, None] > 0
+    at_B1 = at_B.clamp(min=0)[:, None]  # rows that take no part may lie before all slots
     places_BT = at_B1 + ahead_T
     is_new_BT = any_B1 & (ahead_T <= num_new_B[:, None]) & (places_BT < text_BS.shape[1])
     at_root_B1 = both_BT[:, :1].where(any_B1, text_BS.gather(1, at_B1))  # there goes what goes nowhere else

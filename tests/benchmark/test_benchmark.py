@@ -502,7 +502,12 @@ def test_log_level_that_does_not_exist(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu(run: Run) -> None:
     status, _, err = run("--device", "cuda")
-    assert status == 2 and "finds no GPU; use --device cpu" in err.splitlines()[-1] and not Path("out").exists()
+    assert (
+        status == 2
+        and "finds no GPU" in err.splitlines()[-1]
+        and "use --device cpu" in err.splitlines()[-1]
+        and not Path("out").exists()
+    )
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ def test_close_frees_and_ends_all_calls(options: dict[str, Any]) -> None:
 
 PUBLIC = (
     "target mode hybrid_with auto_drafters ngram_min ngram_max ngram_recent corpus recycle_table draft heads "
-    "head_quant num_draft max_draft draft_window tree dtype device quant compile exact steady_cublas threads "
+    "head_quant num_draft max_draft draft_window tree dtype device quant compile kernels exact steady_cublas threads "
     "tensor_parallel tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context "
     "trust_remote_code offload"
 )

@@ -297,11 +297,11 @@ def test_a_draft_that_was_interrupted_leaves_no_noise() -> None:
     round_ = engine.way(params).round()
     verify, rounds = round_.verify, []
 
-    def interrupted(tree: Any) -> Any:
+    def interrupted(tree: Any, *masks: Any) -> Any:
         rounds.append(tree)
         if len(rounds) == 2:
             raise KeyboardInterrupt
-        return verify(tree)
+        return verify(tree, *masks)
 
     round_.verify = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):

@@ -67,7 +67,7 @@ def test_a_capture_runs_nothing_and_replays_do() -> None:
         assert replayed().tolist() == [2 * call + 1] * 3
         assert number.tolist() == [call] * 3 and seen.tolist() == [2 * call] * 3
     [recording] = graphs.recorded
-    assert recording.num_replays == 3 and recording.operations.total() == 5  # add_, mul, _to_copy, copy_, add
+    assert recording.num_replays == 4 and recording.operations.total() == 5  # add_, mul, _to_copy, copy_, add
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_no_captures_notices_one() -> None:
     graphs, (_, _, step) = RecordedGraphs(), counter()
     replayed = Replayed(step, graphs)
     with no_captures():
-        replayed(), replayed()
+        replayed()
     with pytest.raises(RuntimeError, match="1 CUDA graphs were captured after warm-up"), no_captures():
         replayed()
     with no_captures():
@@ -155,8 +155,8 @@ def test_calls_between_graphs_are_made_by_every_replay() -> None:
     for call in range(1, 6):
         assert replayed().tolist() == [4 * (2 * call + 1)] * 3
         assert seen.tolist() == [2 * call + 2 * (2 * call + 1)] * 3
-    assert calls == [1, 2, 3, 3, 4, 5]  # the third one is that of the capture, which is undone
-    assert [recording.num_replays for recording in graphs.recorded] == [3, 3]
+    assert calls == [1, 2, 2, 3, 4, 5]  # the second one is that of the capture, which is undone
+    assert [recording.num_replays for recording in graphs.recorded] == [4, 4]
 
 
 def test_what_fails_between_graphs_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,7 +257,7 @@ def test_a_broken_capture_leaves_streams_and_other_functions_alone(
     broken = False
     for _ in range(5):
         functions[2]()
-    assert calls[2] == 3, "twice, and once for the capture"
+    assert calls[2] == 2, "once, and once for the capture"
     [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert record.message.endswith("(operation failed due to a previous error during capture)")
 
@@ -543,7 +543,7 @@ def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: 
         before, reads[:] = graphs.num_replays, []
         with host_reads(reads.append):
             next(chunks)
-        assert reads == ["tolist"]
+        assert [name for name in reads if name != "numpy"] == ["tolist"], "numpy takes the host's memory alone"
         assert graphs.num_replays - before == 1 + depth + ("tree" in kind), "verify, steps or levels, the choice"
     chunks.close()
 
@@ -589,7 +589,7 @@ class KeepsNoise(Sampler):
     def _target_noise(self, positions_BD: Tensor, ids_V: Tensor | None = None) -> Tensor:
         noise_BDV, kept = super()._target_noise(positions_BD, ids_V), self.__dict__.setdefault("kept", [])
         if positions_BD.shape[1] > 1:
-            return torch.cat([*kept[-4:], noise_BDV[:, 4:]], 1)
+            return torch.cat([*(4 * kept)[-4:], noise_BDV[:, 4:]], 1)
         kept.append(noise_BDV)
         return noise_BDV
 

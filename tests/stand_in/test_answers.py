@@ -38,7 +38,6 @@ def decoded(lines: list[str], num: int) -> None:
     cases = [line for line in lines if re.match(r"\w+, greedy: ", line)]
     assert len(cases) == num and all("after 0," in line and "violations 0" in line for line in cases), lines
     assert all(re.search(r"graphs [1-9]", line) for line in cases), cases
-    assert "violations: none" in lines
 
 
 def said(lines: list[str], pattern: str) -> None:
