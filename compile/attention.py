@@ -129,15 +129,14 @@ def reads_live_slots(device: torch.device, dtype: torch.dtype, head_size: int) -
 
 
 def flash_reads(device: torch.device, dtype: torch.dtype, head_size: int, softcap: float) -> bool:
-    """Whether prompts, too, read nothing but the slots that they see there, each key and value once for all the query
-    heads that share it."""
+    """True where prompts, too, read the slots alone that they see, and keys and values once for a group of heads."""
     step, most = FLASH_HEAD
     fits = dtype in (torch.bfloat16, torch.float16) and head_size % step == 0 and head_size <= most and not softcap
     return device.type == "cuda" and fits and has_flash(device)
 
 
 def has_flash(device: torch.device) -> bool:
-    """Whether this GPU and this torch have flash attention."""
+    """True where this GPU and this torch have flash attention."""
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -282,7 +281,7 @@ def _bounds(num: int, device: torch.device) -> Tensor:
 def _flash(
     q_1THd: Tensor, k_cache_1KSd: Tensor, v_cache_1KSd: Tensor, ends_1: Tensor, scale: float, window: int
 ) -> Tensor:
-    """What the last rows before `ends` find among the slots up to their own, of those the last `window` (0 = all)."""
+    """Attention of the last rows before `ends` to the slots up to their own, the last `window` of them (0 = all)."""
     T, S = q_1THd.shape[1], k_cache_1KSd.shape[2]
     q_THd, k_SKd, v_SKd = q_1THd[0], k_cache_1KSd[0].transpose(0, 1), v_cache_1KSd[0].transpose(0, 1)
     found_THd, *_ = torch.ops.aten._flash_attention_forward(

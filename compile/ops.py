@@ -25,7 +25,7 @@ def use_own_kernels(use: bool) -> None:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether our kernels in Triton run there: everyone asks this."""
+    """True where our kernels in Triton run: everyone asks this."""
     return device.type == "cuda" and _own
 
 

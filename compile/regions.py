@@ -28,7 +28,7 @@ OPTIONS: dict[str, str | int | bool | Callable] = {
     "deterministic": True,  # no sum's order depends on what was faster when a form was made
     "triton.autotune_pointwise": False,  # which would time several kernels for each that is kept
 }
-"""Of Inductor, for all forms."""
+"""Options of Inductor, for all forms."""
 
 
 class CompiledBlocks:
@@ -112,7 +112,7 @@ class CompiledMethods:
 
 
 def _kind(value: object) -> object:
-    """What a form depends on, of an argument."""
+    """Part of an argument that a form depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
     if isinstance(value, tuple):

@@ -190,7 +190,7 @@ _told: set[torch.device] = set()
 
 
 def first_line(error: object) -> str:
-    """What an error says, in one line."""
+    """Message of an error, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

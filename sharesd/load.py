@@ -442,7 +442,7 @@ class Runtime:
 
     @property
     def _may_have_buckets(self) -> bool:
-        """Whether rounds are captured, and our own kernels attend, which read nothing of idle rows."""
+        """True where rounds are captured, and our own kernels attend, which read nothing of idle rows."""
         target, captured = self.target, self._graphs is not None and self.streamed is None
         return (
             captured
@@ -471,8 +471,8 @@ class Runtime:
         return TREE_TOP, depth, min(config.max_draft, TREE_TOP + (depth - 1) * TREE_TOP**2)
 
     def _check_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
-        """Of steps of these widths as they will run, at the real number of slots; of several batches where rounds may
-        have such.
+        """Compare bits of steps of these widths as they will run, at the real number of slots, and of several batches
+        where rounds may have such.
         """
         batches = doubling(self.config.max_batch)[:-1] if self._may_have_buckets else []
         check = partial(check_rows, trees=self._wants_trees, batches=batches)

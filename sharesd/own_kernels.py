@@ -20,7 +20,7 @@ NO_TRITON = "Triton is not installed"
 
 
 class Chosen(NamedTuple):
-    """What runs."""
+    """Name of the part that runs."""
 
     kernels: Kernels
     triton: bool

@@ -51,7 +51,7 @@ class Binary:
 
     @property
     def registers(self) -> int:
-        """Of each thread."""
+        """Registers of each thread."""
         return self._usage["REG"]
 
     @property
@@ -106,7 +106,7 @@ class _Pointer:
 
 
 class _Driver:
-    """What a launch asks of a driver; each compute capability is a device of its own."""
+    """Answers that a launch asks of a driver; each compute capability is a device of its own."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch

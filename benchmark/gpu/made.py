@@ -42,7 +42,7 @@ SIZES = {
     "1b": ("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128_256),
     "7b": ("Llama-2-7B", 4096, 11_008, 32, 32, 32, 128, 32_000),
 }
-"""Whose sizes, hidden size, MLP, layers, query heads, key/value heads, head size, vocabulary."""
+"""Name, hidden size, MLP, layers, query heads, key/value heads, head size, vocabulary."""
 
 
 def measure(job: Job, size: str) -> None:

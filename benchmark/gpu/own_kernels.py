@@ -47,7 +47,7 @@ def _kernels(job: Job) -> SimpleNamespace:
 
 def measure(job: Job) -> None:
     """Full and low-bit linears at the tiles of this device, attention, dependent launch."""
-    kernels, copied, models = _kernels(job), copy_bandwidth(job.device), sizes(job.on_gpu)
+    kernels, copied, models = _kernels(job), copy_bandwidth(job.device), sizes(not job.tiny)
     for size, named in reversed(models.items()):  # the largest model first
         for name, (N, K) in named.items():
             with job.part(f"{name}, {size}"):

@@ -25,7 +25,7 @@ from compile.cuda.gemm import multiply
 from compile.cuda.settings import ROWS, Device, Tile, by_rule
 
 ACHIEVED = 0.9
-"""Of a card's bandwidth, what large copies get."""
+"""Share of a card's bandwidth that large copies get."""
 LATENCY_S = 1.3e-6
 """Seconds from a request to its bytes while memory is busy."""
 LAUNCH_S = 1.6e-6
@@ -72,15 +72,15 @@ CARDS = (H100, A100, RTX4090, Card("RTX 3090", 86, 82, 0.936e12, 1.695e9), Card(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a product of one row is cut up on a card."""
+    """Division of a product of one row on a card."""
 
     tile: Tile
     programs: int
     steps: int
-    """Of each program."""
+    """Steps of each program."""
     step_bytes: int
     nbytes: int
-    """Of the weights, scales and offsets."""
+    """Bytes of weights, scales and offsets."""
 
     def in_flight(self, card: Card, resident: int) -> float:
         """Bytes of weights that a processor has asked for, on average, where so many programs fit."""

@@ -55,7 +55,7 @@ def run(job: Job, tune: Callable[..., dict], sizes: list[tuple[str, Any]], devic
 
 
 def _sizes(target: str | None = None) -> list[tuple[str, tuple[int, int, int, int]]]:
-    """What a shape is called, and outputs, inputs, bits and group size of its weights.
+    """Name of a shape, and outputs, inputs, bits and group size of its weights.
 
     First those of the target, if it is a folder, then those that steps of the agenda use, then common models'.
     """

@@ -34,7 +34,7 @@ def measure(job: Job, size: str, modes: str) -> None:
 
 
 def measure_more(job: Job, size: str) -> None:
-    """What the device does in plain steps; steps of any width; a long cache; prompts of lengths that are new."""
+    """Work of the device in plain steps; steps of any width; a long cache; prompts of lengths that are new."""
     with job.part("profile"), widened_model(job, size, ("naive",)) as runtime:
         engine, steps = runtime.engine("naive"), SamplingParams(max_new_tokens=17, ignore_eos=True)
         prompt = prompts_of(runtime, 1)[0]

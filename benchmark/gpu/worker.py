@@ -35,7 +35,7 @@ class Job:
         self._ends = time.perf_counter() + limit_s
         self.on_gpu = device.startswith("cuda")
         self.tiny = tiny or not self.on_gpu
-        """Whether the step is tried out, in tiny sizes."""
+        """True where the step is tried out, in tiny sizes."""
         self._file, self._found = findings, dict[str, Any]()
 
     def put(self, **found: Any) -> None:

@@ -31,7 +31,7 @@ ROWS = 16
 SPLIT = 128
 """Slots of a part."""
 STAGES = 5
-"""Of the loop over slots: one each for places, keys and values, and two more for the next block's."""
+"""Stages of the loop over slots: one each for places, keys and values, and two more for the next block's."""
 RESIDENT = 2
 """Programs that every processor holds at once; with 32 KB each in flight they are enough for its share of bandwidth."""
 GROUP = 32

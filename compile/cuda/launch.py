@@ -1,4 +1,4 @@
-"""How kernels are launched: with as many stages as a GPU has shared memory for, and one behind the other.
+"""Launches of kernels: with as many stages as shared memory holds, one behind the other.
 
 Programmatic dependent launch: kernels of compute capability 9.0 and above begin before the one in front has ended.
 

@@ -83,7 +83,7 @@ def _divisor(degrees):
 
 @triton.jit
 def _top(tops_ptr, degrees, cold, CHUNKS: tl.constexpr):
-    """What a cold row's logits lose before they are divided, and the row's largest logit after that."""
+    """Amount that a cold row's logits lose before they are divided, and the row's largest logit after that."""
     i, chunks = tl.arange(0, CHUNKS), tl.num_programs(1)
     tops = tl.load(tops_ptr + tl.program_id(0) * chunks + i, mask=i < chunks, other=float("-inf"))
     zero = tl.minimum(tl.maximum(tl.max(tops, 0), -3.4028234663852886e38), 3.4028234663852886e38)

@@ -73,7 +73,7 @@ class DraftBuffers:
         )
 
     def allow(self, legal_BTW: Tensor) -> None:
-        """What grammars allow after the root and as many nodes, from the host."""
+        """Take masks of grammars for the root and as many nodes, from the host."""
         self.legal_BTW[:, : legal_BTW.shape[1]].copy_(legal_BTW, non_blocking=True)
 
     def clear(self) -> None:

@@ -259,7 +259,7 @@ class StaticKVCache:
 
     @property
     def kind(self) -> tuple:
-        """What a compiled form that is given a cache depends on."""
+        """Key of the compiled forms that are given this cache."""
         return self.batch, self.slots, self.recent, self.taps
 
     @property

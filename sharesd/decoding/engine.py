@@ -59,7 +59,7 @@ class _Batch(NamedTuple):
     plain: list[int]
     """Rows that take no drafts."""
     constrained: bool
-    """Whether any has a grammar."""
+    """True where any has a grammar."""
     first: int
     """The row of the first line of results."""
     end: int
@@ -75,7 +75,7 @@ class _Flight(NamedTuple):
     alone: bool
     """Whether all of them are prompts of one call, with nothing behind them."""
     place: tuple[float, int, int]
-    """What costs depend on, see `LiveCosts.at`."""
+    """Arguments of `LiveCosts.at`."""
     tree: DraftTree
     asked: Asked
     result: RoundResult
@@ -513,7 +513,7 @@ class Engine:
         return _Flight(batch, counting, alone, place, tree, policy.asked(), result, marks, started)
 
     def _masks(self, batch: _Batch, tree: DraftTree) -> Masks:
-        """What grammars allow: asked for once the draft is known, while the target reads it."""
+        """Masks of grammars: asked for once the draft is known, while the target reads it."""
         draft, mark = on_host(tree), self._clock.mark()
 
         def masks() -> tuple[Tensor, list[tuple[int, int]]]:
@@ -669,7 +669,7 @@ class Engine:
 
 
 def _coming(before: _Flight | None) -> dict[int, int]:
-    """How many tokens, at most, a round that has not been read adds to each row."""
+    """Most tokens that a round which has not been read adds to each row."""
     if before is None:
         return {}
     most = 1 + before.tree.tokens.shape[1]

@@ -70,7 +70,7 @@ wrong has to be noticed, too."""
 
 
 class Asked(NamedTuple):
-    """What was asked for a round, which may be recorded when others have been asked for."""
+    """Decision for a round, which may be recorded when others have been asked for."""
 
     shape: Shape
     looked: bool
@@ -438,7 +438,7 @@ class Policy:
         return self._most if self.pinned is None else self.pinned.nodes
 
     def asked(self) -> Asked:
-        """What `recall` is given before the round is recorded, where another one is chosen before that."""
+        """Argument of `recall` before the round is recorded, where another one is chosen before that."""
         return Asked(self._asked, self._looked, self.known_place, self._worth, self.weighing)
 
     def recall(self, asked: Asked) -> None:

@@ -41,7 +41,7 @@ class RowState(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What the target has made of a draft, before anything is decided about it."""
+    """Outcome of the target's pass over a draft, before anything is decided."""
 
     tree: DraftTree
     """Without guesses for rows that take none."""
@@ -52,7 +52,7 @@ class Reading(NamedTuple):
 
 
 Masks = Callable[[], tuple[Tensor, list[tuple[int, int]]]]
-"""What grammars allow after root and nodes, bits [B, T, W] on the host; and nodes, by line and number, that must not be
+"""Masks of grammars after root and nodes, bits [B, T, W] on the host; and nodes, by line and number, that must not be
 accepted."""
 
 
@@ -110,7 +110,7 @@ class Round:
         graphs, match = None if eager else drafting.graphs, not drafting.sampler.wants_probs
         self._constrained = drafting.sampler.kind.constrained
         self.no_draft = DraftTree(state.root_B[:, None][:, :0])
-        """Of a plain round."""
+        """Draft of a plain round."""
         self._plain = self._step(self.no_draft, graphs)
         self._full: Callable[..., RoundResult] | None = None
         self._plain_apart = True
@@ -120,7 +120,7 @@ class Round:
             self._plain_apart = not match or self._width(1) < self._width(1 + drafting.buffers.most)
 
     def verify(self, tree: DraftTree, masks: Masks | None = None) -> RoundResult:
-        """What the target makes of a draft. Where there are grammars, `masks` are asked for while it reads that."""
+        """Verify a draft. Where there are grammars, `masks` are asked for while it reads that."""
         num_nodes = tree.tokens.shape[1]
         given = (masks,) if self._constrained else ()
         if self._full is None and num_nodes:

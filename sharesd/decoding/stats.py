@@ -46,7 +46,7 @@ class Stats:
     verify_s: float = 0.0
     """Verifying, accepting and committing."""
     overhead_s: float = 0.0
-    """What is left of the rounds: synchronising, stop rules, text. Negative where they overlap with others."""
+    """Rest of the rounds: synchronising, stop rules, text. Negative where they overlap with others."""
     traffic: Traffic | None = None
     """What was moved meanwhile of weights that do not stay; None = all stay."""
 

@@ -97,7 +97,7 @@ class DraftTree(NamedTuple):
 
 
 def on_host(tree: DraftTree) -> DraftTree:
-    """What the host must know of a draft; of one that lies on a device copies, for which nobody waits here."""
+    """Parts of a draft that the host must know; of one that lies on a device copies, for which nobody waits here."""
     if tree.tokens.device.type == "cpu":
         return tree
     branches = tree.branches and Branches(*(copied(part) for part in tree.branches))

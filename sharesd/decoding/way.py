@@ -61,7 +61,7 @@ class Way:
 
     @property
     def learns(self) -> bool:
-        """Whether anything depends on what rounds took: drafts, or the number of threads."""
+        """True where anything depends on what rounds took: drafts, or the number of threads."""
         return self._on_cpu or self._from_tables or self.policy.pinned is None
 
     def round(self, first: int = 0, end: int | None = None) -> Round:

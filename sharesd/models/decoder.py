@@ -256,7 +256,7 @@ class Decoder(nn.Module):
 
     @property
     def flash_reads(self) -> bool:
-        """Whether pieces of prompts are attended to by flash attention, which reads no slots but live ones."""
+        """True where pieces of prompts are attended to by flash attention, which reads no slots but live ones."""
         c, table = self.config, self.get_buffer("cos_0")
         return flash_reads(table.device, table.dtype, c.head_dim, c.attn_softcap)
 

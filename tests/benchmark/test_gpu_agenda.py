@@ -308,7 +308,7 @@ def ran(folder: Path, state: dict[str, str], *options: str) -> tuple[list[str], 
 
 
 def test_a_later_call_goes_on(tmp_path: Path, capsys: Any) -> None:
-    """What is done stays; what failed, was cut off or had no time left is measured."""
+    """Steps that are done stay; what failed, was cut off or had no time left is measured."""
     names = [step.name for step in STEPS]
     states = dict.fromkeys(names[:3], "done") | {names[3]: "cut off", names[4]: "failed", names[5]: "skipped"}
     measured, after = ran(tmp_path, states)

@@ -52,7 +52,7 @@ def noted(draft: Callable[..., DraftTree], drafts: list[Any]) -> Callable[..., D
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each round, whether another one was on its way."""
+    """For each round, True where another one was on its way."""
     found, launch = [], Engine._launch
 
     def counted(self: Engine, before: Any = None) -> Any:

@@ -74,7 +74,7 @@ def sizes_of(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def decode(engine: Engine) -> tuple[list[Completion | None], list[list[int]]]:
-    """What each request gives, None = it was cancelled; and what its rounds gave."""
+    """Results of each request, None = it was cancelled; and what its rounds gave."""
     done: dict[Request, Completion] = {}
     requests: list[Request] = []
     waiting, step = list(zip(JOIN_AT, REQUESTS, strict=True)), 0

@@ -1,4 +1,4 @@
-"""What rounds are said to have taken is what has passed, whoever asks: reports, the policy, control of threads and of
+"""Times of rounds are times that passed, whoever asks: reports, the policy, control of threads and of
 prompts. By a clock that is made up.
 """
 

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool, bool]:
-    """Whether rows of chains, and of trees, have the same bits."""
+    """Verdicts on rows of chains and of trees: do they have the same bits?"""
     first = shallow(model)
     return check_rows(first, first.new_cache(2, 256), widths, trees=True)[:2]
 

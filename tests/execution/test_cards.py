@@ -42,7 +42,7 @@ class Cards:
     broken: dict[int, str] = field(default_factory=dict)
     """Errors of those that cannot be used."""
     smi: str = ""
-    """What nvidia-smi prints."""
+    """Output of nvidia-smi."""
 
     def put(self, patch: pytest.MonkeyPatch) -> None:
         def init() -> None:

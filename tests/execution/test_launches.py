@@ -117,7 +117,7 @@ def counted(function: Callable[[], object]) -> Counting:
 def captures(
     model: Decoder, drafter: Any, cache: Any, rows: int | None = None, **options: Any
 ) -> dict[str, Callable[[], object]]:
-    """What an engine captures for so many rows (default: all), by what it is."""
+    """Captures of an engine for so many rows (default: all), by kind."""
     round_ = engine_of(model, drafter, cache, **options).way(SamplingParams()).round(0, rows)
 
     def verify(tree: DraftTree) -> object:

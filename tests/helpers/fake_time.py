@@ -20,7 +20,7 @@ class FakeTime:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        """Of the host."""
+        """Time of the host."""
         self.done_at = 0.0
         """When the device will have done all that was asked of it."""
 

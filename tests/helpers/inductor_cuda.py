@@ -137,7 +137,7 @@ def noted() -> Iterator[list[str]]:
 
 
 def digest(code: str) -> dict[str, Any]:
-    """What a compiled form launches; the caches that attention is given, who else is given them first, and what is made
+    """Launches of a compiled form; the caches that attention is given, who else is given them first, and what is made
     of inputs; the numbers of the largest buffer.
     """
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]

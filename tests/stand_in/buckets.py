@@ -1,4 +1,4 @@
-"""What rounds of one user replay, of a server of one row and of more, under the stand-in driver.
+"""Replays of one user's rounds, of a server of one row and of more, under the stand-in driver.
 
 As a program, of the embedded model: tests/stand_in/run.sh -m tests.stand_in.buckets [MODE]...
 """

@@ -1,4 +1,4 @@
-"""What is compiled, and launched for prompts and draft steps, under the stand-in driver.
+"""Counts of what is compiled, and launched for prompts and draft steps, under the stand-in driver.
 
 As a program, of the embedded model: tests/stand_in/run.sh -m tests.stand_in.compiling COMPILE [MODE]...
 """

@@ -18,13 +18,13 @@ def environment() -> None:
 
 @pytest.fixture(scope="session")
 def outcomes() -> dict[Point, Outcome]:
-    """Of points so far."""
+    """Outcomes of points so far."""
     return {}
 
 
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest, point: Point, outcomes: dict[Point, Outcome], shared: Shared) -> Outcome:
-    """What decoding at this point gave: decoded together with all points of this class on as many GPUs."""
+    """Outcome of decoding at this point: decoded together with all points of this class on as many GPUs."""
     if point not in outcomes:
         of_class = [item for item in request.session.items if getattr(item, "cls", None) is request.cls]
         wanted = {item.callspec.params["point"] for item in of_class if isinstance(item, pytest.Function)}

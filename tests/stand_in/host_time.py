@@ -31,7 +31,7 @@ MODES = ("naive", "share", "eagle", "classic", "hybrid")
 
 
 class Times:
-    """What the rounds of one engine take, while it is decoding."""
+    """Times of one engine's rounds, while it is decoding."""
 
     def __init__(self) -> None:
         self.host: list[float] = []
@@ -42,7 +42,7 @@ class Times:
         self._reads = False
 
     def begin(self) -> None:
-        """Of a case."""
+        """Forget the case before."""
         self.__init__()  # type: ignore[misc]
 
     def install(self) -> None:
@@ -85,7 +85,7 @@ class Times:
         Replayed.__call__, torch.Tensor.tolist = timed_call, timed_read  # type: ignore[method-assign]
 
     def leave_out(self, name: str) -> None:
-        """What `plausible` has put around this method of the engine is no time of rounds."""
+        """Leave out: what `plausible` has put around this method of the engine is no time of rounds."""
         from sharesd.decoding.engine import Engine
 
         around = getattr(Engine, name)
@@ -114,7 +114,7 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shapes_of(policy: Any) -> dict[str, Any]:
-    """What is chosen, plain rounds, and drafts of four tokens and of a tree, as far as the mode has them."""
+    """Cases: shapes of the policy, plain rounds, drafts of four tokens and of a tree, as far as the mode has them."""
     from sharesd.decoding.tree import PLAIN
 
     chains = [shape for shape in policy.shapes if not shape.is_tree and shape.nodes == 4]

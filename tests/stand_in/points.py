@@ -92,7 +92,7 @@ class Point(NamedTuple):
         return "num_draft" in MODES[self.mode][2]
 
     def params(self) -> SamplingParams:
-        """How a request is sampled."""
+        """Parameters of sampling of a request."""
         given = {**CHOICES[self.choice], **PENALTIES[self.penalties], **LOGPROBS[self.logprobs]}
         if self.grammar:
             return SamplingParams(max_new_tokens=24, grammar=grammar.from_regex("[a-z ]*"), **given)

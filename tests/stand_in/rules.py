@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 RULES: dict[str, Callable[[], object]] = {}
-"""What breaks a rule in a capture, which is on device 0."""
+"""Calls that break a rule in a capture, which is on device 0."""
 ALLOWED: dict[str, Callable[[], object]] = {}
-"""What breaks none."""
+"""Calls that break no rule."""
 
 
 def rule(function: Callable[[], object]) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_step(name: str) -> dict[str, Any]:
-    """What the step of this name found."""
+    """Findings of the step of this name."""
     from benchmark import timed
     from benchmark.gpu import worker
     from tests.helpers.tiny import make_checkpoint

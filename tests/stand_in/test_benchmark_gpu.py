@@ -11,13 +11,13 @@ from tests.stand_in.run_step import run_step
 from tests.stand_in.worker import Outcome, run
 
 QUICK = ("machine", "1b-costs", "135m")
-LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages")
+LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages", "kernels", "tiles", "gemlite")
 """The same code at 7B apart, and steps that start processes of their own: kernels of these would do nothing, too."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
-    """Of all steps that are tested, which one process runs."""
+    """Outcomes of all steps that are tested, which one process runs."""
     items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
     return dict(zip(names, run([partial(run_step, name) for name in names]), strict=True))

@@ -22,7 +22,7 @@ Found = dict[Key, Any]
 
 @pytest.fixture(scope="module")
 def found(shared: Shared) -> Found:
-    """What each mode does with one row and with eight."""
+    """Replays of each mode with one row and with eight."""
     target = shared.checkpoint(hidden=128, layers=2)
     head = shared.head(target, "eagle3", dtype=torch.bfloat16)
     keys: list[Key] = [(mode, rows, "auto") for mode in MODES for rows in ROWS]

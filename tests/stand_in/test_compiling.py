@@ -1,4 +1,4 @@
-"""What Inductor and Triton compile is kept: a second start has the same forms and compiles none. Few kernels are
+"""Compiled code of Inductor and Triton is kept: a second start has the same forms and compiles none. Few kernels are
 launched for a prompt, and few are nodes of a draft step's graph.
 """
 

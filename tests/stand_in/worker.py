@@ -32,14 +32,14 @@ PATIENCE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gave."""
+    """Outcome of a call."""
 
     value: Any
     error: str
     """Its traceback, where it raised something; "" where it did not."""
     seconds: float
     log: str
-    """What was printed meanwhile, by processes that it started, too."""
+    """Lines that were printed meanwhile, by processes that it started, too."""
 
     @property
     def violations(self) -> dict[str, int]:
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def trouble(self) -> str:
-        """What went wrong, in a few lines; "" for nothing."""
+        """Account of a failure in a few lines; "" for none."""
         broken = [f"{number} x {rule}" for rule, number in self.violations.items()]
         first = self.log[self.log.index("VIOLATION") :].splitlines()[:_SHOWN] if broken else []
         return "\n".join([*self.error.splitlines()[-_SHOWN:], *broken, *first])

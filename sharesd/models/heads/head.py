@@ -104,7 +104,7 @@ class Head(nn.Module):
 
     @property
     def steps(self) -> Any:
-        """Whose methods are called in each draft. Texts have any length, and are read by the head's own."""
+        """Module whose methods are called in each draft. Texts have any length, and are read by the head's own."""
         return self.compiled or self
 
     @property

@@ -333,7 +333,7 @@ def test_kept_rows_are_moved_without_a_stack() -> None:
 
 
 def test_programs_are_those_that_have_work() -> None:
-    """Of 132 processors, whatever the cache: two on each, and in trees those of new rows."""
+    """Grids of 132 processors, whatever the cache: two on each, and in trees those of new rows."""
     assert kernels.programs_of(1, 4, False, 16, 8, 132) == (16, 16), "a program for each part of a short cache"
     assert kernels.programs_of(1, 4, False, 256, 8, 132) == (33, 33)
     assert kernels.programs_of(9, 4, False, 1024, 8, 132) == (3 * 11, 11)
