@@ -11,7 +11,7 @@ from tests.stand_in.run_step import run_step
 from tests.stand_in.worker import Outcome, run
 
 QUICK = ("machine", "1b-costs", "135m")
-LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages", "kernels", "tiles", "gemlite")
+LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages")
 """The same code at 7B apart, and steps that start processes of their own: kernels of these would do nothing, too."""
 
 
