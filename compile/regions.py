@@ -125,7 +125,7 @@ def compile_step(function: Callable) -> Step:
     code = function.__code__.replace()  # Dynamo keeps compiled code by code object: ours must be nobody else's
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
+    return torch.compile(own, fullgraph=True, dynamic=False, options=dict(OPTIONS))  # torch takes entries out
 
 
 def structure(module: nn.Module) -> tuple:

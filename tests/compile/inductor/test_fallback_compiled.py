@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,13 @@ def new_runtime(checkpoint: Path, compile: Any, **options: Any) -> Runtime:
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Dynamo traced runs as it is: quick to make, and seen operation by operation."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    inductor = torch.compile
+
+    def traced(function: Any, options: dict[str, Any], **how: Any) -> Any:
+        guards = {"guard_filter_fn": options["guard_filter_fn"]}  # the rest is Inductor's
+        return inductor(function, backend="aot_eager", options=guards, **how)
+
+    monkeypatch.setattr(torch, "compile", traced)
 
 
 def test_all_modes_emit_the_same_tokens_from_compiled_steps_over_caches_in_place(checkpoint: Path) -> None:
