@@ -48,7 +48,7 @@ smoke() {
 import json, sys
 from pathlib import Path
 
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 work = Path(sys.argv[1])
 make_checkpoint(work / "model", layers=4)

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sharesd import __version__
-from sharesd.settings import cpu_name
+from sharesd.weights.quant_tuning_cache import cpu_name
 
 PACKAGES = ("torch", "transformers", "hqq", "gemlite", "bitsandbytes", "tokenizers", "safetensors", "triton")
 
@@ -23,7 +23,7 @@ def environment(device: str) -> dict[str, Any]:
     import psutil
     import torch
 
-    from compile.threads import CREW
+    from compile.adaptive_threads import CREW
 
     gpu = torch.cuda.get_device_properties(torch.device(device)) if device.startswith("cuda") else None
     return {

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from math import fsum
 
 from sharesd.config import SamplingParams
-from sharesd.decoding.engine import Engine, Prompt
-from sharesd.decoding.output import Completion
-from sharesd.decoding.stats import Stats
+from sharesd.engine.engine import Engine, Prompt
+from sharesd.engine.outputs import Completion
+from sharesd.engine.stats import Stats
 
 MOST, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
 """Share of the time that may be off; seconds of a call that may be counted twice, or lost; seconds of each round."""

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compile.cpp_extension import kernel
 from compile.linear import LAYOUT
-from compile.native import kernel
-from compile.ops import LIBRARY, on_cuda, runs_triton
+from compile.op_registry import LIBRARY, on_cuda, runs_triton
 from compile.rotary import rotate
 from compile.sight import CHUNK, SINKS
 
@@ -399,7 +399,7 @@ def _addresses(caches: Sequence[Tensor]) -> Tensor:
 
 
 def _keep_cuda(*arguments) -> None:
-    from compile.cuda.rows import move_kept  # imports Triton, which not every machine has
+    from compile.cuda.kv_compact import move_kept  # imports Triton, which not every machine has
 
     move_kept(*arguments)
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compile.native import kernel
-from compile.ops import LIBRARY
+from compile.cpp_extension import kernel
+from compile.op_registry import LIBRARY
 
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
 _LOW_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)

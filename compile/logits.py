@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile.ops import LIBRARY, on_cuda
+from compile.op_registry import LIBRARY, on_cuda
 
 NUMBERS = (
     "temperature",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compile.native import kernel
+from compile.cpp_extension import kernel
 
 
 class Hash(NamedTuple):

@@ -7,7 +7,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from compile.native import kernel
+from compile.cpp_extension import kernel
 
 
 def top_k(logits_RV: Tensor, k: int) -> Tensor:
@@ -44,7 +44,7 @@ def top_logp_reference(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def top_p(logits_RV: Tensor, p_R: Tensor) -> Tensor:
     """Logits of float32 or float64 on a CPU, with -inf at tokens that are less likely than those that hold a share `p`
-    (float64) of the mass, as `sharesd.sampling.logits` has it.
+    (float64) of the mass, as `sharesd.sampling.logits_processors` has it.
     """
     logits_RV, out_RV = logits_RV.contiguous(), torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
     R, V = logits_RV.shape

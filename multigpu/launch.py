@@ -16,8 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from multigpu.group import ProcessGroup
-from multigpu.lifeline import PATIENCE, Lifeline, RankLost, ended_how, keep_alive
+from multigpu.failure_detector import PATIENCE, Lifeline, RankLost, ended_how, keep_alive
+from multigpu.process_group import ProcessGroup
 
 
 def launched_rank() -> int | None:

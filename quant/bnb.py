@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quant.lazy import lazy_import
-from quant.linear import LowLinear
+from quant.switch_linear import LowLinear
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

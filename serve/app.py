@@ -10,12 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
-from serve import status, tokenize
+from serve import admin_routes, tokenize
+from serve.async_engine import Service
 from serve.chat import chat
 from serve.completions import completions, predict
 from serve.errors import ApiError, of_status
-from serve.gate import Gate
-from serve.service import Service
+from serve.middleware import Gate
 
 POSTS: dict[str, Callable[..., Any]] = {
     "/v1/chat/completions": chat,
@@ -25,12 +25,12 @@ POSTS: dict[str, Callable[..., Any]] = {
     "/predict": predict,
 }
 GETS: dict[str, Callable[..., Any]] = {
-    "/": status.page,
-    "/v1/models": status.models,
-    "/v1/models/{name:path}": status.one_model,
-    "/health": status.health,
-    "/metrics": status.metrics,
-    "/version": status.version,
+    "/": admin_routes.page,
+    "/v1/models": admin_routes.models,
+    "/v1/models/{name:path}": admin_routes.one_model,
+    "/health": admin_routes.health,
+    "/metrics": admin_routes.metrics,
+    "/version": admin_routes.version,
 }
 HEADS = {"/", "/health"}
 """Where monitors ask by HEAD."""
@@ -45,8 +45,8 @@ def make_app(service: Service) -> FastAPI:
     for path, handler in GETS.items():
         methods = ["GET", "HEAD"] if path in HEADS else ["GET"]
         app.add_api_route(path, handler, methods=methods, response_model=None)
-    if status.PAGE.is_dir():
-        app.mount("/page", StaticFiles(directory=status.PAGE))
+    if admin_routes.PAGE.is_dir():
+        app.mount("/page", StaticFiles(directory=admin_routes.PAGE))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Gate, settings=service.settings, metrics=service.metrics)

@@ -8,13 +8,13 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from serve.answer import respond, start
-from serve.choice import Choice, Tokens
+from serve.choice_state import Choice, Tokens
 from serve.engine_thread import Model
-from serve.form import Form, alternatives, finite
+from serve.handlers import respond, start
 from serve.messages import for_template
+from serve.response_format import Form, alternatives, finite
 from serve.schemas import ChatBody, read
-from serve.tokens import encode_chat, token_bytes, token_text
+from serve.token_utils import encode_chat, token_bytes, token_text
 from serve.tool_calls import CallPart, CallReader
 
 

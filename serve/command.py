@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serve.settings import Settings
+from serve.server_config import Settings
 from sharesd.cli.options import (
     Parser,
     add_mode_option,
@@ -49,7 +49,7 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
     With a limit, a context of `auto` is the usual one: the model's own may be any number of times as long.
     """
     from serve.engine_thread import Model
-    from sharesd.cli.start import load_runtime, start_engine
+    from sharesd.cli.startup import load_runtime, start_engine
     from sharesd.config import SamplingParams
 
     if memory_limit is not None:

@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from serve.answer import respond, start
-from serve.choice import Choice, Tokens
-from serve.form import Form, finite
+from serve.async_engine import Call
+from serve.choice_state import Choice, Tokens
+from serve.handlers import respond, start
+from serve.response_format import Form, finite
 from serve.schemas import CompletionBody, PredictBody, read
-from serve.service import Call
-from serve.tokens import TokenTexts, encode, token_text
+from serve.token_utils import TokenTexts, encode, token_text
 from sharesd.models.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16

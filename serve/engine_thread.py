@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from serve.choice import Choice, Chunk
+from serve.choice_state import Choice, Chunk
 from serve.tool_format import ToolFormat
 from sharesd.config import SamplingParams
 from sharesd.models.tokenizer import Tokenizer

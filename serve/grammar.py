@@ -10,7 +10,7 @@ from serve.engine_thread import Model
 from serve.errors import invalid
 from serve.schemas import ChatBody, Generation
 from serve.tool_format import calls_grammar, text_and_calls_grammar
-from sharesd import grammar
+from sharesd.data import grammar_spec
 
 MOST_CHARACTERS = 100_000
 """Of a grammar."""
@@ -53,13 +53,15 @@ def _of_calls(model: Model, body: ChatBody) -> str | None:
 def _of_text(body: Generation) -> str | None:
     outputs, form = body.structured_outputs, body.response_format
     if form is not None and form.type != "text":
-        return grammar.from_json_schema({"type": "object"} if form.json_schema is None else form.json_schema.schema_)
+        return grammar_spec.from_json_schema(
+            {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+        )
     if outputs is None:
         return None
     if outputs.json_ is not None:
-        return grammar.from_json_schema(outputs.json_)
+        return grammar_spec.from_json_schema(outputs.json_)
     if outputs.regex is not None:
-        return grammar.from_regex(outputs.regex)
+        return grammar_spec.from_regex(outputs.regex)
     if outputs.choice is not None:
-        return grammar.from_choices(outputs.choice)
-    return grammar.from_lark(outputs.grammar or "")
+        return grammar_spec.from_choices(outputs.choice)
+    return grammar_spec.from_lark(outputs.grammar or "")

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 from serve.app import make_app
+from serve.async_engine import Service
 from serve.engine_thread import Model
-from serve.service import Service
-from serve.settings import Settings
+from serve.server_config import Settings
 
 LAST_SECONDS = 2
 """For responses that clients do not read, and bodies that they do not send; answers were waited for before."""

@@ -6,10 +6,10 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from serve.async_engine import Call
 from serve.errors import ApiError
-from serve.form import Form
+from serve.response_format import Form
 from serve.schemas import Generation
-from serve.service import Call
 from serve.usage import ending
 
 KEEP_ALIVE = b": keep-alive\n\n"

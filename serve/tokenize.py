@@ -6,11 +6,11 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from serve.answer import check_name
 from serve.engine_thread import Model
+from serve.handlers import check_name
 from serve.messages import for_template
 from serve.schemas import DetokenizeBody, TokenizeBody, read
-from serve.tokens import decode, encode_chat
+from serve.token_utils import decode, encode_chat
 
 
 async def tokenize(request: Request) -> JSONResponse:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from serve.tool_format import ToolFormat
-from sharesd.decoding.stops import overlap
+from sharesd.engine.stop_checker import overlap
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 

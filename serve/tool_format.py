@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve.tools import Function
-from sharesd.grammar import from_lark, json_in_lark
+from sharesd.data.grammar_spec import from_lark, json_in_lark
 from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer
 
 

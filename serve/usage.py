@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from serve.choice import Choice
+from serve.choice_state import Choice
 from serve.schemas import Generation
 
 

@@ -13,8 +13,8 @@ from sharesd import shadowing
 if TYPE_CHECKING:
     from quant.config import QuantConfig
     from sharesd.config import EngineConfig, OffloadConfig, SamplingParams, SplitConfig
-    from sharesd.decoding.engine import Engine
-    from sharesd.decoding.output import Completion, TokenChunk
+    from sharesd.engine.engine import Engine
+    from sharesd.engine.outputs import Completion, TokenChunk
     from sharesd.llm import LLM
 
 __version__ = "0.1.0"
@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "sharesd.decoding.output",
-    "Engine": "sharesd.decoding.engine",
+    "Completion": "sharesd.engine.outputs",
+    "Engine": "sharesd.engine.engine",
     "EngineConfig": "sharesd.config",
     "LLM": "sharesd.llm",
     "OffloadConfig": "sharesd.config",
     "QuantConfig": "quant.config",
     "SamplingParams": "sharesd.config",
     "SplitConfig": "sharesd.config",
-    "TokenChunk": "sharesd.decoding.output",
+    "TokenChunk": "sharesd.engine.outputs",
 }
 
 

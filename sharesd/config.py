@@ -113,7 +113,7 @@ class SamplingParams:
     speculate: bool = True
     """Whether drafts may be made for this request; the text is the same."""
     grammar: str | None = None
-    """What the answer must be, as `sharesd.grammar` makes it from a JSON schema, a regular expression or Lark.
+    """Grammar of the answer: a JSON schema, a regular expression or Lark, converted by `sharesd.data.grammar_spec`.
     Text that the grammar cannot complete ends as one that is cut short."""
     acceptance: Acceptance = "match"
     """`match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and
@@ -250,7 +250,7 @@ class EngineConfig:
     """Drafters of `hybrid`: at most one of share, classic, eagle, parallel and glide, and tables. (): eagle and suffix
     if there is a head, else share and suffix; see `drafters_of`."""
     auto_drafters: tuple[str, ...] = ()
-    """Drafters of `auto`, as `hybrid_with`. (): chosen when the model is loaded (`sharesd.auto`)."""
+    """Drafters of `auto`, as `hybrid_with`. (): chosen when the model is loaded (`sharesd.loading.auto_mode`)."""
     ngram_min: int = 1
     """`ngram`: shortest run of tokens that is looked up."""
     ngram_max: int = 4
@@ -326,7 +326,7 @@ class EngineConfig:
     others hardly notice. Where a prompt's bits depend on how it is cut, as on a GPU, it is always 512."""
     max_context: int | Literal["auto"] = "auto"
     """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit. `auto`:
-    that limit, or what half of the free memory holds, if that is less (see `sharesd.context`)."""
+    that limit, or what half of the free memory holds, if that is less (see `sharesd.loading.max_context`)."""
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)

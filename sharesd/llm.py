@@ -10,15 +10,15 @@ from typing import Any, overload
 
 import torch
 
-from sharesd import option_values
 from sharesd.config import MODES, Mode, SamplingParams
-from sharesd.decoding.calls import Call, Calls
-from sharesd.decoding.converse import CHUNK
-from sharesd.decoding.output import Completion, TokenChunk
-from sharesd.load import Runtime
-from sharesd.messages import EXAMPLE, for_template
+from sharesd.data.chat_messages import EXAMPLE, for_template
+from sharesd.engine.batch_runner import CHUNK
+from sharesd.engine.call_queue import Call, Calls
+from sharesd.engine.outputs import Completion, TokenChunk
+from sharesd.loading import option_values
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.settings import best_quant
+from sharesd.runtime import Runtime
+from sharesd.weights.quant_tuning_cache import best_quant
 
 DEFAULT_MODE: Mode = "auto"
 """Mode of an LLM without `mode` and `modes`."""

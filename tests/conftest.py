@@ -25,10 +25,10 @@ from typing import Any
 import pytest
 import torch
 
-from compile import native
+from compile import cpp_extension
 from tests.helpers import guard
 from tests.helpers.covering import thin
-from tests.helpers.shared import Shared
+from tests.helpers.shared_runtimes import Shared
 
 guard.install()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -93,15 +93,15 @@ def kernels(request: pytest.FixtureRequest) -> None:
     if all(item.get_closest_marker("cuda") for item in request.session.items):
         return  # nothing of them is wanted on a GPU
     with ThreadPoolExecutor() as pool:
-        list(pool.map(native.library, ("bfloat16", "float16", "float32", "float64", "choice")))
+        list(pool.map(cpp_extension.library, ("bfloat16", "float16", "float32", "float64", "choice")))
 
 
 @pytest.fixture(autouse=True)
 def costs_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines time their rounds once, not for half a second, unless a test is marked `times_costs`."""
     if request.node.get_closest_marker("times_costs") is None:
-        monkeypatch.setattr("sharesd.decoding.calibrate.SECONDS", 0.0)
-        monkeypatch.setattr("sharesd.decoding.calibrate.SWEEPS", (1, 1))
+        monkeypatch.setattr("sharesd.engine.warmup.SECONDS", 0.0)
+        monkeypatch.setattr("sharesd.engine.warmup.SWEEPS", (1, 1))
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +126,7 @@ def on_the_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         return
     dice = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device="cuda": dice(device))
-    monkeypatch.setattr("sharesd.sampling.logits.runs_triton", lambda device: False)
+    monkeypatch.setattr("sharesd.sampling.logits_processors.runs_triton", lambda device: False)
     with torch.device("cuda", torch.cuda.current_device()):
         yield
 

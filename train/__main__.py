@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from sharesd.cli.parser import Parser, program, run_command
 
 PROG = "python -m train"
-COMMANDS = ("train.table", "train.corpus", "train.prompts", "train.generate", "train.inspect", "train.heads.command")
+COMMANDS = (
+    "train.build_recycle_table",
+    "train.build_corpus",
+    "train.data.self_prompts",
+    "train.data.generate",
+    "train.data.inspect",
+    "train.heads.command",
+)
 
 
 def make_parser(prog: str = PROG) -> Parser:

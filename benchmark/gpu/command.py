@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(arguments.markdown_table(("step", "limit", "what"), rows, left=3), markup=False, soft_wrap=True)
         return 0
     from benchmark.environment import environment
-    from sharesd.device import device_of
+    from sharesd.devices.selection import device_of
 
     device_of(args.device)  # ValueError without a GPU, before anything else; only the steps' processes use it
     folder = arguments.out_folder(args.out_dir, "gpu")

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from benchmark.environment import num_compiled_graphs
 from benchmark.gpu.modes import WAYS, prompts_of
 from benchmark.gpu.worker import Job
-from compile.graphs import Graphs
+from compile.cuda_graphs import Graphs
 from sharesd.config import Mode, SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.request import Request
-from sharesd.load import Runtime
+from sharesd.engine.engine import Engine
+from sharesd.engine.request import Request
+from sharesd.runtime import Runtime
 
 BETWEEN = 3
 """Steps from one request to the next."""

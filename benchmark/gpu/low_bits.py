@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from benchmark.gpu.timing import copies_of, copy_bandwidth, linears
 from benchmark.gpu.worker import Job, NotHere
-from compile.cuda.timing import seconds_per_call, turns
-from compile.native import cache_root
+from compile.cpp_extension import cache_root
+from compile.cuda.bench import seconds_per_call, turns
 from quant.gemlite_configs import load_configs, save_configs
-from quant.kernels import build_low
+from quant.hqq import solve
 from quant.lazy import lazy_import
-from quant.solver import solve
-from sharesd.low_builders import choose_for_cuda
+from quant.quantized_linear import build_low
+from sharesd.weights.packing import choose_for_cuda
 
 CASES = ((4, "bfloat16"), (4, "float32"), (8, "float32"), (2, "float32"))
 """Bits, and in which dtype atomics add up the parts of a sum; 8 bits always take float32."""

@@ -10,7 +10,7 @@ import torch
 from benchmark.environment import environment
 from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
-from compile.cuda.timing import seconds_per_call
+from compile.cuda.bench import seconds_per_call
 
 QUERY = "name,driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,power.limit,temperature.gpu,memory.used"
 

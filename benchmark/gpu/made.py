@@ -24,14 +24,14 @@ from benchmark.gpu.oracle import knowing
 from benchmark.gpu.timing import copy_bandwidth
 from benchmark.gpu.worker import Job
 from benchmark.studies.calibrate import best_length, expected_speedup
+from compile.cuda.bench import seconds_per_call
 from compile.cuda.linear import RowLinear
-from compile.cuda.timing import seconds_per_call
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.decoding.costs import Costs
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.tree import chain
-from sharesd.load import Runtime
-from sharesd.models.heads.config import HeadConfig
+from sharesd.drafters.heads.config import HeadConfig
+from sharesd.engine.engine import Engine
+from sharesd.runtime import Runtime
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_tree import chain
 
 MODES: tuple[Mode, ...] = ("naive", "share", "eagle")
 ALPHAS = (0.6, 0.7, 0.8, 0.9)

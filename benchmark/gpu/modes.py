@@ -15,12 +15,12 @@ from benchmark.gpu.worker import Job
 from benchmark.questions.conversation import prompt_ids
 from benchmark.questions.questions import load
 from benchmark.timed import generate
-from compile.graphs import Graphs
+from compile.cuda_graphs import Graphs
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.stats import Stats
-from sharesd.load import Runtime
-from sharesd.models.weights import Tensors
+from sharesd.engine.engine import Engine
+from sharesd.engine.stats import Stats
+from sharesd.models.loader import Tensors
+from sharesd.runtime import Runtime
 
 WAYS: Mapping[str, SamplingParams] = {
     "T=0": SamplingParams(),

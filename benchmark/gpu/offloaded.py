@@ -14,10 +14,10 @@ import torch
 from benchmark.gpu.modes import Answers, answer, prompts_of
 from benchmark.gpu.widened import widened_model
 from benchmark.gpu.worker import Job
-from offload.cuda import link_rate
+from offload.pinned_transfer import link_rate
 from quant.config import QuantConfig
 from sharesd.config import Mode, OffloadConfig, SamplingParams
-from sharesd.load import Runtime
+from sharesd.runtime import Runtime
 
 GIB = 2**30
 MOST_DRAFT = 32

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile.graphs import WARM_CALLS, Replayed
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.tree import DraftTree, Shape
+from compile.cuda_graphs import WARM_CALLS, Replayed
 from sharesd.drafters.base import Drafter, Drafting
+from sharesd.engine.engine import Engine
+from sharesd.speculation.draft_tree import DraftTree, Shape
 
 
 class Oracle:

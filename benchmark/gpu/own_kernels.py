@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from benchmark.gpu.timing import ROWS, copies_of, copy_bandwidth, listed, rows_that_differ, sizes
 from benchmark.gpu.worker import Job, NotHere
 from compile.attention import Branches, attend_reference
-from compile.cuda.timing import seconds_per_call, turns
-from quant.solver import QuantizedWeight, solve
-from sharesd.low_builders import rows_for_cuda
+from compile.cuda.bench import seconds_per_call, turns
+from quant.hqq import QuantizedWeight, solve
+from sharesd.weights.packing import rows_for_cuda
 
 MOST = max(ROWS)
 

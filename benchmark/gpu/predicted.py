@@ -22,7 +22,7 @@ import torch
 from benchmark.gpu.absent import SHARED, Binary, gpu
 from benchmark.gpu.shapes import MODELS, Linear, Model
 from compile.cuda.gemm import multiply
-from compile.cuda.settings import ROWS, Device, Tile, by_rule
+from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule
 
 ACHIEVED = 0.9
 """Share of a card's bandwidth that large copies get."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmark.studies.wide_shapes import SHAPES, Shape
-from compile.cuda.timing import seconds_per_call, turns
+from compile.cuda.bench import seconds_per_call, turns
 
 EMBEDDED_SHAPE = Shape(hidden_size=576, mlp_size=1536, num_heads=9, num_kv_heads=3, num_layers=30)
 HEAD_DIM, VOCAB = 64, 49_152

@@ -14,9 +14,9 @@ from benchmark.gpu.worker import Job
 from benchmark.studies.wide_shapes import SHAPES, Shape
 from benchmark.studies.widening import GROUP, describe, wide_tensors, widen_head
 from sharesd.config import EMBEDDED_HEADS, EngineConfig, Mode, SamplingParams, SplitConfig
-from sharesd.load import Runtime
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.weights import decoder_config
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
 
 LONG, SHORT = 8192, 2048
 

@@ -81,7 +81,7 @@ class Job:
 
     def source(self) -> Path:
         """The checkpoint to measure with; NotHere where none is given, and the embedded one is not installed."""
-        from sharesd.models.resolve import resolve
+        from sharesd.models.hub import resolve
 
         try:
             return resolve(self.target)

@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     out_dir = arguments.out_folder(args.out_dir, "peers")
 
     from benchmark.questions.conversation import prompt_format, prompt_ids
-    from sharesd.device import device_of
-    from sharesd.models.resolve import resolve
+    from sharesd.devices.selection import device_of
+    from sharesd.models.hub import resolve
     from sharesd.models.tokenizer import load_tokenizer
 
     config = replace(config, device=str(device_of(config.device)))  # the same for all

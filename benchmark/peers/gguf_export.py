@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from compile.native import cache_root
-from sharesd.models import folder as files
+from compile.cpp_extension import cache_root
+from sharesd.models import checkpoint as files
 
 WeightType = Literal["F32", "F16", "BF16", "Q4_0", "Q8_0"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmark.peers.gguf_export import WeightType, gguf_file
 from benchmark.peers.protocol import Batch, Sample, Settings, TokenClock, require_alone
-from sharesd.models.resolve import resolve
+from sharesd.models.hub import resolve
 
 LOOKUP_TOKENS = 2
 """What the package's documentation advises on CPU."""

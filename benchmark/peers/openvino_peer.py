@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmark.peers.gguf_export import WeightType, gguf_file
 from benchmark.peers.protocol import Batch, Sample, Settings, TokenClock
-from compile.native import cache_root
-from sharesd.models.resolve import resolve
+from compile.cpp_extension import cache_root
+from sharesd.models.hub import resolve
 
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
 """What the library's sample for prompt lookup uses."""

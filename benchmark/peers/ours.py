@@ -7,8 +7,8 @@ import torch
 from benchmark.peers.catalogue import OURS, RUNTIMES
 from benchmark.peers.protocol import Batch, Sample, Settings, TokenClock
 from sharesd.config import SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.load import Runtime
+from sharesd.engine.engine import Engine
+from sharesd.runtime import Runtime
 
 
 class Ours:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmark.peers.protocol import Batch, Sample, Settings, TokenClock, require_alone
-from compile.native import cache_root
-from quant.attach import Solving, quantized_copy
+from compile.cpp_extension import cache_root
+from quant.quantize_model import Solving, quantized_copy
+from sharesd.models.hub import resolve
 from sharesd.models.quiet import quiet_transformers
-from sharesd.models.resolve import resolve
 
 LOOKUP_TOKENS = 10
 """What the library's documentation uses for prompt lookup."""

@@ -16,7 +16,7 @@ from benchmark.questions import questions as question_files
 from benchmark.questions import records
 from benchmark.questions.questions import Question, QuestionSet
 from benchmark.questions.records import Key
-from multigpu.places import environments
+from multigpu.device_assignment import environments
 from sharesd.cli import options
 from sharesd.config import HEADS, MODES, EngineConfig, Mode, SamplingParams
 

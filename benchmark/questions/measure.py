@@ -11,7 +11,7 @@ from benchmark.questions.questions import Question
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.timed import generate
 from sharesd.config import Mode, SamplingParams
-from sharesd.decoding.engine import Engine
+from sharesd.engine.engine import Engine
 
 
 class Watcher(Protocol):

@@ -16,9 +16,9 @@ from benchmark.questions.measure import measure_question
 from benchmark.questions.questions import Question
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.session import announce, require_same_machine, session_facts, warm_engines
-from multigpu.replicas import Numbered, Tasks, spread, start
+from multigpu.data_parallel import Numbered, Tasks, spread, start
 from sharesd.cli.console import set_up_logging
-from sharesd.load import Runtime
+from sharesd.runtime import Runtime
 
 WORK = "benchmark.questions.replicas:answer"
 

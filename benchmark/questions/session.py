@@ -20,8 +20,8 @@ from benchmark.questions.questions import Question
 from benchmark.questions.records import Key, TurnRecord
 from sharesd.cli.console import err_console, loading_bars, log_file
 from sharesd.config import Mode
-from sharesd.decoding.engine import Engine
-from sharesd.load import Runtime
+from sharesd.engine.engine import Engine
+from sharesd.runtime import Runtime
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from benchmark.reports.report import category_rows, drafter_rows
 from benchmark.reports.summary import BASE, tau, tokens_per_second
 from benchmark.reports.table import HEADLINE, headline, tables_from
 from benchmark.reports.text import number
-from sharesd.cli.show import MEANINGS
+from sharesd.cli.display import MEANINGS
 from sharesd.models.tokenizer import TextStream, Tokenizer
 
 Answer = tuple[str, TurnRecord]

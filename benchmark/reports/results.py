@@ -16,7 +16,7 @@ from benchmark.reports.summary import summarize
 from benchmark.reports.table import rich_table
 from sharesd.cli.console import console, err_console
 from sharesd.cli.pictures import can_draw
-from sharesd.models.resolve import resolve
+from sharesd.models.hub import resolve
 from sharesd.models.tokenizer import load_tokenizer
 
 

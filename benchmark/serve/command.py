@@ -216,7 +216,7 @@ def _dataset(args: argparse.Namespace, tokenizer: Any) -> Callable[[int, int], l
 def _tokenizer(name: str | None) -> Any:
     if name is None:
         return None
-    from sharesd.models.resolve import resolve
+    from sharesd.models.hub import resolve
     from sharesd.models.tokenizer import load_tokenizer
 
     return load_tokenizer(resolve(name))

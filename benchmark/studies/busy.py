@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     out_dir = arguments.out_folder(args.out_dir, "busy")
 
     from benchmark.questions.conversation import prompt_ids, require_room
-    from sharesd.models.resolve import resolve
+    from sharesd.models.hub import resolve
     from sharesd.models.tokenizer import load_tokenizer  # takes a second, mistakes should not
 
     questions = [replace(question, turns=question.turns[:1]) for question in found.questions]
@@ -186,7 +186,7 @@ def _processes(config: EngineConfig, numbers: Sequence[str], params: SamplingPar
 def _serve(pipe: Connection, config: EngineConfig, threads: str, params: SamplingParams) -> None:
     """Answer prompts with this number of threads until the pipe is closed."""
 
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
 
     config = replace(config, threads=None if threads == AUTO else int(threads))
     try:
@@ -249,7 +249,7 @@ def _report(
     verdict: list[str],
 ) -> dict[str, Any]:
     from benchmark.environment import environment
-    from sharesd.device import device_of
+    from sharesd.devices.selection import device_of
 
     device = str(device_of(config.device))
     return {

@@ -31,9 +31,9 @@ from sharesd.config import EngineConfig, SamplingParams
 from sharesd.models.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from sharesd.decoding.costs import Costs
-    from sharesd.decoding.engine import Engine
-    from sharesd.decoding.stats import Stats
+    from sharesd.engine.engine import Engine
+    from sharesd.engine.stats import Stats
+    from sharesd.speculation.cost_model import Costs
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 4, 96
 QUANTS = "hqq:8:64,hqq:4:64,hqq:4:64+head=4,hqq:3:64+head=4"
@@ -159,10 +159,10 @@ def measure(
 ) -> Measured:
     """Load one setting and measure it; its model is gone when this returns."""
     from benchmark.questions.conversation import prompt_ids, require_room
-    from sharesd.decoding.calibrate import measure_costs
-    from sharesd.decoding.stats import Stats
-    from sharesd.decoding.tree import chain
-    from sharesd.load import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.engine.stats import Stats
+    from sharesd.engine.warmup import measure_costs
+    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.speculation.draft_tree import chain
 
     runtime = Runtime(config, ("naive", "share"), progress=progress)
     require_room(runtime.tokenizer, questions, max_new_tokens=params.max_new_tokens, max_context=runtime.max_context)
@@ -215,7 +215,7 @@ def take_turns(
 ) -> tuple[dict[str, Stats], int]:
     """Both modes answer each question, now one first, now the other: their statistics, and how many answers agree."""
     from benchmark.timed import generate
-    from sharesd.decoding.stats import Stats
+    from sharesd.engine.stats import Stats
 
     stats = {mode: Stats() for mode in engines}
     num_identical = 0
@@ -229,7 +229,7 @@ def take_turns(
 
 
 def _keep(config: EngineConfig, quant: QuantConfig, best: Measured) -> None:
-    from sharesd.settings import place_of, remember
+    from sharesd.weights.quant_tuning_cache import place_of, remember
 
     file = remember(place_of(config), quant, {"command": arguments.command(), **asdict(best)})
     console.print(f"--draft-quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
@@ -244,7 +244,7 @@ def _report(
     best: Measured,
 ) -> dict[str, Any]:
     from benchmark.environment import environment
-    from sharesd.settings import place_of
+    from sharesd.weights.quant_tuning_cache import place_of
 
     place = place_of(config)
     return {

@@ -1,7 +1,7 @@
 """`cluster`: how long prompts would wait at many replicas, and how long many prompts would take them, simulated.
 
 Service times are those that the answers of `sharesd bench mtbench` took on this machine, one at a time. Prompts
-arrive at random (Poisson), or all at once; they take a replica from one queue, as `multigpu.replicas` has it, or each
+arrive at random (Poisson), or all at once; they take a replica from one queue, as in `multigpu`, or each
 replica has a queue of its own and gets them in turns. Everything is drawn from a seed: the same times give the same
 figures.
 """

@@ -26,7 +26,7 @@ from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
 from sharesd.models.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from sharesd.decoding.engine import Engine
+    from sharesd.engine.engine import Engine
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 8, 64
 SHOWN = 20
@@ -199,7 +199,7 @@ def _compare(
 ) -> list[Case]:
     """The cases of one draft length; its models are gone when this returns."""
     from benchmark.questions.conversation import prompt_ids, require_room
-    from sharesd.load import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
     runtime = Runtime(config, modes, progress=progress)
     require_room(
@@ -248,7 +248,7 @@ def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[fl
     import torch
 
     from sharesd import sampling
-    from sharesd.decoding.prefill import prefill
+    from sharesd.models.prefill import prefill
 
     device = engine.cache.lengths.device
     with torch.inference_mode():
@@ -279,7 +279,7 @@ def _report(
     config: EngineConfig, args: argparse.Namespace, label: str, identical: bool, cases: Sequence[Case]
 ) -> dict[str, Any]:
     from benchmark.environment import environment
-    from sharesd.device import device_of
+    from sharesd.devices.selection import device_of
 
     device = str(device_of(config.device))
     return {

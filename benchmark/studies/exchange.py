@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from multigpu.group import Group
+from multigpu.failure_detector import RankLost
 from multigpu.launch import join, local_device, spawn
-from multigpu.lifeline import RankLost
-from multigpu.tensor import Part, gather_columns, sum_parts
+from multigpu.process_group import Group
+from multigpu.tensor_parallel import Part, gather_columns, sum_parts
 from sharesd.models.decoder_config import DecoderConfig
 
 PASSES = 10

@@ -182,8 +182,8 @@ def measure(
     `prompts` are token ids by context, in the order of `question_ids`; `others` are prompts to warm up with.
     """
     from benchmark.studies.interleave import compare_modes
-    from sharesd.decoding.calibrate import warm_up
-    from sharesd.load import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.engine.warmup import warm_up
+    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
     with loading_bars() as progress:
         runtime = Runtime(config, modes, progress=progress)
@@ -289,7 +289,7 @@ def _prompts(
     """Prompts of the questions that are asked, by context; and those of the others, as they are."""
     from benchmark.questions.conversation import prompt_ids
     from benchmark.studies.contexts import Documents, filler_texts
-    from sharesd.models.resolve import resolve
+    from sharesd.models.hub import resolve
     from sharesd.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(resolve(config.target))
@@ -334,7 +334,7 @@ def _line(cells: Sequence[Cell]) -> str:
 
 def _report(args: argparse.Namespace, config: EngineConfig, modes: Sequence[Mode], label: str) -> dict[str, Any]:
     from benchmark.environment import environment
-    from sharesd.device import device_of
+    from sharesd.devices.selection import device_of
 
     device = str(device_of(config.device))
     return {

@@ -19,9 +19,9 @@ from numpy import ndarray
 
 from benchmark.timed import check_times, is_on_gpu
 from sharesd.config import Mode, SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.stats import Stats
-from sharesd.drafters.tables.recycling import RecycleTable
+from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.engine.engine import Engine
+from sharesd.engine.stats import Stats
 
 
 @dataclass(kw_only=True, slots=True)

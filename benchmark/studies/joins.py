@@ -20,7 +20,7 @@ from benchmark.questions.records import write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
 from sharesd.config import MODES, Mode, SamplingParams
-from sharesd.decoding.engine import Engine
+from sharesd.engine.engine import Engine
 
 NUM_ROWS, PROMPT_TOKENS, RUNS = 4, 1500, 5
 STEPS_BEFORE, SETTLING = 60, 20
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     found = question_files.load("mtbench", args.questions, None)
     out_dir = arguments.out_folder(args.out_dir, "joins")
 
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
 
     with err_console.status("loading"):
         runtime = Runtime(config, (mode,))

@@ -28,9 +28,9 @@ from sharesd.cli.console import console, err_console
 from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig, TensorParallelStyle
 
 if TYPE_CHECKING:
-    from compile.ranges import Range
-    from sharesd.load import Runtime
+    from compile.block_ranges import Range
     from sharesd.models.decoder import Decoder
+    from sharesd.runtime import Runtime
 
 MODES: tuple[Mode, ...] = ("naive", "share", "classic")
 RANK_MODES: tuple[Mode, ...] = ("naive", "share")
@@ -225,7 +225,7 @@ def _in_stages(
     found: Found,
 ) -> Runtime:
     """Adds what stages give. Returns the runtime of one device."""
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
 
     def load(num_stages: int, modes: Sequence[Mode] = MODES, **options: Any) -> Runtime:
         names = tuple(devices[number % len(devices)] for number in range(num_stages))
@@ -289,8 +289,8 @@ def _ranges_of(target: Decoder, ranges: Callable[[], Sequence[Range]]) -> Iterat
 
 def _held_back(target: Decoder, staged: Decoder, seconds: float) -> Any:
     """Within the context a target on one device waits wherever a staged one hops: what waiting itself costs."""
-    from compile.ranges import Range
-    from sharesd.hops import hold_back
+    from compile.block_ranges import Range
+    from sharesd.devices.transfer import hold_back
 
     wait = partial(hold_back, seconds)
     ranges = [Range(stage.first, stage.num_blocks, wait) for stage in staged.split.stages]
@@ -333,7 +333,7 @@ def _hop_seconds(runtime: Runtime) -> float:
     """Median seconds in which a row of the residual stream comes from the first stage to the last."""
     import torch
 
-    from sharesd.hops import hop
+    from sharesd.devices.transfer import hop
 
     target = _decoder(runtime)
     first, last = target.split.stages[0].device, target.split.stages[-1].device
@@ -362,9 +362,9 @@ def _by_ranks(
     """Adds what ranks give; why not, where they cannot share this model, or have no devices."""
     from benchmark.studies.exchange import exchanges_of, seconds_of_passes
     from multigpu.launch import local_device
-    from multigpu.tensor import Part
-    from sharesd.load import Runtime
-    from sharesd.models.weights import check_cuts
+    from multigpu.tensor_parallel import Part
+    from sharesd.models.loader import check_cuts
+    from sharesd.runtime import Runtime
 
     device, drafts = alone.device, config.most_draft
     num = found.ranks = ranks or _fewest_ranks(alone)
@@ -404,7 +404,7 @@ def _by_ranks(
 
 def _fewest_ranks(alone: Runtime) -> int:
     """That can share the model; 2 where none can."""
-    from sharesd.models.weights import check_cuts
+    from sharesd.models.loader import check_cuts
 
     for num in range(2, MOST_RANKS + 1):
         with suppress(ValueError):
@@ -422,7 +422,7 @@ def _in_turns(
     """Rounds of each (place, mode). Raises RuntimeError where texts differ: of all places, but for one that may have
     `own_texts`.
     """
-    from compile.threads import CREW
+    from compile.adaptive_threads import CREW
 
     found: dict[tuple[str, str], Rounds] = {(case.place, case.mode): Rounds() for case in cases}
 

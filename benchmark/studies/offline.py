@@ -29,7 +29,7 @@ from sharesd.cli.parse_types import DTYPES
 from sharesd.config import DType, EngineConfig, Mode, SamplingParams
 
 if TYPE_CHECKING:
-    from sharesd.decoding.engine import Engine
+    from sharesd.engine.engine import Engine
     from sharesd.models.base import CausalModel
     from sharesd.models.tokenizer import Tokenizer
 
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     output, template = _output_file(args.save_output), _template(args)
 
     from benchmark.environment import environment
-    from sharesd.cli.start import load_runtime, start_engine
-    from sharesd.models.resolve import resolve  # torch takes seconds, mistakes should not
+    from sharesd.cli.startup import load_runtime, start_engine
+    from sharesd.models.hub import resolve  # torch takes seconds, mistakes should not
     from sharesd.models.tokenizer import load_tokenizer
 
     folder = resolve(config.target)
@@ -166,7 +166,7 @@ def answer_all(
     `seconds` are those of decoding, without `prefill_seconds` and the one token that the prefill gives.
     """
     from benchmark.timed import generate
-    from sharesd.decoding.stats import Stats
+    from sharesd.engine.stats import Stats
 
     totals = {way: Stats() for way in engines}
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in engines}
@@ -329,7 +329,7 @@ def _affordable_context(config: EngineConfig, fraction: float, needed: int) -> i
     is not counted.
     """
     from compile.attention import SLOT_MULTIPLE
-    from sharesd.widths import fixed_width
+    from sharesd.execution.step_widths import fixed_width
 
     device, total = _device_memory(config.device)
     footprint = _footprint(config, device)
@@ -387,8 +387,8 @@ def _outline(target: str | None, config: EngineConfig) -> CausalModel:
 
     from sharesd.models.decoder import Decoder
     from sharesd.models.decoder_config import Unsupported
-    from sharesd.models.resolve import resolve
-    from sharesd.models.weights import decoder_config
+    from sharesd.models.hub import resolve
+    from sharesd.models.loader import decoder_config
 
     folder = resolve(target)
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)

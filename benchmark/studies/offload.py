@@ -24,7 +24,7 @@ from sharesd.cli import options
 from sharesd.cli.console import console, err_console
 from sharesd.cli.pictures import can_draw
 from sharesd.config import TABLES, EngineConfig, Mode, SamplingParams
-from sharesd.device import device_of
+from sharesd.devices.selection import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -162,7 +162,7 @@ def measure(config: EngineConfig, prompts: Sequence[str], params: SamplingParams
     import torch
 
     from benchmark.timed import generate
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
 
     mode: Mode = config.mode
     with PeakMemory() as peak:
@@ -211,7 +211,7 @@ class PeakMemory:
         self._thread.join()
 
     def _look(self) -> None:
-        from sharesd.memory import own_memory
+        from sharesd.devices.host_memory import own_memory
 
         while True:
             self.bytes = max(self.bytes, own_memory())

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from sharesd.decoding.cache import StaticKVCache
-    from sharesd.decoding.engine import Engine
+    from sharesd.engine.engine import Engine
+    from sharesd.kvcache.static import StaticKVCache
 
 REPEATS = 15
 """Times that each step is timed."""
@@ -149,7 +149,7 @@ def measure(
     ValueError where a context exceeds the model's own. Where steps have a fixed width, which the runtime is told when
     it is made, there is a runtime for each width; else one serves all, and all points take turns.
     """
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
 
     timed: list[tuple[Point, _Step, list[tuple[float, float]]]] = []
     facts: dict[str, Any] = {}
@@ -198,7 +198,7 @@ class Bandwidth:
     def __init__(self, device: torch.device, num_bytes: int = BUFFER_BYTES) -> None:
         import torch
 
-        from compile.pages import huge_pages
+        from compile.huge_pages import huge_pages
 
         if device.type == "cpu":  # on pages like those of the weights
             self._buffer = huge_pages(num_bytes // 8 * 8).view(torch.int64).fill_(1)
@@ -216,9 +216,9 @@ class _Step:
     def __init__(self, engine: Engine, point: Point) -> None:
         import torch
 
-        from sharesd.decoding.engine import Engine as NewEngine
-        from sharesd.decoding.tree import DraftTree, chain
-        from sharesd.drafters.share import ShareDrafter
+        from sharesd.drafters.share.drafter import ShareDrafter
+        from sharesd.engine.engine import Engine as NewEngine
+        from sharesd.speculation.draft_tree import DraftTree, chain
 
         drafter = engine.drafter
         assert isinstance(drafter, ShareDrafter)
@@ -280,7 +280,7 @@ def weight_bytes(model: nn.Module, *, low: bool) -> int:
 def _weights(module: nn.Module, low: bool) -> Iterator[Tensor]:
     from torch import nn
 
-    from quant.linear import SwitchLinear
+    from quant.switch_linear import SwitchLinear
     from sharesd.models.decoder import Decoder
 
     if isinstance(module, SwitchLinear):

@@ -174,7 +174,7 @@ def measure(
 ) -> Cell:
     """Load and measure a point; its model is gone when this returns."""
     from benchmark.questions.conversation import prompt_ids, require_room
-    from sharesd.load import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
     runtime = Runtime(config, ("naive", mode), progress=progress)
     require_room(runtime.tokenizer, questions, max_new_tokens=params.max_new_tokens, max_context=runtime.max_context)
@@ -269,7 +269,7 @@ def _report(
     args: argparse.Namespace, config: EngineConfig, questions: str, axes: Sequence[Axis], cells: Sequence[Cell]
 ) -> dict[str, Any]:
     from benchmark.environment import environment
-    from sharesd.device import device_of
+    from sharesd.devices.selection import device_of
 
     device = str(device_of(config.device))
     return {

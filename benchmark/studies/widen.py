@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Widen the target; returns the exit status."""
     from benchmark.questions.job import model_name  # torch takes seconds, mistakes should not
     from benchmark.studies.widening import widen
-    from sharesd.models.resolve import resolve
+    from sharesd.models.hub import resolve
 
     out = Path(args.out)
     with loading_bars() as progress:

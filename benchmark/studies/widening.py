@@ -29,10 +29,10 @@ from torch.nn import functional as F
 from benchmark.questions.job import NAME_KEY
 from benchmark.reports.text import size
 from benchmark.studies.wide_shapes import Shape
-from sharesd.models import folder as files
+from sharesd.models import checkpoint as files
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.loader import decoder_config
 from sharesd.models.progress import Progress, silent
-from sharesd.models.weights import decoder_config
 
 ARCHITECTURES = ("llama", "mistral")
 GROUP = 64

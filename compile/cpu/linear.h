@@ -12,7 +12,7 @@
 #pragma once
 #include <type_traits>
 
-#include "types.h"
+#include "dtypes.h"
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define SHARESD_TILES 1
 #include <sys/syscall.h>

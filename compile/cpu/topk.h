@@ -1,7 +1,7 @@
 // The largest of each row of logits. One pass: vectors of maxima decide whether a block holds anything of interest, which it
 // seldom does.
 #pragma once
-#include "types.h"
+#include "dtypes.h"
 
 namespace sharesd {
 

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compile.cuda.launch import launch_options, with_room
-from compile.cuda.settings import device
+from compile.cuda.gemm_config import device
+from compile.cuda.pdl import launch_options, with_room
 from compile.sight import CHUNK, SINKS
 
 ROWS = 16

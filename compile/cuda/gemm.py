@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compile.cuda.launch import launch_options
-from compile.cuda.settings import ROWS, Tile
+from compile.cuda.gemm_config import ROWS, Tile
+from compile.cuda.pdl import launch_options
 
 LINE = tl.constexpr(128)
 """Bytes that one prefetch brings."""

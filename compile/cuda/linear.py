@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compile.cuda.launch import with_room
-from compile.cuda.settings import ROWS, tile_of
-from compile.fused import compose
-from compile.ops import LIBRARY, on_cuda
+from compile.cuda.gemm_config import ROWS, tile_of
+from compile.cuda.pdl import with_room
+from compile.fused_linear import compose
+from compile.op_registry import LIBRARY, on_cuda
 
 INPUT_MULTIPLE = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,7 +49,7 @@ class FewRows(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, *, norm: Any = None, gated: str = "", residual: Tensor | None = None) -> Tensor:
-        """See `compile.fused.project`; `norm` has `weight` and `eps`."""
+        """See `compile.fused_linear.project`; `norm` has `weight` and `eps`."""
         if x.shape[-2] > self.most_rows:
             linear = partial(F.linear, weight=self.full_weight(x.dtype), bias=self.bias)
             return compose(linear, x, norm=norm, gated=gated, residual=residual)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compile.cuda.launch import launch_options
+from compile.cuda.pdl import launch_options
 
 BLOCK = 1024
 """Tokens of a program."""

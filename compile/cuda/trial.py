@@ -6,8 +6,8 @@ import torch
 
 from compile.cuda.attention import attend_live
 from compile.cuda.gemm import multiply
+from compile.cuda.gemm_config import tile_of
 from compile.cuda.linear import DTYPES
-from compile.cuda.settings import tile_of
 
 SIZE = 64
 """Inputs and outputs of the product, and size of the head."""

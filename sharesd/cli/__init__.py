@@ -1,1 +1,1 @@
-"""The commands generate, chat and cache, and what other command lines share with it."""
+"""Commands, options and console output. Imports every room; nothing imports it."""

@@ -125,7 +125,7 @@ def clear_cache(part: str | None = None, *, yes: bool = False) -> int:
 
 
 def _root() -> Path:
-    from compile.native import cache_root  # imports torch
+    from compile.cpp_extension import cache_root  # imports torch
 
     return cache_root()
 

@@ -11,15 +11,15 @@ from typing import get_args
 
 from rich.text import Text
 
-from sharesd.cli.answer import answer
 from sharesd.cli.console import err_console
-from sharesd.cli.show import AnswerWriter, legend, one_line, shows_colors, stats_table
-from sharesd.cli.start import start_engine
+from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, stats_table
+from sharesd.cli.interactive import answer
+from sharesd.cli.startup import start_engine
 from sharesd.config import Mode, SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.output import Completion
-from sharesd.decoding.stats import Stats
-from sharesd.load import Runtime
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion
+from sharesd.engine.stats import Stats
+from sharesd.runtime import Runtime
 
 HELP = {
     "/mode NAME": "switch to one that is loaded: {loaded}; /mode alone tells the present one",

@@ -14,9 +14,8 @@ from importlib import metadata
 from textwrap import shorten
 from typing import Any
 
-from sharesd.cli import batch
 from sharesd.cli import cache as cache_command
-from sharesd.cli.asked import encode
+from sharesd.cli import generate_file
 from sharesd.cli.console import err_console
 from sharesd.cli.options import (
     Parser,
@@ -30,6 +29,7 @@ from sharesd.cli.options import (
     parse,
     sampling_params,
 )
+from sharesd.cli.prompt_encoding import encode
 from sharesd.config import MODES, TABLES, Mode
 
 PROG = "python -m sharesd"
@@ -74,7 +74,7 @@ def make_parser(prog: str = PROG) -> Parser:
     )
     add_model_options(generate)
     add_sampling_options(generate, max_new_tokens=512)
-    batch.add_options(generate)
+    generate_file.add_options(generate)
 
     chat = commands.add_parser(
         "chat",
@@ -124,24 +124,24 @@ def _generate(args: argparse.Namespace) -> int:
     system = getattr(args, "system", None)
     if args.raw and system is not None:
         raise ValueError("--system is not heeded with --raw, which takes no template; drop one of the two")
-    batch.check_options(args)
+    generate_file.check_options(args)
     if args.logprobs and not args.json and args.file is None:
         raise ValueError("--logprobs cannot be shown as plain text; add --json or drop --logprobs")
     params = replace(sampling_params(args), logprobs=args.logprobs)
     config = engine_config(args, modes=(mode,))
     if args.file is not None:
-        return batch.run(args, batch.Work(config, mode, params, args.raw, system))
+        return generate_file.run(args, generate_file.Work(config, mode, params, args.raw, system))
     config = replace(config, max_batch=len(args.prompts))
 
-    from sharesd.cli.start import follows, load_runtime, start_engine
+    from sharesd.cli.startup import follows, load_runtime, start_engine
 
     prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # stdin is rank 0's
     runtime = load_runtime(config, (mode,))
     ids = [encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
     engine = start_engine(runtime, mode, params)
 
-    from sharesd.cli.answer import answer
-    from sharesd.cli.show import AnswerWriter, legend, shows_colors, stats_dict, stats_table
+    from sharesd.cli.display import AnswerWriter, legend, shows_colors, stats_dict, stats_table
+    from sharesd.cli.interactive import answer
 
     if args.verbose and not args.json and shows_colors():
         err_console.print(legend())
@@ -178,7 +178,7 @@ def _chat(args: argparse.Namespace) -> int:
     modes: tuple[Mode, ...] = tuple(m for m in MODES if m in asked or m == "naive" or m in TABLES)  # type: ignore[misc]
     config = engine_config(args, modes=modes)
 
-    from sharesd.cli.start import load_runtime
+    from sharesd.cli.startup import load_runtime
 
     runtime = load_runtime(config, modes)
 

@@ -216,7 +216,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
         ),
     )
     if auto:
-        from sharesd.settings import best_quant  # torch takes seconds, mistakes should not
+        from sharesd.weights.quant_tuning_cache import best_quant  # torch takes seconds, mistakes should not
 
         config = replace(config, quant=best_quant(config))
     return config

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from compile.graphs import Graphs
-from sharesd.decoding.buffers import DraftBuffers
-from sharesd.decoding.policy import Policy
-from sharesd.decoding.tree import DraftTree, Shape, Verdict
+from compile.cuda_graphs import Graphs
 from sharesd.sampling.sampler import Sampler
+from sharesd.speculation.draft_buffers import DraftBuffers
+from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_tree import DraftTree, Shape, Verdict
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 

@@ -1,0 +1,1 @@
+"""Native decoder, checkpoints, GGUF, tokenizer, transformers fallback. Imports speculation and what is below."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from compile.attention import Branches
-from sharesd.decoding.cache import StaticKVCache
+from sharesd.kvcache.static import StaticKVCache
 
 
 class CausalModel(Protocol):

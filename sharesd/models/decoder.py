@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from compile.attention import Branches, attend, flash_reads
-from compile.fused import project
-from compile.ranges import Range, Ranges, first_blocks
-from multigpu.pipeline import Split
-from multigpu.tensor import WHOLE, Part
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.hops import hop
+from compile.block_ranges import Range, Ranges, first_blocks
+from compile.fused_linear import project
+from multigpu.pipeline_parallel import Split
+from multigpu.tensor_parallel import WHOLE, Part
+from sharesd.devices.transfer import hop
+from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerKind
 
@@ -159,7 +159,7 @@ def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:
 class Decoder(nn.Module):
     """A causal language model over a static KV cache, as `sharesd.models.base.CausalModel` asks.
 
-    Weights start uninitialised; `sharesd.models.weights.load_decoder` fills them.
+    Weights start uninitialised; `sharesd.models.loader.load_decoder` fills them.
     """
 
     def __init__(

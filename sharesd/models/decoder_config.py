@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sharesd.models import rope as rope_rules
-from sharesd.models.folder import token_ids
+from sharesd.models.checkpoint import token_ids
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma2", "gemma3_text", "gemma3")
 """Values of `model_type` that the native decoder serves."""

@@ -23,8 +23,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import eager_mask
 
 from compile.attention import Branches
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.models import folder as files
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.models import checkpoint as files
 from sharesd.models.decoder_config import Unsupported
 from sharesd.models.quiet import quiet_transformers
 

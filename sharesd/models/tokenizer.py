@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 
-from sharesd.models.folder import eos_ids, read_json
+from sharesd.models.checkpoint import eos_ids, read_json
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
 """Tokens that end an answer where the chat template or the vocabulary's end token uses them."""

@@ -3,9 +3,9 @@
 Here are the functions that decide about single tokens; `sampler.py` joins them with `acceptance.py`.
 """
 
-from sharesd.sampling.logits import choose, logprobs_of, probs_of, process, top_logprobs_of
+from sharesd.sampling.batch_params import Kind, RowSampling, TokenCounts, check_alike, check_bias
+from sharesd.sampling.logits_processors import choose, logprobs_of, probs_of, process, top_logprobs_of
 from sharesd.sampling.noise import Stream, fork, gumbel, native_choice, native_gumbel, seeds_of_prompts, uniform
-from sharesd.sampling.rows import Kind, RowSampling, TokenCounts, check_alike, check_bias
 
 __all__ = [
     "Kind",

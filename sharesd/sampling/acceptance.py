@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.attention import Branches
-from compile.walk import walk, walks
-from sharesd.decoding.tree import DraftTree, Verdict
+from compile.tree_verify import walk, walks
+from sharesd.speculation.draft_tree import DraftTree, Verdict
 
 
 def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> Verdict:

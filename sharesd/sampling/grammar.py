@@ -1,6 +1,6 @@
 """Grammars: which tokens may follow a text, and each node of a draft, by the package llguidance.
 
-Grammars are written by `sharesd/grammar.py`.
+Grammars are written by `sharesd/data/grammar_spec.py`.
 
 Legend: T = N + 1 places of a round (the root and N nodes), V vocabulary, W words of 32 tokens each.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sharesd.grammar import llguidance
+from sharesd.data.grammar_spec import llguidance
 from sharesd.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ MOST_LEXER_STATES = 20_000
 """Of a grammar: each takes one or two kilobytes. Its other limits are llguidance's own."""
 _SHOWN = 300
 """Characters of llguidance's reason that an error repeats."""
-
-
-def num_words(vocab_size: int) -> int:
-    """W of a vocabulary."""
-    return -(-vocab_size // 32)
 
 
 class Grammars:

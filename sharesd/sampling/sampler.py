@@ -17,9 +17,9 @@ from torch import Tensor
 from compile.attention import Branches
 from compile.topk import top_logp
 from sharesd import sampling
-from sharesd.decoding.tree import DraftTree, Verdict
 from sharesd.sampling import Kind, RowSampling, Stream
 from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejection, accept_tree
+from sharesd.speculation.draft_tree import DraftTree, Verdict
 
 
 class Drawn(NamedTuple):

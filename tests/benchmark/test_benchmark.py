@@ -22,14 +22,14 @@ from benchmark.questions.questions import Question
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.reports import summary, text
 from benchmark.reports.table import rich_table, tables_from
-from compile.threads import CREW
+from compile.adaptive_threads import CREW
 from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_TABLE, MODES
-from sharesd.models.folder import WEIGHT_FILES
+from sharesd.models.checkpoint import WEIGHT_FILES
+from sharesd.models.loader import decoder_config
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.models.weights import decoder_config
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 PNG = b"\x89PNG"
 
@@ -279,7 +279,7 @@ class TestConversation:
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run in a folder of the test's own, quantized weights go there too, logging stays as pytest set it up."""
     monkeypatch.chdir(tmp_path)
-    for module in ("load", "quantizing"):
+    for module in ("runtime", "weights.quantize"):
         monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.studies import offload
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -17,9 +17,9 @@ def test_what_does_not_fit_travels_and_texts_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(offload, "in_a_process", offload.measure)
-    monkeypatch.setattr("sharesd.parts.own_memory", lambda: 0)  # of the tests
-    monkeypatch.setattr("sharesd.parts.RUNTIME_BYTES", 0)
-    monkeypatch.setattr("offload.plan.IN_FLIGHT", 1)  # two slots, for blocks of 1.2 MB
+    monkeypatch.setattr("sharesd.weights.memory_estimate.own_memory", lambda: 0)  # of the tests
+    monkeypatch.setattr("sharesd.weights.memory_estimate.RUNTIME_BYTES", 0)
+    monkeypatch.setattr("offload.planner.IN_FLIGHT", 1)  # two slots, for blocks of 1.2 MB
     target = str(make_checkpoint(tmp_path / "model", hidden=256, layers=12, context=1024))
     out = tmp_path / "out"
     limits = ["--memory", "0.018,0.05", "--link", "0.5", "--bits", "4,8"]

@@ -147,7 +147,7 @@ def test_random_lengths_and_prompts() -> None:
 
 
 def test_random_words_are_about_as_many_tokens() -> None:
-    from sharesd.models.resolve import resolve
+    from sharesd.models.hub import resolve
     from sharesd.models.tokenizer import load_tokenizer
 
     [request] = random_words(1, RandomLengths(input_len=1000, output_len=1), seed=0)

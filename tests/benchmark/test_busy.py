@@ -10,7 +10,7 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.studies.busy import Figures, verdict_of
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 
 @pytest.fixture(scope="module")

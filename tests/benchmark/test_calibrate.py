@@ -14,13 +14,13 @@ from benchmark.__main__ import main
 from benchmark.studies import calibrate
 from benchmark.studies.calibrate import Measured, best_length, expected_speedup, settings_of
 from quant.config import QuantConfig
-from sharesd import settings
 from sharesd.cli import options
 from sharesd.config import EngineConfig
-from sharesd.decoding.calibrate import _fit
-from sharesd.decoding.costs import Costs
-from sharesd.settings import Place, place_of, recall, remember
-from tests.helpers.tiny import make_checkpoint
+from sharesd.engine.warmup import _fit
+from sharesd.speculation.cost_model import Costs
+from sharesd.weights import quant_tuning_cache
+from sharesd.weights.quant_tuning_cache import Place, place_of, recall, remember
+from tests.helpers.tiny_models import make_checkpoint
 
 FOUR = QuantConfig.parse("hqq:4:64")
 DEFAULT = EngineConfig().quant
@@ -153,7 +153,7 @@ def test_an_entry_that_cannot_be_read_is_ignored(content: str | bytes, caplog: p
     if content == "place only":
         content = json.dumps({**json.loads(file.read_text()), "quant": "hqq:5:64"})
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with caplog.at_level(logging.WARNING, "sharesd.settings"):
+    with caplog.at_level(logging.WARNING, "sharesd.weights.quant_tuning_cache"):
         assert recall(place()) is None
     assert f"{file} is ignored" in caplog.text and len(caplog.records) == 1
 
@@ -162,7 +162,7 @@ def test_an_entry_that_cannot_be_read_is_ignored(content: str | bytes, caplog: p
 
 
 def test_auto_falls_back_to_the_default_and_says_so(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "sharesd.settings"):
+    with caplog.at_level(logging.INFO, "sharesd.weights.quant_tuning_cache"):
         config = config_of("--target", str(tiny), "--draft-quant", "auto")
     default = config_of("--target", str(tiny))
     assert config == replace(default, offload=replace(default.offload, choose_bits=False))  # bits were asked for
@@ -174,7 +174,7 @@ def test_auto_falls_back_to_the_default_and_says_so(tiny: Path, caplog: pytest.L
 def test_auto_takes_what_was_measured_for_dtype_and_device(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     quant = QuantConfig.parse("hqq:8:64", ["proj=o"])
     remember(place_of(EngineConfig(target=str(tiny), device="cpu")), quant, {})
-    with caplog.at_level(logging.INFO, "sharesd.settings"):
+    with caplog.at_level(logging.INFO, "sharesd.weights.quant_tuning_cache"):
         assert (
             config_of("--target", str(tiny), "--draft-quant", "auto", "--device", "cpu", "--dtype", "bf16").quant
             == quant
@@ -192,7 +192,7 @@ def test_auto_leaves_nothing_to_skip(tiny: Path) -> None:
 
 def test_a_place_names_processor_and_version(tiny: Path) -> None:
     found = place_of(EngineConfig(target=str(tiny), device="cpu"))
-    assert found.model == str(tiny.resolve()) and found.processor and found.version == settings.__version__
+    assert found.model == str(tiny.resolve()) and found.processor and found.version == quant_tuning_cache.__version__
 
 
 # Costs of rounds

@@ -16,11 +16,11 @@ from benchmark.studies import exact
 from benchmark.studies.exact import compare_answers, first_difference
 from sharesd import sampling
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.decoding.tree import Verdict
-from sharesd.load import Runtime
-from sharesd.models.weights import load_decoder
+from sharesd.models.loader import load_decoder
+from sharesd.runtime import Runtime
 from sharesd.sampling import sampler
-from tests.helpers.tiny import make_checkpoint
+from sharesd.speculation.draft_tree import Verdict
+from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS: dict[str | int, list[int]] = {"a": [5, 6, 7, 8], "b": list(range(20, 40))}
 

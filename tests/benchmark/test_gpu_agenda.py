@@ -22,15 +22,15 @@ from benchmark.gpu import agenda, command, gpu_tests, made, oracle, own_kernels,
 from benchmark.gpu.agenda import STEPS, Step, run_step
 from benchmark.gpu.worker import FAILED, Job, NotHere, the_only_gpu
 from compile.attention import Branches, attend_reference
-from compile.cuda import settings
-from compile.cuda.settings import Tile
+from compile.cuda import gemm_config
+from compile.cuda.gemm_config import Tile
 from compile.linear import PackedLinear
-from quant.solver import QuantizedWeight, solve
+from quant.hqq import QuantizedWeight, solve
 from sharesd.config import SamplingParams
-from sharesd.decoding.tree import chain
 from sharesd.models.decoder import Decoder, DecoderConfig
-from sharesd.quantizing import solve_on_cpu
-from tests.helpers.tiny import make_checkpoint
+from sharesd.speculation.draft_tree import chain
+from sharesd.weights.quantize import solve_on_cpu
+from tests.helpers.tiny_models import make_checkpoint
 
 STEP = Step("trial", 60, "", "what is tried")
 
@@ -204,7 +204,7 @@ def test_attention_that_is_right_is_said_to_be() -> None:
 def test_tiles_are_measured_once_kept_and_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest of a shape; what fails costs its own shape; another run measures what is not there yet."""
     pytest.importorskip("triton", reason="Triton is not installed here")
-    tune = importlib.import_module("compile.cuda.tune")
+    tune = importlib.import_module("compile.cuda.autotune")
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
     shapes = [("first", tune.Shape(96, 256)), ("second", tune.Shape(64, 512, 4, 64))]
     tried: list[Any] = []
@@ -214,14 +214,14 @@ def test_tiles_are_measured_once_kept_and_shipped(tmp_path: Path, monkeypatch: p
         if given[0].bits == 4 and len(tried) == 2:
             raise RuntimeError("out of memory")
         found = {given[0]: {Tile(32, 64, 1, 4, 4): 2e-6, Tile(64, 64, 1, 2, 4): 1e-6}}
-        settings.write_tiles(settings.own_file("interpreter"), tune.fastest(found))
+        gemm_config.write_tiles(gemm_config.own_file("interpreter"), tune.fastest(found))
         return found
 
     for run in (1, 2):
         (tmp_path / f"{run}").mkdir()
         job = Job("cpu", tmp_path / f"{run}" / "tiles.json")
         tiles.run(job, measured, shapes, torch.device("cpu"))
-        kept = settings.read_tiles(tmp_path / f"{run}/measured/interpreter.json")
+        kept = gemm_config.read_tiles(tmp_path / f"{run}/measured/interpreter.json")
         assert kept == {shape.key: Tile(64, 64, 1, 2, 4) for _, shape in shapes[:run]}
         [row, *_] = job.table("tiles")
         assert (row["linear"], row["us"], row["by rule"]) == (shapes[run - 1][0], 1.0, False)
@@ -359,7 +359,7 @@ def test_costs_and_gains_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_the_embedded_model_steps_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharesd.models.resolve.EMBEDDED_PACKAGE", "no_such_package")
+    monkeypatch.setattr("sharesd.models.hub.EMBEDDED_PACKAGE", "no_such_package")
     for step in agenda.named(["135m", "1b", "7b", "starts"]):
         module, _, function = step.measure.partition(":")
         measure = getattr(importlib.import_module(f"benchmark.gpu.{module}"), function)

@@ -17,10 +17,10 @@ from benchmark.studies.grid import Cell, verdict_of
 from benchmark.studies.interleave import compare_modes
 from benchmark.studies.neighbours import busy_neighbours
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.decoding.prefill import Piece, read_piece
-from sharesd.load import Runtime
+from sharesd.models.prefill import Piece, read_piece
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.tiny import WORDS, make_checkpoint
+from sharesd.runtime import Runtime
+from tests.helpers.tiny_models import WORDS, make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
         read.append(piece.end - piece.first)
         return read_piece(model, cache, row, tokens, piece)
 
-    monkeypatch.setattr("sharesd.drafters.classic.read_piece", counted)
+    monkeypatch.setattr("sharesd.drafters.classic.drafter.read_piece", counted)
     monkeypatch.setattr(table, "begin", noted)
     prompts = [list(range(20, 90)), list(range(30, 80))]
     found = compare_modes(runtime.plain_beside(), engines, prompts, SamplingParams(max_new_tokens=12), runs=3)

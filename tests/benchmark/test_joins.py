@@ -9,7 +9,7 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.studies.joins import Join
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 
 def test_a_prompt_joins_rows_that_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,13 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.studies import offline
 from sharesd.config import EngineConfig
-from sharesd.decoding.tree import Verdict
-from sharesd.load import Runtime
+from sharesd.execution.step_widths import fixed_width
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.runtime import Runtime
 from sharesd.sampling import sampler
-from sharesd.trained import num_bytes
-from sharesd.widths import fixed_width
-from tests.helpers.tiny import CHAT_TEMPLATE, make_checkpoint
+from sharesd.speculation.draft_tree import Verdict
+from sharesd.weights.draft_heads import num_bytes
+from tests.helpers.tiny_models import CHAT_TEMPLATE, make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in ("load", "quantizing"):
+    for module in ("runtime", "weights.quantize"):
         monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 

@@ -29,7 +29,7 @@ from benchmark.peers.worker import serve
 from quant.config import QuantConfig
 from sharesd.cli.options import Parser
 from sharesd.config import EngineConfig
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 PROMPT = [5, 6, 7]
 LOOPING = [300, 301, 302, 300, 301]

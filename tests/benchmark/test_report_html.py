@@ -19,12 +19,12 @@ from benchmark.reports.report_html import DRAFTER_SHADES, html_page, token_piece
 from benchmark.reports.results import accepted_by
 from benchmark.reports.summary import summarize
 from sharesd.config import SamplingParams
-from sharesd.decoding.output import Completion, TokenChunk
-from sharesd.decoding.request import Request
-from sharesd.decoding.stats import Stats
-from sharesd.decoding.stops import StopChecker
+from sharesd.engine.outputs import Completion, TokenChunk
+from sharesd.engine.request import Request
+from sharesd.engine.stats import Stats
+from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 VOID = {"meta", "img", "input"}
 HARM = "<script>alert('x')</script> & \"why\""
@@ -196,7 +196,7 @@ def test_shares_of_drafters(tokenizer: Tokenizer) -> None:
 
 def test_a_measurement_writes_the_page(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in ("load", "quantizing"):
+    for module in ("runtime", "weights.quantize"):
         monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
     questions = [{"question_id": i, "category": "c", "turns": ["why is the sky blue", "and red"]} for i in (1, 2)]

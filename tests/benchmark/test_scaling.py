@@ -14,8 +14,8 @@ from benchmark.studies import scaling
 from benchmark.studies.scaling import Bandwidth, Figure, Point, cost_ratios, kv_bytes, points_of, weight_bytes
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
-from sharesd.load import Runtime
-from tests.helpers.tiny import make_checkpoint
+from sharesd.runtime import Runtime
+from tests.helpers.tiny_models import make_checkpoint
 
 
 @pytest.fixture(scope="module")

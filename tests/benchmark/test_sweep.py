@@ -11,7 +11,7 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.studies.sweep import Cell, configs_of, draw
 from sharesd.config import EngineConfig
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

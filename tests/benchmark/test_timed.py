@@ -14,8 +14,8 @@ from benchmark.questions.questions import Question
 from benchmark.studies import interleave
 from benchmark.timed import TimesDiffer, check_times, generate
 from sharesd.config import SamplingParams
-from sharesd.decoding.output import Completion, TokenChunk
-from sharesd.decoding.stats import Stats
+from sharesd.engine.outputs import Completion, TokenChunk
+from sharesd.engine.stats import Stats
 
 PARAMS = SamplingParams(max_new_tokens=101)
 ROUND_S = 0.005

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from sharesd.cli.batch import read
+from sharesd.cli.generate_file import read
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.load import Runtime
+from sharesd.runtime import Runtime
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import WORDS
 
 ENVIRONMENT = dict(os.environ)

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile import native
-from quant.store import read_store, store_path, write_store
+from compile import cpp_extension
+from quant.weight_cache import read_store, store_path, write_store
 from sharesd.cli import cache as cache_command
 from sharesd.cli.cache import PARTS, contents
 from sharesd.cli.main import main
-from sharesd.models import convert
-from sharesd.models.convert import converted_folder
+from sharesd.models.gguf import convert
+from sharesd.models.gguf.convert import converted_folder
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.paths import ROOT
 
@@ -230,11 +230,11 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "c++"
     script.write_text(
         f'#!/bin/sh\necho asked >> "{tmp_path}/log"\nwhile [ "$1" != "-o" ]; do shift; done\n'
-        f'cp "{native.library("float32")._name}" "$2"\n'
+        f'cp "{cpp_extension.library("float32")._name}" "$2"\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
+    monkeypatch.setattr(cpp_extension, "library", functools.cache(cpp_extension.library.__wrapped__))
     return script
 
 
@@ -250,9 +250,9 @@ def test_damaged_kernels_are_built_again(
 
     def load(folder: str) -> Path:
         monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / folder))
-        native.library.cache_clear()
-        assert native.library("float32").attend_float32
-        return Path(native.library("float32")._name)
+        cpp_extension.library.cache_clear()
+        assert cpp_extension.library("float32").attend_float32
+        return Path(cpp_extension.library("float32")._name)
 
     built = load("one")
     kept = tmp_path / "two" / built.relative_to(tmp_path / "one")

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 import sharesd
-from compile.native import cache_root
-from sharesd.cli import answer as answering
-from sharesd.cli import chat, show
+from compile.cpp_extension import cache_root
+from sharesd.cli import chat, display
+from sharesd.cli import interactive as answering
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.output import Completion, Source, TokenChunk
-from sharesd.load import Runtime
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion, Source, TokenChunk
+from sharesd.runtime import Runtime
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS = ("why is the sky blue", "the cat sat on the mat")
 FAST = ("--compile", "off", "--max-new-tokens", "40")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized weights go to a cache of the test's own, and logging stays as pytest set it up."""
-    for module in ("load", "quantizing"):
+    for module in ("runtime", "weights.quantize"):
         monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
@@ -124,7 +124,7 @@ def test_colors_change_nothing_but_colors(run: Callable, monkeypatch: pytest.Mon
         "4",
     )  # left to itself, the policy may find that drafts do not pay on a busy machine
     text = run("generate", *PROMPTS, *stop, *pinned)[0]
-    monkeypatch.setattr(show, "shows_colors", lambda: True)
+    monkeypatch.setattr(display, "shows_colors", lambda: True)
     out, err = run("generate", *PROMPTS, "-v", *stop, *pinned)
     assert "\x1b[32m" in out and "\x1b[33m" in out and "accepted draft" in err
     for code in ("\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"):
@@ -145,7 +145,7 @@ def test_every_piece_of_text_belongs_to_its_token() -> None:
     def chunk(ids: list[int], sources: list[Source], text: str, end: Any = None) -> TokenChunk:
         return TokenChunk(0, ids, sources, ["share" if x == "accepted" else None for x in sources], text, None, end)
 
-    pieces = show.SourcedText(Letters())  # type: ignore[arg-type]
+    pieces = display.SourcedText(Letters())  # type: ignore[arg-type]
     assert pieces.take(chunk([0], ["target"], "a")) == [("a", "target")]
     assert pieces.take(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted")]
     last = chunk([101, 3, 4], ["accepted", "accepted", "bonus"], "céd", "stop")  # "e" began a stop string
@@ -257,17 +257,17 @@ def test_a_full_context_is_told_in_one_line(talk: Talk) -> None:
 def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     talk(PROMPTS[0], PROMPTS[1], args=("--mode", mode))
     full, after_full = talk.answers
-    real = show.AnswerWriter.write
+    real = display.AnswerWriter.write
     calls = 0
 
-    def write(writer: show.AnswerWriter, chunk: TokenChunk) -> None:
+    def write(writer: display.AnswerWriter, chunk: TokenChunk) -> None:
         nonlocal calls
         real(writer, chunk)
         calls += 1
         if calls == 4:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(show.AnswerWriter, "write", write)
+    monkeypatch.setattr(display.AnswerWriter, "write", write)
     handler = signal.getsignal(signal.SIGINT)
     out, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--mode", mode))
     _, _, part, after_part, again = talk.answers
@@ -309,13 +309,13 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
 
 def test_ctrl_c_ends_generate_with_what_there_is(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     text = run("generate", PROMPTS[0])[0]
-    real = show.AnswerWriter.write
+    real = display.AnswerWriter.write
 
-    def write(writer: show.AnswerWriter, chunk: TokenChunk) -> None:
+    def write(writer: display.AnswerWriter, chunk: TokenChunk) -> None:
         real(writer, chunk)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(show.AnswerWriter, "write", write)
+    monkeypatch.setattr(display.AnswerWriter, "write", write)
     out, err = run("generate", PROMPTS[0], "-v", status=130)
     assert text.startswith(out.removesuffix("\n")) and len(out) < len(text) and "tok/s" in err
 

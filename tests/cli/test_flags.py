@@ -11,7 +11,7 @@ from benchmark import arguments
 from benchmark.__main__ import make_parser as bench_parser
 from benchmark.studies import grid
 from serve.command import make_parser as serve_parser
-from sharesd.cli import batch, chat, options
+from sharesd.cli import chat, generate_file, options
 from sharesd.cli.main import make_parser
 from sharesd.cli.parse_types import size, whole_or_auto
 from sharesd.cli.parser import SECOND_NAMES, Parser, parse
@@ -226,8 +226,8 @@ def test_a_drafter_that_nothing_uses_is_a_mistake(argv: tuple[str, ...], modes: 
 
 
 def test_flags_of_a_file_of_prompts(caplog: pytest.LogCaptureFixture) -> None:
-    batch.check_options(generate("why", "--replicas", "2", "--max-batch", "3"))
-    batch.check_options(generate("--prompts", "a.txt", "--out", "b", "--json"))
+    generate_file.check_options(generate("why", "--replicas", "2", "--max-batch", "3"))
+    generate_file.check_options(generate("--prompts", "a.txt", "--out", "b", "--json"))
     assert [record.message for record in caplog.records] == [
         "--max-batch, --replicas: no effect without --prompts FILE",
         "--json: no effect with --prompts, whose answers are JSON Lines in --out",

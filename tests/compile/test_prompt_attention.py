@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from compile import attention
 from compile.attention import attend, attend_reference, flash_reads
-from sharesd.decoding.cache import StaticKVCache
+from sharesd.kvcache.static import StaticKVCache
 
 S, K, G, D = 192, 2, 3, 16
 

@@ -19,10 +19,10 @@ import sharesd
 from sharesd.cli.parser import SECOND_NAMES
 from sharesd.config import EngineConfig, Mode
 from tests.helpers.paths import ROOT
-from tests.helpers.served import served
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.served_model import served
+from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
-from train.shards import Shard
+from train.data.shards import Shard
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "sharesd" / "drafters").rglob("README.md")],

@@ -11,7 +11,7 @@ import pytest
 
 from sharesd import LLM, SamplingParams
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess]

@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from benchmark.__main__ import COMMANDS as BENCHMARKS
-from offload.stream import Traffic
+from offload.prefetcher import Traffic
 from quant.config import BITS, GROUP_SIZES, QuantConfig
-from quant.solver import solve
+from quant.hqq import solve
 from sharesd.cli.cache import PARTS
-from sharesd.cli.show import stats_table
+from sharesd.cli.display import stats_table
 from sharesd.config import MODES, EngineConfig, OffloadConfig, SamplingParams, SplitConfig
-from sharesd.decoding.output import Completion
-from sharesd.decoding.stats import Stats
-from sharesd.load import LoadReport
+from sharesd.drafters.heads.config import ARCHITECTURES as HEADS
+from sharesd.engine.outputs import Completion
+from sharesd.engine.stats import Stats
 from sharesd.models.decoder_config import FAMILIES, DecoderConfig, Unsupported
 from sharesd.models.gguf.architecture import ARCHITECTURES
-from sharesd.models.heads.config import ARCHITECTURES as HEADS
-from sharesd.models.weights import decoder_config
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import LoadReport
 from train.__main__ import COMMANDS as TRAINING
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_pages_are_short_and_their_lines_too(page: Path) -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_files_that_pages_name_exist(page: Path) -> None:
-    folders = ("", "sharesd/", "sharesd/decoding/", "sharesd/drafters/", "compile/", "compile/cpu/", "compile/cuda/")
+    folders = ("", "sharesd/", "sharesd/engine/", "sharesd/drafters/", "compile/", "compile/cpu/", "compile/cuda/")
     named = re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|h|cpp|sh))`", page.read_text(encoding="utf-8"))
     missing = [name for name in named if not any((ROOT / folder / name).is_file() for folder in folders)]
     assert [name for name in missing if name != "sharesd_command.py"] == []

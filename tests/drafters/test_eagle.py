@@ -16,26 +16,26 @@ from torch import Tensor
 from compile.linear import pack_linears
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.engine import Engine
-from sharesd.drafters.eagle import EagleDrafter
-from sharesd.drafters.glide import GlideDrafter
-from sharesd.drafters.hybrid import HybridDrafter
-from sharesd.drafters.parallel import ParallelDrafter
-from sharesd.drafters.tables.ngram import NgramTable
-from sharesd.load import Runtime
+from sharesd.drafters.eagle.drafter import EagleDrafter
+from sharesd.drafters.glide.drafter import GlideDrafter
+from sharesd.drafters.glide.head import Glide
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.drafters.heads.config import mode_of
+from sharesd.drafters.heads.head import FeatureHead, Head
+from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.ngram.table import NgramTable
+from sharesd.drafters.parallel.drafter import ParallelDrafter
+from sharesd.engine.engine import Engine
+from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder
-from sharesd.models.heads.config import mode_of
-from sharesd.models.heads.files import load_head
-from sharesd.models.heads.glide import Glide
-from sharesd.models.heads.head import FeatureHead, Head
-from sharesd.models.heads.native import native_head
-from sharesd.models.weights import decoder_config
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
 from sharesd.sampling.sampler import Sampler
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, kv_of, new_engine, placed, shapes_for, tiny_decoder
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import logits_of, make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)

@@ -16,17 +16,17 @@ from compile.attention import Branches
 from compile.linear import pack_linears
 from sharesd.cli.options import Parser, add_mode_option, add_model_options, modes_of, parse
 from sharesd.config import MODES, EngineConfig
-from sharesd.load import Runtime
+from sharesd.drafters.glide.head import Glide
+from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
+from sharesd.drafters.heads.config import HeadConfig
+from sharesd.drafters.heads.native_step import native_head
 from sharesd.models.decoder import Decoder
-from sharesd.models.heads.config import HeadConfig
-from sharesd.models.heads.files import load_head, new_head, save_head
-from sharesd.models.heads.glide import Glide
-from sharesd.models.heads.native import native_head
-from sharesd.models.weights import decoder_config
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
 from tests.drafters.test_eagle import GREEDY, IDS, PROMPTS, TREE, built, features_of, head_for, texts
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import logits_of, make_head, random_head
+from tests.helpers.tiny_models import make_checkpoint
 from tests.models.test_heads import edit, mlp, rms, rotated, self_attention
 
 TARGETS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

@@ -15,19 +15,19 @@ from torch import Tensor
 from compile.linear import pack_linears
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig
-from sharesd.decoding.calibrate import measure_costs
-from sharesd.decoding.costs import Costs
-from sharesd.decoding.tree import Shape, chain
-from sharesd.load import Runtime
-from sharesd.models.heads.config import HeadConfig
-from sharesd.models.heads.files import load_head, new_head, save_head
-from sharesd.models.heads.native import native_head
-from sharesd.models.heads.parallel import Parallel
-from sharesd.models.weights import decoder_config
+from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
+from sharesd.drafters.heads.config import HeadConfig
+from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.parallel.head import Parallel
+from sharesd.engine.warmup import measure_costs
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_tree import Shape, chain
 from tests.drafters.test_eagle import GREEDY, IDS, PROMPTS, SAMPLED, TREE, built, texts
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import make_head, random_head
+from tests.helpers.tiny_models import make_checkpoint
 from tests.models.test_heads import block, rms
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from compile.graphs import no_captures
+from compile.cuda_graphs import no_captures
 from sharesd.config import SamplingParams
-from sharesd.decoding import calibrate
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.calibrate import warm_up
-from sharesd.decoding.costs import Costs
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.output import Completion
-from sharesd.decoding.request import Request
-from sharesd.decoding.slots import doubling
+from sharesd.engine import warmup
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion
+from sharesd.engine.request import Request
+from sharesd.engine.row_allocator import doubling
+from sharesd.engine.warmup import warm_up
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.speculation.cost_model import Costs
 from tests.execution.test_graphs import new
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
@@ -50,9 +50,7 @@ CANCEL_AT = 6
 @pytest.fixture(autouse=True)
 def way_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     take_the_way_of_cuda(monkeypatch)
-    monkeypatch.setattr(
-        calibrate, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True)
-    )
+    monkeypatch.setattr(warmup, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True))
 
 
 def in_buckets(kind: str, batch: int, **options: Any) -> tuple[Engine, RecordedGraphs]:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from quant.attach import quantize_linears
 from quant.config import QuantConfig
-from quant.linear import Switch
+from quant.quantize_model import quantize_linears
+from quant.switch_linear import Switch
 from sharesd.config import SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.stats import Stats
-from sharesd.decoding.tree import chains
-from sharesd.drafters.share import ShareDrafter
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.engine.engine import Engine
+from sharesd.engine.stats import Stats
+from sharesd.speculation.draft_tree import chains
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     VOCAB,

@@ -18,17 +18,18 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from sharesd.config import SamplingParams
-from sharesd.decoding.calibrate import warm_up
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.output import Completion
-from sharesd.decoding.tree import chains, shapes_of
-from sharesd.drafters.hybrid import HybridDrafter
-from sharesd.drafters.share import ShareDrafter
-from sharesd.drafters.tables.recycling import RecycleTable
-from sharesd.drafters.tables.suffix import SuffixTable
-from sharesd.grammar import from_json_schema, from_lark, from_regex
+from sharesd.data.grammar_spec import from_json_schema, from_lark, from_regex
+from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.drafters.suffix.table import SuffixTable
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion
+from sharesd.engine.warmup import warm_up
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.grammar import Grammars, Matcher, forbid, num_words
+from sharesd.sampling.grammar import Grammars, Matcher, forbid
+from sharesd.speculation.draft_buffers import num_words
+from sharesd.speculation.draft_tree import chains, shapes_of
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     PIECES,

@@ -17,13 +17,13 @@ import torch
 from sharesd import LLM, Completion, EngineConfig, OffloadConfig, QuantConfig, SamplingParams, SplitConfig
 from sharesd import llm as llm_module
 from sharesd.config import Mode
-from sharesd.decoding.calls import Call
-from sharesd.decoding.engine import Engine
-from sharesd.load import Runtime
-from sharesd.models.weights import decoder_config
-from sharesd.option_values import engine_config
-from tests.helpers.tiny import make_checkpoint
+from sharesd.engine.call_queue import Call
+from sharesd.engine.engine import Engine
+from sharesd.loading.option_values import engine_config
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 HEADS = ("eagle", "parallel", "glide")

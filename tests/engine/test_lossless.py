@@ -18,14 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.attach import quantize_linears
 from quant.config import QuantConfig
-from quant.linear import Switch
+from quant.quantize_model import quantize_linears
+from quant.switch_linear import Switch
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.output import Completion
-from sharesd.decoding.stats import Stats
-from sharesd.load import Runtime
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion
+from sharesd.engine.stats import Stats
+from sharesd.runtime import Runtime
 from sharesd.sampling import probs_of, process, seeds_of_prompts
 from tests.helpers.oracle import (
     MAX_CONTEXT,
@@ -45,7 +45,7 @@ from tests.helpers.oracle import (
     tiny_decoder,
     tiny_tokenizer,
 )
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from sharesd.config import SamplingParams
-from sharesd.decoding import reader
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
+from sharesd.engine import prefill_scheduler
+from sharesd.engine.engine import Engine
+from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 VOCAB, CONTEXT = 97, 1300
 
@@ -61,7 +61,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def toy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engine]:
     """Makes engines that read prompts as on a GPU."""
     tokenizer = load_tokenizer(make_checkpoint(tmp_path))
-    monkeypatch.setattr(reader, "reads_in_pieces", lambda cache: True)
+    monkeypatch.setattr(prefill_scheduler, "reads_in_pieces", lambda cache: True)
 
     def make(batch: int = 1, *, reread: bool = True) -> Engine:
         toy = Toy()

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from sharesd.config import SamplingParams
-from sharesd.decoding import reader, score
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.output import Completion
-from sharesd.decoding.request import Request
+from sharesd.engine import prefill_scheduler, prompt_logprobs
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion
+from sharesd.engine.request import Request
 from tests.helpers.oracle import VOCAB, classic_engine, logits_of, new_engine, share_engine, switched, tiny_decoder
 
 MODEL = tiny_decoder(3)
@@ -61,8 +61,8 @@ def check(prompt: list[int], found: Completion) -> None:
 
 @pytest.mark.parametrize("mode", ["naive", "share", "classic"])
 def test_a_prompt_is_scored_as_one_pass_scores_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MOST_ROWS", 16)
-    monkeypatch.setattr(score, "BLOCK", 5)
+    monkeypatch.setattr(prefill_scheduler, "MOST_ROWS", 16)
+    monkeypatch.setattr(prompt_logprobs, "BLOCK", 5)
     expected = [(done.token_ids, done.text) for done in new("naive").generate(PROMPTS, PLAIN)]
     engine = new(mode)
     for _ in range(2):  # the second time all of it is there, and yet read
@@ -113,7 +113,7 @@ def test_logits_are_those_of_a_few_tokens_at_once(reread: bool, monkeypatch: pyt
         return forward(tokens_BT, cache, keep_BR, branches)
 
     monkeypatch.setattr(MODEL, "forward", counted)
-    monkeypatch.setattr(reader, "MOST_ROWS", 16)
+    monkeypatch.setattr(prefill_scheduler, "MOST_ROWS", 16)
     engine = new_engine(MODEL, cache=MODEL.new_cache(1, 512), reread=reread)
     [done] = engine.generate([PROMPTS[2]], SCORED)
     # Where a row's bits may depend on how many there are, the answer begins with logits that were made as ever.

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from compile.linear import pack_linears
 from sharesd.config import SamplingParams
-from sharesd.decoding.costs import Costs
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.output import Completion
-from sharesd.decoding.prefill import CHUNK, slots_for
-from sharesd.decoding.request import QueueFull, Request
-from sharesd.decoding.tree import chains
-from sharesd.drafters.classic import ClassicDrafter
-from sharesd.drafters.hybrid import HybridDrafter
-from sharesd.drafters.share import ShareDrafter
-from sharesd.drafters.tables.ngram import NgramTable
-from sharesd.drafters.tables.recycling import RecycleTable
-from sharesd.drafters.tables.suffix import SuffixTable
+from sharesd.drafters.classic.drafter import ClassicDrafter
+from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.ngram.table import NgramTable
+from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.drafters.suffix.table import SuffixTable
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion
+from sharesd.engine.request import QueueFull, Request
+from sharesd.models.prefill import CHUNK, slots_for
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_tree import chains
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     VOCAB,
@@ -185,7 +185,7 @@ def test_kernels_keep_the_promise_too() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = tiny_decoder(5, dtype=torch.bfloat16, **sizes)
     pack_linears(model)
-    from compile.stack import NativeStack
+    from compile.decoder_stack import NativeStack
 
     model.run_stack = NativeStack(
         model.blocks,

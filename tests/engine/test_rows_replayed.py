@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from compile.graphs import no_captures
-from sharesd.decoding import calibrate
-from sharesd.decoding.calibrate import warm_up, warm_up_each_kind
-from sharesd.decoding.costs import Costs
-from sharesd.decoding.output import Completion
+from compile.cuda_graphs import no_captures
+from sharesd.engine import warmup
+from sharesd.engine.outputs import Completion
+from sharesd.engine.warmup import warm_up, warm_up_each_kind
+from sharesd.speculation.cost_model import Costs
 from tests.engine.test_rows import GREEDY, REQUESTS, alone, check_load, new
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
@@ -35,7 +35,7 @@ def test_a_load_of_requests_captures_nothing_after_warm_up(
         pytest.skip("tables draft on the host")
     take_the_way_of_cuda(monkeypatch)
     monkeypatch.setattr(
-        calibrate, "measure_costs", lambda *_: (Costs({1: 1.0, WIDTH: 1.1}, 0.2, 0.2, {1: 0.0, WIDTH: 0.0}), True)
+        warmup, "measure_costs", lambda *_: (Costs({1: 1.0, WIDTH: 1.1}, 0.2, 0.2, {1: 0.0, WIDTH: 0.0}), True)
     )
     graphs = RecordedGraphs()
     options: dict[str, Any] = {"widths": [WIDTH], "prefill_chunk": 16, "auto_length": False, "ahead": ahead}

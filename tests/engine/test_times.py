@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compile.threads import CREW
+from compile.adaptive_threads import CREW
 from sharesd.config import SamplingParams
 from tests.engine.test_rows import MODES, new
 from tests.helpers.fake_time import fake_time

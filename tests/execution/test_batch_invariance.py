@@ -13,12 +13,12 @@ import torch
 from compile.attention import attend
 from compile.linear import PackedLinear, pack_linears
 from sharesd.config import EngineConfig
-from sharesd.decoding.selfcheck import RowBits, check_rows
-from sharesd.load import Runtime
+from sharesd.execution.batch_invariance import RowBits, check_rows
+from sharesd.execution.step_widths import choose_rows, fixed_width, shallow
 from sharesd.models.decoder import Decoder
-from sharesd.widths import choose_rows, fixed_width, shallow
+from sharesd.runtime import Runtime
 from tests.helpers.compiled import wide_decoder
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 

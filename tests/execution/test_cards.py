@@ -13,20 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-import compile.ops
-from compile.cuda import launch
-from compile.cuda.launch import with_room
-from compile.ops import runs_triton
-from offload.plan import DoesNotFit
-from sharesd import context, device, load, own_kernels, planning
-from sharesd.auto import choose
+import compile.op_registry
+from compile.cuda import pdl
+from compile.cuda.pdl import with_room
+from compile.op_registry import runs_triton
+from offload.planner import DoesNotFit
+from sharesd import runtime
 from sharesd.cli.console import describe, main_guard
 from sharesd.config import EngineConfig
-from sharesd.device import device_of, dtype_of, opened
-from sharesd.load import Runtime
-from sharesd.low_builders import has_low_kernels
-from sharesd.own_kernels import VARIABLE, Chosen, choose_kernels
-from tests.helpers.tiny import make_checkpoint
+from sharesd.devices import selection
+from sharesd.devices.selection import device_of, dtype_of, opened
+from sharesd.execution import kernel_choice
+from sharesd.execution.kernel_choice import VARIABLE, Chosen, choose_kernels
+from sharesd.loading import max_context
+from sharesd.loading.auto_mode import choose
+from sharesd.runtime import Runtime
+from sharesd.weights import offload_planner
+from sharesd.weights.packing import has_low_kernels
+from tests.helpers.tiny_models import make_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -65,16 +69,16 @@ class Cards:
         }
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
-        patch.setattr(device, "_auto", None)
-        patch.setattr(device, "_told", set())
+        patch.setattr(selection, "_auto", None)
+        patch.setattr(selection, "_told", set())
         run = lambda *args, **options: SimpleNamespace(stdout=self.smi)  # noqa: E731
-        patch.setattr(device, "subprocess", SimpleNamespace(run=run, SubprocessError=RuntimeError))
+        patch.setattr(selection, "subprocess", SimpleNamespace(run=run, SubprocessError=RuntimeError))
 
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(compile.ops, "_own", compile.ops._own)
+    monkeypatch.setattr(compile.op_registry, "_own", compile.op_registry._own)
     caplog.set_level(logging.WARNING)
     yield
 
@@ -124,7 +128,7 @@ def test_a_card_that_cannot_be_used(
 def test_rocm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert opens(Cards([(9, 4)]), monkeypatch) == CPU
-    assert caplog.messages == [f"the CPU is used, not a GPU: {device.ROCM}"]
+    assert caplog.messages == [f"the CPU is used, not a GPU: {selection.ROCM}"]
     with pytest.raises(ValueError, match="ROCm.*--device cpu"):
         opens(Cards([(9, 4)]), monkeypatch, "cuda:0")
 
@@ -143,8 +147,8 @@ def test_of_several_the_freest_is_taken(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_which_kernels_run_where() -> None:
     built = ["sm_75", "sm_80", "sm_90a", "compute_100"]
     able = {(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)}
-    assert {cc for cc in (*able, (7, 0), (6, 1), (9, 0)) if device._built_for(cc, built)} == able
-    assert device._built_for((7, 0), []), "torch does not say"
+    assert {cc for cc in (*able, (7, 0), (6, 1), (9, 0)) if selection._built_for(cc, built)} == able
+    assert selection._built_for((7, 0), []), "torch does not say"
 
 
 def test_old_cards_have_float16(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,19 +167,19 @@ def test_a_card_that_is_too_small(
 ) -> None:
     """The plan finds out; with auto the model is loaded on the CPU then."""
     Cards([(9, 0)]).put(monkeypatch)
-    monkeypatch.setattr(load, "prepare_cuda", lambda steady: None)
-    monkeypatch.setattr(load, "choose_kernels", lambda asked, gpu, dtype: Chosen("triton", True))
-    monkeypatch.setattr(device, "GPU_TRIED", True)
-    for module in (load, device):
+    monkeypatch.setattr(runtime, "prepare_cuda", lambda steady: None)
+    monkeypatch.setattr(runtime, "choose_kernels", lambda asked, gpu, dtype: Chosen("triton", True))
+    monkeypatch.setattr(selection, "GPU_TRIED", True)
+    for module in (runtime, selection):
         monkeypatch.setattr(module, "use", lambda gpu: None)
-    plan = planning.plan_for
+    plan = offload_planner.plan_for
 
     def no_plan(config: EngineConfig, *args: Any, **options: Any) -> Any:
         if device_of(config.device).type == "cuda":
             raise DoesNotFit("the model does not fit")
         return plan(config, *args, **options)
 
-    monkeypatch.setattr(load, "plan_for", no_plan)
+    monkeypatch.setattr(runtime, "plan_for", no_plan)
     target = str(make_checkpoint(tmp_path / "model"))
     assert Runtime(EngineConfig(target=target, mode="naive")).device == CPU
     assert caplog.messages == ["the CPU is used, not a GPU: cuda:0 is too small, the model does not fit"]
@@ -187,12 +191,12 @@ def test_a_card_that_is_too_small(
 
 
 def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "auto") -> Chosen:
-    patch.setattr(own_kernels, "problem", lambda *place: why_not)
-    patch.setattr(own_kernels, "HAS_TRITON", why_not != own_kernels.NO_TRITON)
+    patch.setattr(kernel_choice, "problem", lambda *place: why_not)
+    patch.setattr(kernel_choice, "HAS_TRITON", why_not != kernel_choice.NO_TRITON)
     return choose_kernels(asked, GPU, HALF)
 
 
-@pytest.mark.parametrize("why_not", [own_kernels.NO_TRITON, "Failed to find C compiler"])
+@pytest.mark.parametrize("why_not", [kernel_choice.NO_TRITON, "Failed to find C compiler"])
 def test_without_our_kernels_torch_has_its_own(
     why_not: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,21 +233,21 @@ def test_whatever_the_compiler_raises_is_a_reason(monkeypatch: pytest.MonkeyPatc
         raise KeyError("\nno such target\nand more")
 
     monkeypatch.setattr(trial, "try_kernels", fails)
-    assert own_kernels.problem(GPU, HALF) == r"'\nno such target\nand more'"
-    monkeypatch.setattr(own_kernels, "HAS_TRITON", False)
-    assert own_kernels.problem(GPU, HALF) == own_kernels.NO_TRITON
+    assert kernel_choice.problem(GPU, HALF) == r"'\nno such target\nand more'"
+    monkeypatch.setattr(kernel_choice, "HAS_TRITON", False)
+    assert kernel_choice.problem(GPU, HALF) == kernel_choice.NO_TRITON
 
 
 def test_nothing_is_compiled_where_triton_cannot() -> None:
     config = EngineConfig()
-    assert load._compile_mode(config, GPU, True) == "regional" and load._compile_mode(config, GPU, False) == "off"
-    assert load._compile_mode(EngineConfig(compile="full"), GPU, False) == "full"
-    assert load._compile_mode(config, CPU, False) == "native"
+    assert runtime._compile_mode(config, GPU, True) == "regional" and runtime._compile_mode(config, GPU, False) == "off"
+    assert runtime._compile_mode(EngineConfig(compile="full"), GPU, False) == "full"
+    assert runtime._compile_mode(config, CPU, False) == "native"
 
 
 def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model")
-    monkeypatch.setattr("sharesd.auto.has_low_kernels", lambda gpu: False)
+    monkeypatch.setattr("sharesd.loading.auto_mode.has_low_kernels", lambda gpu: False)
     choice = choose(EngineConfig(target=str(folder)), folder, GPU, HALF, "off", offloads=False)
     assert "share" not in choice.drafters and "gemlite" in choice.reason
     for own, triton, gemlite, able in (
@@ -251,17 +255,17 @@ def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tm
         (False, True, True, True),
         (False, True, False, False),
     ):
-        monkeypatch.setattr("sharesd.low_builders.runs_triton", lambda gpu, own=own: own)
-        monkeypatch.setattr("sharesd.low_builders.HAS_TRITON", triton)
-        monkeypatch.setattr("sharesd.low_builders.find_spec", lambda name, there=gemlite: there or None)
+        monkeypatch.setattr("sharesd.weights.packing.runs_triton", lambda gpu, own=own: own)
+        monkeypatch.setattr("sharesd.weights.packing.HAS_TRITON", triton)
+        monkeypatch.setattr("sharesd.weights.packing.find_spec", lambda name, there=gemlite: there or None)
         assert has_low_kernels(GPU) == able
 
 
 def test_dependent_launches_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     Cards([(9, 0)]).put(monkeypatch)
-    assert launch.launch_options(GPU)["PDL"]
-    monkeypatch.setenv(launch.VARIABLE, "0")
-    assert launch.launch_options(GPU) == {"PDL": False, "launch_pdl": False}
+    assert pdl.launch_options(GPU)["PDL"]
+    monkeypatch.setenv(pdl.VARIABLE, "0")
+    assert pdl.launch_options(GPU) == {"PDL": False, "launch_pdl": False}
 
 
 class OutOfResources(Exception):
@@ -269,7 +273,7 @@ class OutOfResources(Exception):
 
 
 def test_a_tile_that_does_not_fit_has_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_fitting", {})
+    monkeypatch.setattr(pdl, "_fitting", {})
     tried: list[int] = []
 
     def run(stages: int, most: int = 2) -> str:
@@ -291,16 +295,16 @@ def test_a_tile_that_does_not_fit_has_fewer_stages(monkeypatch: pytest.MonkeyPat
 
 
 def test_caches_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_free", lambda gpu: 10 * 2000 * 100)
-    context._require_room(2000, 10, 100, GPU)
+    monkeypatch.setattr(max_context, "_free", lambda gpu: 10 * 2000 * 100)
+    max_context._require_room(2000, 10, 100, GPU)
     with pytest.raises(
         ValueError, match=r"16 rows of 2000 tokens take 3.2 MB .* 2 MB free; take --max-batch 10 or --max-c"
     ):
-        context._require_room(2000, 16, 100, GPU)
+        max_context._require_room(2000, 16, 100, GPU)
     with pytest.raises(ValueError, match="take --max-context 1000, or end what else"):
-        context._require_room(30000, 1, 2000, GPU)
+        max_context._require_room(30000, 1, 2000, GPU)
     with pytest.raises(ValueError, match="take a smaller model"):
-        context._require_room(2000, 1, 10**6, GPU)
+        max_context._require_room(2000, 1, 10**6, GPU)
 
 
 def test_the_plan_says_what_would_stay() -> None:
@@ -308,10 +312,10 @@ def test_the_plan_says_what_would_stay() -> None:
         return config.max_batch * config.planned_context * (1 if modes == ("naive",) else 2) <= 8 * 1024
 
     config = EngineConfig(max_batch=8, mode="share")
-    assert planning._would_stay(config, ("share",), stays) == "--max-batch 2 or --max-context 512"
+    assert offload_planner._would_stay(config, ("share",), stays) == "--max-batch 2 or --max-context 512"
     smaller = EngineConfig(max_batch=4, mode="share")
-    assert planning._would_stay(smaller, ("share",), stays).endswith(" or --mode naive")
-    assert planning._would_stay(config, ("share",), lambda *_: False) == ""
+    assert offload_planner._would_stay(smaller, ("share",), stays).endswith(" or --mode naive")
+    assert offload_planner._would_stay(config, ("share",), lambda *_: False) == ""
 
 
 def test_running_out_of_a_gpus_memory_names_who_holds_it_and_what_to_do() -> None:

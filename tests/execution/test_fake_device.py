@@ -17,21 +17,21 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from multigpu.tensor import WHOLE, Part
-from quant.linear import Switch, SwitchLinear
+from multigpu.tensor_parallel import WHOLE, Part
+from quant.switch_linear import Switch, SwitchLinear
 from sharesd.config import SamplingParams
-from sharesd.decoding.buffers import DraftBuffers
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.prefill import prefill
-from sharesd.decoding.ranks import LeadingModel
-from sharesd.decoding.tree import PLAIN, DraftTree, chain, chains, pack, shapes_of
-from sharesd.drafters.classic import ClassicDrafter
-from sharesd.drafters.share import ShareDrafter
-from sharesd.drafters.tables.base import Guess
+from sharesd.drafters.classic.drafter import ClassicDrafter
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.engine.engine import Engine
+from sharesd.execution.step_compiler import Steps
 from sharesd.models import hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.steps import Steps
+from sharesd.models.prefill import prefill
+from sharesd.parallel.tp_driver import LeadingModel
+from sharesd.speculation.draft_buffers import DraftBuffers
+from sharesd.speculation.draft_proposal import Guess
+from sharesd.speculation.draft_tree import PLAIN, DraftTree, chain, chains, pack, shapes_of
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
 DEVICE = torch.device("meta")

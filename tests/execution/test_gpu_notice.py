@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sharesd import device, load
+from sharesd import runtime
 from sharesd.config import EngineConfig
-from tests.helpers.tiny import make_checkpoint
+from sharesd.devices import selection as device
+from tests.helpers.tiny_models import make_checkpoint
 
 CUDA = torch.device("cuda", 0)
 
@@ -44,11 +45,11 @@ def test_it_comes_before_the_model_is_loaded(
     def stop(*args: object, **options: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(load, "device_of", lambda name: torch.device("cpu") if name == "cpu" else CUDA)
-    monkeypatch.setattr(load, "prepare_cuda", lambda steady: None)
-    monkeypatch.setattr(load, "opened", lambda device, auto: device)
-    monkeypatch.setattr(load, "use", stop)
+    monkeypatch.setattr(runtime, "device_of", lambda name: torch.device("cpu") if name == "cpu" else CUDA)
+    monkeypatch.setattr(runtime, "prepare_cuda", lambda steady: None)
+    monkeypatch.setattr(runtime, "opened", lambda device, auto: device)
+    monkeypatch.setattr(runtime, "use", stop)
     config = EngineConfig(target=str(make_checkpoint(tmp_path / "model")), mode="naive")
     with pytest.raises(Reached):
-        load.Runtime(config)
+        runtime.Runtime(config)
     assert caplog.messages == [device.UNTRIED]

@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compile.graphs import Graphs, Replayed, between_graphs, no_captures
-from sharesd import hops
+from compile.cuda_graphs import Graphs, Replayed, between_graphs, no_captures
 from sharesd.config import SamplingParams
-from sharesd.decoding import calibrate
-from sharesd.decoding.calibrate import warm_up
-from sharesd.decoding.costs import Costs
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.tree import PLAIN, chain, chains, shapes_of
-from sharesd.drafters.classic import ClassicDrafter
-from sharesd.drafters.eagle import EagleDrafter
-from sharesd.drafters.glide import GlideDrafter
-from sharesd.drafters.hybrid import HybridDrafter
-from sharesd.drafters.parallel import ParallelDrafter
-from sharesd.drafters.share import ShareDrafter
-from sharesd.drafters.tables.recycling import RecycleTable
-from sharesd.drafters.tables.suffix import SuffixTable
+from sharesd.devices import transfer
+from sharesd.drafters.classic.drafter import ClassicDrafter
+from sharesd.drafters.eagle.drafter import EagleDrafter
+from sharesd.drafters.glide.drafter import GlideDrafter
+from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.parallel.drafter import ParallelDrafter
+from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.drafters.suffix.table import SuffixTable
+from sharesd.engine import warmup
+from sharesd.engine.engine import Engine
+from sharesd.engine.warmup import warm_up
 from sharesd.sampling.sampler import Sampler
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_tree import PLAIN, chain, chains, shapes_of
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
-from tests.helpers.staged_places import in_stages, watched
+from tests.helpers.staged_devices import in_stages, watched
 from tests.helpers.tiny_heads import random_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -428,7 +428,7 @@ def test_stages_are_captured_in_graphs_of_one_device_each(
 
 
 def test_a_hop_within_a_graph_is_noticed(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hops, "between_graphs", lambda function: function())
+    monkeypatch.setattr(transfer, "between_graphs", lambda function: function())
     engine = new("naive", 1, widths=[7], graphs=RecordedGraphs(), num_blocks=(1, 1))
     with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
         outcome(engine, GREEDY)
@@ -497,7 +497,7 @@ def new_pool(
     kind: str, batch: int, params: SamplingParams, widths: list[int], patch: pytest.MonkeyPatch
 ) -> tuple[Engine, RecordedGraphs]:
     """An engine that is warmed up; its costs are made up, since measuring takes a while."""
-    patch.setattr(calibrate, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True))
+    patch.setattr(warmup, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True))
     graphs = RecordedGraphs()
     engine = new(kind, batch, widths=widths, graphs=graphs)
     warm_up(engine, params)
@@ -556,7 +556,7 @@ def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None, monk
         params = replace(SAMPLED, temperature=step % 3 / 2, top_p=1 - step % 2 / 2, **wishes[step % 4])
         engine.generate(PROMPTS[:1], replace(params, max_new_tokens=3))
     assert 1 < len(engine._ways) <= 8, "kinds that are captured are few"
-    monkeypatch.setattr("sharesd.decoding.engine.MOST_WAYS", 2)
+    monkeypatch.setattr("sharesd.engine.engine.MOST_WAYS", 2)
     engine.generate(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.generate(PROMPTS[:1], SAMPLED)
     gc.collect()
     assert first() is None and len(engine._ways) < 9
@@ -564,11 +564,11 @@ def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None, monk
 
 def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By replays: launched one by one, a draft step's operations take several times as long."""
-    measure = calibrate.measure_costs
+    measure = warmup.measure_costs
     engine, graphs = new_pool("share", 1, GREEDY, [7], monkeypatch)
-    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    monkeypatch.setattr(warmup, "SECONDS", 0.0)
     ran: list[int] = []
-    timed = calibrate._timed
+    timed = warmup._timed
 
     def counted(function: Callable[[], object]) -> float:
         before = graphs.num_replays
@@ -576,8 +576,8 @@ def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytes
         ran.append(graphs.num_replays - before)
         return took
 
-    monkeypatch.setattr(calibrate, "_timed", counted)
-    monkeypatch.setattr(calibrate, "SWEEPS", (1, 12))
+    monkeypatch.setattr(warmup, "_timed", counted)
+    monkeypatch.setattr(warmup, "SWEEPS", (1, 12))
     with no_captures():
         measure(engine, GREEDY)
     assert set(ran) == {1, 3}, "a round, plain or with a draft that is there; a chain of half the longest"

@@ -19,18 +19,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compile import attention, grow, notes, walk
+from compile import attention, state_update, tree_expand, tree_verify
+from compile.cuda.gemm_config import ROWS
 from compile.cuda.linear import use_row_linears
-from compile.cuda.settings import ROWS
-from compile.graphs import Graphs
-from quant.linear import Switch, SwitchLinear
+from compile.cuda_graphs import Graphs
+from quant.switch_linear import Switch, SwitchLinear
 from sharesd.config import SamplingParams
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.tree import PLAIN, DraftTree, Shape, shapes_of
-from sharesd.drafters.share import ShareDrafter
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.engine.engine import Engine
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.sampling import logits
+from sharesd.sampling import logits_processors
+from sharesd.speculation.draft_tree import PLAIN, DraftTree, Shape, shapes_of
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -83,7 +83,7 @@ def switched(model: Decoder) -> Switch:
 
 @pytest.fixture(autouse=True)
 def takes_meta_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (attention, grow, logits, notes, walk):
+    for module in (attention, tree_expand, logits_processors, state_update, tree_verify):
         monkeypatch.setattr(module, "runs_triton", lambda device: device == DEVICE)
     with torch.inference_mode():
         yield

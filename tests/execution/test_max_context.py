@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from compile.attention import kv_layout, new_kv
-from sharesd import context
 from sharesd.config import PLANNED_CONTEXT, EngineConfig, OffloadConfig, SplitConfig
-from sharesd.context import Context, choose_context
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.load import Runtime
-from sharesd.memory import own_memory
+from sharesd.devices.host_memory import own_memory
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.loading import max_context
+from sharesd.loading.max_context import Context, choose_context
+from sharesd.runtime import Runtime
 from tests.helpers.oracle import tiny_decoder
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 CPU = torch.device("cpu")
 MODEL = tiny_decoder(3, max_position_embeddings=8192)
@@ -24,7 +24,7 @@ PER_TOKEN = MODEL.new_cache(1, 32).nbytes // 32
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, free: int = 10**12, batch: int = 1, **options: Any) -> Context:
-    monkeypatch.setattr(context, "_free", lambda device: free)
+    monkeypatch.setattr(max_context, "_free", lambda device: free)
     config = EngineConfig(max_batch=batch, max_context=options.pop("given", "auto"))
     return choose_context(config, options.pop("model", MODEL), CPU, **options)
 
@@ -64,7 +64,7 @@ def test_a_plan_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_whose_steps_read_the_whole_cache_get_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "reads_live_slots", lambda *args: False)
+    monkeypatch.setattr(max_context, "reads_live_slots", lambda *args: False)
     tokens, reason = choose(monkeypatch)
     assert tokens == PLANNED_CONTEXT and "read the whole cache" in reason
     assert choose(monkeypatch, 2 * 160 * PER_TOKEN).tokens == 160

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.regions import CompiledModel
-from compile.stack import NativeStack
+from compile.decoder_stack import NativeStack
+from compile.inductor import CompiledModel
 from sharesd.config import SamplingParams
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.prefill import prefill
-from sharesd.decoding.tree import pack
+from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder
+from sharesd.models.prefill import prefill
+from sharesd.speculation.draft_tree import pack
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, new_engine, switched, tiny_decoder
 from tests.speculation.test_trees import random_tree

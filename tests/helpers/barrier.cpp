@@ -1,6 +1,6 @@
 // A stress of the barrier at which the threads of the kernels meet: whoever passes sees what all others wrote before it.
 // Exits with 1 where that fails; scripts/sanitize.sh has ThreadSanitizer look at it too.
-#include "../compile/cpu/stack.h"
+#include "../compile/cpu/decoder_stack.h"
 
 #include <cstdio>
 #include <vector>

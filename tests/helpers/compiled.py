@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from compile.attention import CHUNK, SINKS
+from compile.decoder_stack import NativeStack
+from compile.inductor import CompiledBlocks
 from compile.linear import pack_linears
-from compile.regions import CompiledBlocks
-from compile.stack import NativeStack
-from quant.linear import Switch
+from quant.switch_linear import Switch
 from sharesd.models.decoder import Decoder
 from tests.helpers.oracle import (
     kv_of,

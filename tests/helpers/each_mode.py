@@ -12,10 +12,10 @@ import torch
 
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.load import Runtime
-from sharesd.models.weights import decoder_config
-from tests.helpers.tiny import make_checkpoint
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 MODES: tuple[Mode, ...] = ("naive", "share", "classic", "ngram", "suffix", "recycle", "hybrid")
 HEADS = {"eagle": QuantConfig.parse("hqq:4:32,head=8"), "eagle3": None}

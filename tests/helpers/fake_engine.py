@@ -18,7 +18,7 @@ from typing import Any
 
 from serve.engine_thread import Model
 from sharesd.config import SamplingParams
-from sharesd.decoding.stops import StopChecker
+from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling.grammar import Grammars
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from compile import clock
-from sharesd.decoding import engine, reader
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.round import Round
+from compile import device_timer
+from sharesd.engine import engine, prefill_scheduler
+from sharesd.engine.decode_round import Round
+from sharesd.engine.engine import Engine
 
 
 class FakeTime:
-    """In place of the module `time`, and of `compile.clock.Clock` of a device that works while the host goes on."""
+    """Stands in for `time` and `compile.device_timer.Clock`; the device works while the host goes on."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -59,13 +59,13 @@ def fake_time(decoder: Engine, *, runs_ahead: bool) -> Iterator[FakeTime]:
         return timed
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine, reader, clock):
+        for module in (engine, prefill_scheduler, device_timer):
             patch.setattr(module, "time", made_up)
         if runs_ahead:
             patch.setattr(decoder, "_clock", made_up)
         patch.setattr(Round, "verify", takes(0.001, 0.010, Round.verify))
         patch.setattr(Engine, "_emit", takes(0.002, 0.0, Engine._emit))
-        patch.setattr(reader, "read_piece", takes(0.001, 0.020, reader.read_piece))
+        patch.setattr(prefill_scheduler, "read_piece", takes(0.001, 0.020, prefill_scheduler.read_piece))
         if decoder.drafter is not None:
             patch.setattr(decoder.drafter, "draft", takes(0.001, 0.004, decoder.drafter.draft))
         yield made_up

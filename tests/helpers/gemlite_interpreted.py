@@ -46,8 +46,8 @@ def make_up_a_gpu() -> None:
 
 def products() -> list[dict[str, object]]:
     """Relative errors of our linears against the weights that their codes stand for, by bits and rows."""
-    from quant.kernels import GemliteLinear
-    from quant.solver import solve
+    from quant.hqq import solve
+    from quant.quantized_linear import GemliteLinear
 
     dice = torch.Generator().manual_seed(0)
     found = []

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from compile import native
+from compile import cpp_extension
 
 PLACES = ("behind", "before", "off")
 _place = "off"
@@ -46,11 +46,14 @@ def put(wanted: str) -> None:
 
 def install() -> None:
     """Let `put` reach all that kernels are handed. Call it before the modules that call kernels are imported."""
-    native.kernel = cache(_moving_arrays(native.kernel))
-    from compile import find, pages  # what they take from `native` is guarded already
+    cpp_extension.kernel = cache(_moving_arrays(cpp_extension.kernel))
+    from compile import (
+        huge_pages,
+        suffix_search,  # what they take from `native` is guarded already
+    )
 
-    pages.zeros_like = _apart(pages.zeros_like)
-    find.finder = _moving_corpus(find.finder)
+    huge_pages.zeros_like = _apart(huge_pages.zeros_like)
+    suffix_search.finder = _moving_corpus(suffix_search.finder)
 
 
 @cache

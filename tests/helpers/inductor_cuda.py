@@ -32,14 +32,14 @@ from triton.runtime import driver
 from compile.attention import Branches
 from compile.cuda.linear import use_row_linears
 from compile.cuda.lowbit import LowRowLinear
-from compile.regions import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
-from quant.linear import Switch, SwitchLinear
+from compile.inductor import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
+from quant.switch_linear import Switch, SwitchLinear
 from sharesd import sampling
+from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig
 from sharesd.models import rope
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.heads.config import LAYER_IDS, HeadConfig
-from sharesd.models.heads.eagle3 import Eagle3
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, PIECE, SLOTS, LAYERS, GROUP = 16, 128, 4096, 3, 64

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from compile.linear import PackedLinear
-from offload.disk import DiskLink
-from offload.layout import Layout, fill
-from offload.link import Link, Throttled, host_slots
-from offload.stream import Stream
-from quant.linear import SwitchLinear
+from offload.block_layout import Layout, fill
+from offload.disk_reader import DiskLink
+from offload.prefetcher import Stream
+from offload.transfer import Link, Throttled, host_slots
+from quant.switch_linear import SwitchLinear
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
-from sharesd.planning import Offloading, plan_for
+from sharesd.runtime import Runtime
+from sharesd.weights.offload_planner import Offloading, plan_for
 
 LAYERS = 8
 """Of the models that plans are made for."""

@@ -15,23 +15,23 @@ from tokenizers import decoders, models
 from torch import Tensor, nn
 
 from compile.attention import pack_kv, unpack_kv
-from quant.attach import quantize_linears
 from quant.config import QuantConfig
-from quant.linear import Switch, SwitchLinear
+from quant.quantize_model import quantize_linears
+from quant.switch_linear import Switch, SwitchLinear
 from sharesd import sampling
 from sharesd.config import SamplingParams
-from sharesd.decoding.cache import StaticKVCache
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.policy import FIRST_ALPHAS
-from sharesd.decoding.tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
 from sharesd.drafters.base import NOTHING, Drafter, Drafting
-from sharesd.drafters.classic import ClassicDrafter
-from sharesd.drafters.share import ShareDrafter
+from sharesd.drafters.classic.drafter import ClassicDrafter
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.engine.engine import Engine
+from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import Kind, RowSampling
+from sharesd.speculation.draft_policy import FIRST_ALPHAS
+from sharesd.speculation.draft_tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]

@@ -20,16 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import compile.attention
-import compile.grow
-import compile.places
+import compile.kv_compact
 import compile.topk
-import sharesd.decoding.cache
-from compile.graphs import Graphs
+import compile.tree_expand
+import sharesd.kvcache.static
+from compile.cuda_graphs import Graphs
 from compile.rotary import rotate
-from sharesd.drafters import grown, hybrid
+from sharesd.drafters import tree_draft
+from sharesd.drafters.glide import head as glide_head
+from sharesd.drafters.hybrid import drafter as hybrid_drafter
 from sharesd.models import decoder
-from sharesd.models.heads import glide
-from sharesd.sampling import acceptance, logits, sampler
+from sharesd.sampling import acceptance, logits_processors, sampler
 
 T = TypeVar("T")
 READS = ("tolist", "numpy", "item", "cpu", "data_ptr", "__bool__", "__int__", "__index__", "__float__")
@@ -204,23 +205,23 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
             q_BTHd, k_BTKd = rotate(q_BTHd, *turn), rotate(k_BTKd, *turn)
         return compile.attention.attend_reference(q_BTHd, k_BTKd, v_BTKd, k_cache, v_cache, lengths_B, **how)
 
-    for module in (decoder, glide):
+    for module in (decoder, glide_head):
         patch.setattr(module, "attend", attend)
     for name in ("new_kv", "kv_layout"):
         make = getattr(compile.attention, name)
-        patch.setattr(sharesd.decoding.cache, name, lambda *size, plain, make=make: make(*size, plain=True))
+        patch.setattr(sharesd.kvcache.static, name, lambda *size, plain, make=make: make(*size, plain=True))
     patch.setattr(
-        sharesd.decoding.cache,
+        sharesd.kvcache.static,
         "row_keeper",
         lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
     )
-    patch.setattr(sharesd.decoding.cache, "keep_places", compile.places.keep_places_reference)
-    patch.setattr(logits, "arg_max", lambda x: x.argmax(-1))
-    for module in (logits, hybrid):
+    patch.setattr(sharesd.kvcache.static, "keep_places", compile.kv_compact.keep_places_reference)
+    patch.setattr(logits_processors, "arg_max", lambda x: x.argmax(-1))
+    for module in (logits_processors, hybrid_drafter):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
     patch.setattr(sampler, "top_logp", compile.topk.top_logp_reference)
-    patch.setattr(grown, "grow", compile.grow.grow_reference)
-    patch.setattr(grown, "choose", compile.grow.choose_reference)
+    patch.setattr(tree_draft, "grow", compile.tree_expand.grow_reference)
+    patch.setattr(tree_draft, "choose", compile.tree_expand.choose_reference)
     walk = acceptance.accept_tree_reference
     patch.setattr(sampler, "accept_tree", lambda tree, target_BT: walk(tree, tree.branches, target_BT))
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from multigpu.data_parallel import Numbered, Tasks, spread, start
+from multigpu.device_assignment import environments
 from multigpu.journal import Journal, lines_of
-from multigpu.places import environments
-from multigpu.replicas import Numbered, Tasks, spread, start
 
 
 def square(settings: dict[str, Any], tasks: Tasks) -> Iterator[Numbered]:

@@ -17,14 +17,14 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from multigpu.group import Group, ThreadGroup
+from multigpu.failure_detector import RankLost
 from multigpu.launch import join
-from multigpu.lifeline import RankLost
+from multigpu.process_group import Group, ThreadGroup
 from sharesd.cli.console import main_guard
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.decoding import calibrate
-from sharesd.load import Runtime, follow_rank_0
-from sharesd.models.weights import Tensors
+from sharesd.engine import warmup
+from sharesd.models.loader import Tensors
+from sharesd.runtime import Runtime, follow_rank_0
 
 MODES: tuple[Mode, ...] = ("naive", "share", "suffix", "hybrid")
 PROMPTS = ([5, 6, 7] * 5, [9], [30, 31, 8, 2])
@@ -239,6 +239,6 @@ def idle(folder: str, size: str) -> None:
 
 
 if __name__ == "__main__":
-    calibrate.SECONDS = 0.0  # what rounds cost is nothing to these tasks
+    warmup.SECONDS = 0.0  # what rounds cost is nothing to these tasks
     tasks = {"equal": equal, "delayed": delayed, "endless": endless, "idle": idle}
     sys.exit(main_guard(lambda: tasks[sys.argv[1]](*sys.argv[2:])))

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.drafters.heads.head import Head
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.heads.files import load_head
-from sharesd.models.heads.head import Head
 
 
 def make_head(

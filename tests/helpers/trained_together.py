@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from tests.train.test_train_heads import train
-from train.heads.processes import Processes
-from train.heads.session import Session
+from train.heads.distributed import Processes
 from train.heads.trainer import Trainer
+from train.heads.training_run import Session
 
 KILLED, HELD_OUT = 4, 0.2
 WIDE = ("--dtype", "fp64", "--device", "cpu", "--held-out", str(HELD_OUT))

@@ -13,15 +13,15 @@ import torch
 import transformers
 from packaging.version import Version
 
-from sharesd.models import convert, rope
-from sharesd.models.convert import converted_folder
+from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, Unsupported
-from sharesd.models.gguf import architecture
+from sharesd.models.gguf import architecture, convert
+from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.reader import StoredTensor, read_gguf
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import write_weights
+from sharesd.models.loader import load_model
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.models.weights import load_model
 from tests.helpers.gguf_files import write_gguf
 from tests.models.test_weights import weights_of
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from compile.attention import Branches
 from compile.linear import pack_linears
-from sharesd.models.heads.config import HeadConfig, Kind
-from sharesd.models.heads.files import load_head, new_head, save_head
-from sharesd.models.heads.head import Head
-from sharesd.models.heads.native import native_head
+from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
+from sharesd.drafters.heads.config import HeadConfig, Kind
+from sharesd.drafters.heads.head import Head
+from sharesd.drafters.heads.native_step import native_head
 from tests.helpers.oracle import VOCAB, tiny_decoder
 from tests.helpers.tiny_heads import logits_of, make_head, random_head
 

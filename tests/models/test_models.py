@@ -16,7 +16,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder, call_block
 from sharesd.models.decoder_config import DecoderConfig, LayerKind, Unsupported
 from sharesd.models.hf import HFModel
-from sharesd.models.weights import load_decoder, load_model
+from sharesd.models.loader import load_decoder, load_model
 
 VOCAB, CONTEXT = 199, 64
 SMALL: dict[str, Any] = {

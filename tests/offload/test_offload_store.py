@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload import store as store_module
-from offload.layout import ALIGNMENT, PAGE, Layout, fill, views
-from offload.link import host_memory
-from offload.store import Content, StoreError, Writer, open_store
+from offload import block_file as store_module
+from offload.block_file import Content, StoreError, Writer, open_store
+from offload.block_layout import ALIGNMENT, PAGE, Layout, fill, views
+from offload.transfer import host_memory
 from tests.helpers.paths import ROOT
 
 BLOCKS = 5

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from offload.cuda import CudaLink, PinnedMemory, _EventCopy
-from offload.disk import DiskLink, faster_direct, read_rate
-from offload.link import LinkError, Throttled, host_slots
-from offload.stream import Stream
+from offload.disk_reader import DiskLink, faster_direct, read_rate
+from offload.pinned_transfer import CudaLink, PinnedMemory, _EventCopy
+from offload.prefetcher import Stream
+from offload.transfer import LinkError, Throttled, host_slots
 from tests.helpers.timed_device import TimedDevice, TimedSlot, Use, wrong_uses
 
 RECORD = 3 * 4096
@@ -239,7 +239,7 @@ def test_records_of_a_file_arrive_whole(record_file: Path, direct: bool, monkeyp
             os.close(os.open(record_file, os.O_RDONLY | os.O_DIRECT))
         except OSError:
             pytest.skip("this file system has no direct reads")
-    monkeypatch.setattr("offload.disk.PIECE", 4096)  # several pieces for each record
+    monkeypatch.setattr("offload.disk_reader.PIECE", 4096)  # several pieces for each record
     before = threading.active_count()
     stream = Stream([1, 2, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=direct))
     for _ in range(20):
@@ -311,7 +311,7 @@ def test_the_faster_way_of_reading_is_taken(record_file: Path, monkeypatch: pyte
     assert read_rate(record_file, direct=False) > 0
     for ordinary, expected in ((1.0, True), (3.0, False)):
         rates = {True: 2.0, False: ordinary}
-        monkeypatch.setattr("offload.disk.read_rate", lambda path, *, direct, rates=rates: rates[direct])
+        monkeypatch.setattr("offload.disk_reader.read_rate", lambda path, *, direct, rates=rates: rates[direct])
         assert faster_direct(record_file) is expected
 
 
@@ -386,7 +386,7 @@ def test_waits_are_used_for_other_work_that_makes_nobody_wait(
     monkeypatch: pytest.MonkeyPatch, piece_s: float, most: int
 ) -> None:
     link = ClockLink(lambda: 1.0)
-    monkeypatch.setattr("offload.stream.time", SimpleNamespace(perf_counter=lambda: link.now))
+    monkeypatch.setattr("offload.prefetcher.time", SimpleNamespace(perf_counter=lambda: link.now))
     stream = Stream(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
     pieces = []
 
@@ -419,7 +419,7 @@ def test_waits_are_used_for_other_work_that_makes_nobody_wait(
 
 def test_other_work_ends_when_there_is_no_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     link = ClockLink(lambda: 1.0)
-    monkeypatch.setattr("offload.stream.time", SimpleNamespace(perf_counter=lambda: link.now))
+    monkeypatch.setattr("offload.prefetcher.time", SimpleNamespace(perf_counter=lambda: link.now))
     stream = Stream(range(4), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
     calls = []
     for _ in range(3):

@@ -18,9 +18,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from serve.settings import Settings
+from serve.server_config import Settings
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 DEPLOY = ROOT / "examples/deploy"
 

@@ -65,12 +65,16 @@ def test_imports_go_down_only() -> None:
 @pytest.mark.parametrize(
     ("source", "package", "num"),
     [
-        ("import torch\nfrom compile.graphs import Replayed\nfrom quant.linear import Switch\n", "sharesd", 0),
-        ("from quant.linear import Switch", "compile", 1),
-        ("def f():\n    from sharesd.decoding.engine import Engine", "quant", 1),
+        (
+            "import torch\nfrom compile.cuda_graphs import Replayed\nfrom quant.switch_linear import Switch\n",
+            "sharesd",
+            0,
+        ),
+        ("from quant.switch_linear import Switch", "compile", 1),
+        ("def f():\n    from sharesd.engine.engine import Engine", "quant", 1),
         ("if True:\n    import benchmark.mtbench", "sharesd", 1),
         ("import compile", "sharesd", 1),
-        ("import compile.graphs", "sharesd", 1),
+        ("import compile.cuda_graphs", "sharesd", 1),
         ("from compile import graphs", "sharesd", 1),
         ("import quantiles, sharesdx", "compile", 0),
     ],
@@ -135,7 +139,7 @@ def test_loading_waits_for_nothing_that_native_decoders_do_not_need() -> None:
     heavy = ("transformers", "torch._dynamo", "sympy", "hqq", "triton")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     code = (
-        "import sys, sharesd.load\n"
+        "import sys, sharesd.runtime\n"
         "from sharesd.models.decoder import Decoder, DecoderConfig\n"
         f"Decoder(DecoderConfig.from_hf({ {'model_type': 'llama', 'num_attention_heads': 1, **sizes}!r}))\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"

@@ -14,10 +14,10 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
-from sharesd.models.weights import decoder_config
+from sharesd.models.loader import decoder_config
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 HEAVY = ("transformers", "hqq", "bitsandbytes", "matplotlib")
 BLOCKER = f"""
@@ -35,7 +35,7 @@ RUNTIME = """
 import sys
 
 import sharesd
-from sharesd.load import Runtime
+from sharesd.runtime import Runtime
 
 target, *heads = sys.argv[1:]
 config = sharesd.EngineConfig(target=target, device="cpu", max_context=128, heads=tuple(heads), num_draft=3)

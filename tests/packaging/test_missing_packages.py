@@ -9,9 +9,9 @@ import pytest
 
 from benchmark.reports.results import _plots
 from serve.command import main as serve
-from sharesd import grammar
 from sharesd.cli.pictures import can_draw
-from train.heads.journal import CURVES, LOG, Journal
+from sharesd.data import grammar_spec
+from train.heads.metrics_log import CURVES, LOG, Journal
 
 
 @pytest.fixture
@@ -53,4 +53,4 @@ def test_the_server_names_its_packages(monkeypatch: pytest.MonkeyPatch, capfd: p
 def test_grammars_name_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match="run: pip install llguidance"):
-        grammar.llguidance()
+        grammar_spec.llguidance()

@@ -37,7 +37,7 @@ def test_what_is_unpacked_is_what_is_imported(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{there}"}
     code = (
         "import importlib, json\n"
-        "from sharesd.models.resolve import _embedded_gguf\n"
+        "from sharesd.models.hub import _embedded_gguf\n"
         "names = ['hqq.core.quantize', 'bitsandbytes', 'termcolor', 'gguf', 'platformdirs']\n"
         "files = [importlib.import_module(name).__file__ for name in names]\n"
         "print(json.dumps([*files, str(_embedded_gguf())]))"

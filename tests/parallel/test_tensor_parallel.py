@@ -20,14 +20,14 @@ import psutil
 import pytest
 import torch
 
-from multigpu.group import ThreadGroup
-from multigpu.tensor import Part, require_even, sum_parts
+from multigpu.process_group import ThreadGroup
+from multigpu.tensor_parallel import Part, require_even, sum_parts
 from sharesd.config import EngineConfig, OffloadConfig
-from sharesd.load import Runtime
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.weights import Tensors, check_cuts, decoder_slots
-from sharesd.sharing import EAGER_TILE
+from sharesd.models.loader import Tensors, check_cuts, decoder_slots
+from sharesd.parallel.tp_setup import EAGER_TILE
+from sharesd.runtime import Runtime
 from tests.helpers.paths import ROOT
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
 from tests.helpers.tensor_ranks import (
@@ -44,7 +44,7 @@ from tests.helpers.tensor_ranks import (
     texts_of_moved_rows,
     threads,
 )
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost decides how far is drafted, and nothing here."""
-    monkeypatch.setattr("sharesd.decoding.calibrate.SECONDS", 0.0)
+    monkeypatch.setattr("sharesd.engine.warmup.SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_split_sums_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """And know them again at the next start: rows of another rank would be the wrong ones."""
-    for module in ("load", "quantizing"):
+    for module in ("runtime", "weights.quantize"):
         monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
     taus = []
     for size in (1, 2, 2):

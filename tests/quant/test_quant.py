@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quant.attach import LinearQuantizer, QuantReport, Solving, make_low, quantize_linears, quantized_copy
 from quant.bnb import build_bnb
 from quant.config import QuantConfig, parse_quant
-from quant.kernels import GemliteLinear, Int4Linear, ReferenceLinear, build_low, check_low
-from quant.linear import LowLinear, Switch, SwitchLinear
-from quant.solver import QuantizedWeight, dequantize, solve
-from quant.store import content_key
-from sharesd.quantizing import solving
+from quant.hqq import QuantizedWeight, dequantize, solve
+from quant.quantize_model import LinearQuantizer, QuantReport, Solving, make_low, quantize_linears, quantized_copy
+from quant.quantized_linear import GemliteLinear, Int4Linear, ReferenceLinear, build_low, check_low
+from quant.switch_linear import LowLinear, Switch, SwitchLinear
+from quant.weight_cache import content_key
+from sharesd.weights.quantize import solving
 from tests.helpers.paths import ROOT
 
 # Largest relative error of a product against float64: about the rounding of the output itself.
@@ -176,7 +176,8 @@ def test_nothing_heavy_is_imported_early() -> None:
     code = (
         "import sys, quant.config\n"
         "assert 'torch' not in sys.modules\n"
-        "import quant.attach, quant.bnb, quant.kernels, quant.linear, quant.solver, quant.store\n"
+        "import quant.quantize_model, quant.bnb, quant.quantized_linear\n"
+        "import quant.switch_linear, quant.hqq, quant.weight_cache\n"
         "print(sorted({'hqq', 'gemlite', 'bitsandbytes', 'transformers'} & sys.modules.keys()))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -202,7 +203,7 @@ def test_hqq_beats_rounding_to_nearest(bits: int) -> None:
 def test_solver_gives_ordinary_tensors_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(40, 64)
     whole = solve(weight, 4, 64)
-    monkeypatch.setitem(sys.modules["quant.solver"]._BLOCK_WEIGHTS, "cpu", 7 * 64)
+    monkeypatch.setitem(sys.modules["quant.hqq"]._BLOCK_WEIGHTS, "cpu", 7 * 64)
     blocks = solve(weight, 4, 64)
     assert blocks.q.shape == whole.q.shape
     assert relative_error(blocks.dequantize(), weight) < 1.05 * relative_error(whole.dequantize(), weight)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharesd.decoding.tree import DraftTree, Verdict
 from sharesd.sampling import Stream, choose, fork, gumbel, uniform
 from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejection
+from sharesd.speculation.draft_tree import DraftTree, Verdict
 
 Rule = Callable[[DraftTree, Tensor, Tensor, Tensor], Verdict]
 SAMPLERS = pytest.mark.parametrize("rule", [accept_rejection, accept_block], ids=["rejection", "block"])

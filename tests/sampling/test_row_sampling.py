@@ -15,9 +15,9 @@ from torch import Tensor
 
 from compile.attention import Branches
 from sharesd.config import SamplingParams
-from sharesd.decoding.tree import DraftTree, Verdict, pack
 from sharesd.sampling import Kind, RowSampling, logprobs_of, native_gumbel, process, seeds_of_prompts, top_logprobs_of
 from sharesd.sampling.sampler import Sampler
+from sharesd.speculation.draft_tree import DraftTree, Verdict, pack
 from tests.helpers.oracle import placed
 from tests.speculation.test_trees import random_tree
 

@@ -35,7 +35,7 @@ from sharesd.sampling import (
     seeds_of_prompts,
     uniform,
 )
-from sharesd.sampling.logits import _top_p, top_p_reference
+from sharesd.sampling.logits_processors import _top_p, top_p_reference
 from tests.helpers.oracle import placed
 
 

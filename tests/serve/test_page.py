@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sharesd.cli.show import MEANINGS
+from sharesd.cli.display import MEANINGS
 from tests.helpers.chromium import CHROMIUM, Browser, Tab
 from tests.helpers.fake_page_server import KEY, MODEL, ROUNDS, TOKENS_PER_SECOND, FakeServer
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from serve.errors import of_schema
 from serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
 from tests.helpers.fake_engine import REFUSED, make_tokenizer
-from tests.helpers.served import Served, served
+from tests.helpers.served_model import Served, served
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -235,7 +235,7 @@ def test_models_version_and_page(server: Served, tmp_path: Any, monkeypatch: pyt
     assert server.openai().models.retrieve("fake").id == "fake"
     assert server.http.get("/v1/models/other").status_code == 404
     assert server.http.get("/version").json()["version"]
-    monkeypatch.setattr("serve.status.PAGE", tmp_path)
+    monkeypatch.setattr("serve.admin_routes.PAGE", tmp_path)
     missing = server.http.get("/")
     assert missing.status_code == 404 and missing.text.count("\n") == 1
     (tmp_path / "index.html").write_text("<p>hello")

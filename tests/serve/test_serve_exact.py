@@ -13,8 +13,8 @@ from benchmark.serve.exact import alone, together
 from benchmark.serve.mixed import Mixed, mixed
 from serve.command import load_model
 from sharesd.config import EngineConfig, Mode
-from tests.helpers.served import Served, served
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.served_model import Served, served
+from tests.helpers.tiny_models import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 
 from serve.command import load_model
 from sharesd.config import EngineConfig
-from tests.helpers.served import Served, served
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.served_model import Served, served
+from tests.helpers.tiny_models import make_checkpoint
 
 TEXT = "/v1/completions"
 MIB = 2**20

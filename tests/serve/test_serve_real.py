@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from serve.command import load_model
-from sharesd import parts, planning
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
-from sharesd.grammar import from_choices, from_json_schema, from_lark, from_regex
-from sharesd.load import Runtime
-from tests.helpers.served import Served, served
-from tests.helpers.tiny import make_checkpoint
+from sharesd.data.grammar_spec import from_choices, from_json_schema, from_lark, from_regex
+from sharesd.runtime import Runtime
+from sharesd.weights import memory_estimate, offload_planner
+from tests.helpers.served_model import Served, served
+from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS = ["the cat sat", "a blue sky and", "why is the red mat"]
 
@@ -39,7 +39,7 @@ def server(folder: Path) -> Iterator[Served]:
 
 def test_rounds_of_all_kinds_are_ready_before_the_first_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[Any] = []
-    monkeypatch.setattr("sharesd.load.warm_up_each_kind", warmed.append)
+    monkeypatch.setattr("sharesd.runtime.warm_up_each_kind", warmed.append)
     model = load_model(EngineConfig(target=str(folder), mode="naive", max_context=64), "naive", None)
     assert warmed == [model.engine]
 
@@ -158,12 +158,12 @@ def test_details_and_metrics_of_real_drafts(server: Served) -> None:
 
 def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
     """Answers that are decoded together, under a limit that leaves most blocks on the disk."""
-    monkeypatch.setattr(parts, "own_memory", lambda: 0)
-    monkeypatch.setattr(parts, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
+    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
     config = EngineConfig(target=str(make_checkpoint(tmp_path / "model", layers=8)), max_batch=4, max_context=256)
     roomy = OffloadConfig(host_memory=10**10, choose_bits=False)
-    need = planning.plan_for(replace(config, offload=roomy), ("share",))
+    need = offload_planner.plan_for(replace(config, offload=roomy), ("share",))
     assert need is not None
     limited = replace(config, offload=replace(roomy, host_memory=need.plan.device_bytes - 5 * need.plan.block))
     answers, models = [], []

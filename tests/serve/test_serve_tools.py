@@ -11,8 +11,8 @@ import pytest
 
 from serve.command import load_model
 from sharesd.config import EngineConfig, Mode
-from tests.helpers.served import Served, served
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.served_model import Served, served
+from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, TOOL_TEMPLATE
 from tests.serve.test_serve import CHAT, HELLO, error_of
 from tests.serve.test_serve_streams import stream

@@ -10,16 +10,17 @@ import pytest
 import torch
 import transformers
 
-from sharesd import auto, parts
-from sharesd.auto import choose
 from sharesd.config import EngineConfig, OffloadConfig, SplitConfig
-from sharesd.decoding import calibrate
-from sharesd.load import Runtime
+from sharesd.engine import warmup
+from sharesd.loading import auto_mode
+from sharesd.loading.auto_mode import choose
 from sharesd.models.decoder import Decoder
-from sharesd.models.weights import decoder_config
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
+from sharesd.weights import memory_estimate
 from tests.helpers.offloaded import LAYERS, limit_leaving, texts
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -29,7 +30,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    monkeypatch.setattr(warmup, "SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_predicted_speedup", lambda *_: 1.25)
+    monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_: 1.25)
 
 
 def config_of(folder: Path | None, **options: Any) -> EngineConfig:
@@ -47,7 +48,7 @@ def config_of(folder: Path | None, **options: Any) -> EngineConfig:
     return EngineConfig(**{"target": target, "device": "cpu", "max_context": 256, "num_draft": 4} | options)
 
 
-def chosen(config: EngineConfig, folder: Path, *, offloads: bool = False) -> auto.Choice:
+def chosen(config: EngineConfig, folder: Path, *, offloads: bool = False) -> auto_mode.Choice:
     return choose(config, folder, torch.device("cpu"), BF16, "native", offloads=offloads)
 
 
@@ -66,7 +67,7 @@ def test_a_head_that_ships_is_taken(folder: Path) -> None:
 
 def test_quantized_linears_are_taken_where_they_promise_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for speedup, model in ((1.25, ("share",)), (1.05, ())):
-        monkeypatch.setattr(auto, "_predicted_speedup", lambda *_, speedup=speedup: speedup)
+        monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_, speedup=speedup: speedup)
         choice = chosen(config_of(folder), folder)
         assert choice.drafters == (*model, *TABLES) and f"promise {speedup:.2f} times plain decoding" in choice.reason
 
@@ -74,7 +75,7 @@ def test_quantized_linears_are_taken_where_they_promise_enough(folder: Path, mon
 def test_quantizing_that_takes_minutes_is_left_to_the_user_until_it_is_kept(
     folder: Path, pays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "SOLVE_SECONDS", 0.0)
+    monkeypatch.setattr(auto_mode, "SOLVE_SECONDS", 0.0)
     config = config_of(folder)
     choice = chosen(config, folder)
     assert choice.drafters == TABLES
@@ -86,7 +87,11 @@ def test_quantizing_that_takes_minutes_is_left_to_the_user_until_it_is_kept(
 def test_the_prediction_is_measured(folder: Path) -> None:
     config, device = config_of(folder), torch.device("cpu")
     decoder = Decoder(decoder_config(folder), dtype=BF16, device="meta")
-    assert 0 < auto._predicted_speedup(decoder, config, folder, device, BF16, "native") < 1 / (1 - auto.ASSUMED[4])
+    assert (
+        0
+        < auto_mode._predicted_speedup(decoder, config, folder, device, BF16, "native")
+        < 1 / (1 - auto_mode.ASSUMED[4])
+    )
 
 
 def test_a_draft_model_that_was_given_is_taken(folder: Path) -> None:
@@ -144,8 +149,8 @@ def test_an_offloaded_model_drafts_with_its_quantized_linears_if_these_fit(
     monkeypatch: pytest.MonkeyPatch,
     close_after: list[Runtime],
 ) -> None:
-    monkeypatch.setattr(auto, "_predicted_speedup", lambda *_: 1.0)
-    monkeypatch.setattr(parts, "own_memory", lambda: 10**8)
+    monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_: 1.0)
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 10**8)
     given = config_of(folder, auto_drafters=TABLES, offload=OffloadConfig(host_memory=10**9))
     limit = limit_leaving(resident, given, "naive", "auto")
     runtime = Runtime(config_of(folder, offload=OffloadConfig(host_memory=limit)), ("naive", "auto"))

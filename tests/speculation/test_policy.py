@@ -12,18 +12,18 @@ import torch
 
 from compile.attention import Branches
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.decoding.calibrate import typical
-from sharesd.decoding.confidence import Confidence
-from sharesd.decoding.costs import Costs, LiveCosts
-from sharesd.decoding.evidence import Promises
-from sharesd.decoding.policy import FIRST_TRY, Policy
-from sharesd.decoding.request import AHEAD, Request, advance, awaited
-from sharesd.decoding.stats import Stats
-from sharesd.decoding.stops import StopChecker
-from sharesd.decoding.tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
-from sharesd.load import Runtime
+from sharesd.engine.request import AHEAD, Request, advance, awaited
+from sharesd.engine.stats import Stats
+from sharesd.engine.stop_checker import StopChecker
+from sharesd.engine.warmup import typical
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.tiny import make_checkpoint
+from sharesd.runtime import Runtime
+from sharesd.speculation.acceptance_stats import Promises
+from sharesd.speculation.calibration import Confidence
+from sharesd.speculation.cost_model import Costs, LiveCosts
+from sharesd.speculation.draft_policy import FIRST_TRY, Policy
+from sharesd.speculation.draft_tree import PLAIN, DraftTree, Shape, chain, chains, looking_back
+from tests.helpers.tiny_models import make_checkpoint
 
 
 def tree_of(shape: Shape) -> DraftTree:
@@ -331,10 +331,10 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     config = EngineConfig(target=str(make_checkpoint(tmp_path / "model")), compile="off", max_context=128)
     settings = tmp_path / "cache" / "settings"
     with monkeypatch.context() as patch:
-        patch.setattr("sharesd.decoding.calibrate._spread", lambda times: 9.0)
+        patch.setattr("sharesd.engine.warmup._spread", lambda times: 9.0)
         Runtime(config, ("share",)).engine("share")
         assert not settings.exists(), "times that disagree are not kept"
-    monkeypatch.setattr("sharesd.decoding.calibrate._spread", lambda times: 1.0)
+    monkeypatch.setattr("sharesd.engine.warmup._spread", lambda times: 1.0)
     runtime = Runtime(config, ("naive", "share", "suffix", "hybrid"))
     costs = runtime.engine("share").way(SamplingParams()).policy.costs
     assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0

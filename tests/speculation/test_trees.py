@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from compile.attention import CHUNK, Branches, attend, attend_reference, pack_kv, row_keeper, unpack_kv
+from compile.decoder_stack import NativeStack
 from compile.linear import pack_linears
-from compile.stack import NativeStack
 from sharesd.config import SamplingParams
-from sharesd.decoding.costs import Costs, LiveCosts
-from sharesd.decoding.output import Completion
-from sharesd.decoding.policy import Policy
-from sharesd.decoding.tree import PLAIN, Shape, chain, chains, looking_back, pack, shapes_of
-from sharesd.drafters.classic import ClassicDrafter
-from sharesd.drafters.hybrid import HybridDrafter
-from sharesd.drafters.share import ShareDrafter
-from sharesd.drafters.tables.base import Guess, best_chain, merge, weave
-from sharesd.drafters.tables.ngram import NgramTable
-from sharesd.drafters.tables.recycling import RecycleTable
-from sharesd.drafters.tables.suffix import SuffixTable
+from sharesd.drafters.classic.drafter import ClassicDrafter
+from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.ngram.table import NgramTable
+from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.drafters.suffix.table import SuffixTable
+from sharesd.engine.outputs import Completion
 from sharesd.models.decoder import Decoder
 from sharesd.sampling.acceptance import accept_tree, accept_tree_reference
+from sharesd.speculation.cost_model import Costs, LiveCosts
+from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_proposal import Guess, best_chain, merge, weave
+from sharesd.speculation.draft_tree import PLAIN, Shape, chain, chains, looking_back, pack, shapes_of
 from tests.helpers.oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)

@@ -26,7 +26,7 @@ def note_grids() -> None:
     """From now on, note what graphs are made of, and which are replayed."""
     from triton.runtime.jit import JITFunction
 
-    from compile.graphs import Graphs
+    from compile.cuda_graphs import Graphs
 
     run, record = JITFunction.run, Graphs._record
 
@@ -51,7 +51,7 @@ def note_grids() -> None:
 
 def decoded(config: EngineConfig, mode: Mode, each_kind: bool = False) -> dict[str, Any]:
     """Graphs that one user's rounds replay; then users come and go: rows that rounds have, and what is captured."""
-    from compile.graphs import Graphs
+    from compile.cuda_graphs import Graphs
 
     install(), note_grids()
     runtime = load(config, (mode,))

@@ -45,8 +45,8 @@ def compiled(config: EngineConfig, mode: Mode) -> dict[str, int]:
 
 def launched(config: EngineConfig, mode: Mode) -> dict[str, int]:
     """Kernels of a prompt of each size of pieces, and of the first and a further step of a chain of drafts."""
-    from sharesd.decoding.calibrate import _model_drafter
-    from sharesd.decoding.prefill import PIECES, prefill
+    from sharesd.engine.warmup import _model_drafter
+    from sharesd.models.prefill import PIECES, prefill
 
     install()
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)

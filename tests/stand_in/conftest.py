@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.shared import Shared
+from tests.helpers.shared_runtimes import Shared
 from tests.stand_in.points import Point, in_order
 from tests.stand_in.worker import PYTHON, Outcome, run
 

@@ -14,7 +14,7 @@ from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from tests.stand_in.plausible import counts, driver, in_rounds, install
 
 if TYPE_CHECKING:
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
 
 Counted = dict[str, float]
 PROMPT = [5, 6, 7, 8] * 3
@@ -52,7 +52,7 @@ def load(
     config: EngineConfig, modes: tuple[Mode, ...], rows_agree: bool = True, resident: int | None = None
 ) -> Runtime:
     """The runtime of the last call, if it was for the same; else that one goes first."""
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
 
     wanted = config, modes, rows_agree, resident
     if not _loaded or _loaded[0][0] != wanted:
@@ -70,7 +70,7 @@ def load(
 
 def _leaving(resident: int, config: EngineConfig, modes: tuple[Mode, ...]) -> OffloadConfig:
     """The limit that leaves so many blocks on the device."""
-    from sharesd.planning import plan_for
+    from sharesd.weights.offload_planner import plan_for
 
     whole = plan_for(replace(config, offload=OffloadConfig(device_memory=torch.cuda.mem_get_info()[0])), modes)
     assert whole is not None and not whole.plan.offloads
@@ -82,7 +82,7 @@ def count(
     runtime: Runtime, mode: Mode, params: SamplingParams, *, joins: bool = False, each_kind: bool = False
 ) -> Counted:
     """Decode twice, and count what happened the second time; of each round what it asked the driver for."""
-    from compile.graphs import Graphs
+    from compile.cuda_graphs import Graphs
 
     before_warm, started = Graphs.num_captures, time.perf_counter()
     engine = runtime.engine(mode, warm=params, each_kind=each_kind)

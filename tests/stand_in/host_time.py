@@ -47,8 +47,8 @@ class Times:
 
     def install(self) -> None:
         """Time all rounds from now on. Before `plausible.install`, whose own work is left out by `leave_out`."""
-        from compile.graphs import Replayed
-        from sharesd.decoding.engine import Engine
+        from compile.cuda_graphs import Replayed
+        from sharesd.engine.engine import Engine
 
         round_, collect, call, read = Engine._round, Engine._collect, Replayed.__call__, torch.Tensor.tolist
 
@@ -86,7 +86,7 @@ class Times:
 
     def leave_out(self, name: str) -> None:
         """Leave out: what `plausible` has put around this method of the engine is no time of rounds."""
-        from sharesd.decoding.engine import Engine
+        from sharesd.engine.engine import Engine
 
         around = getattr(Engine, name)
         inner = next(cell.cell_contents for cell in around.__closure__ if getattr(cell.cell_contents, "inner", False))
@@ -115,7 +115,7 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def shapes_of(policy: Any) -> dict[str, Any]:
     """Cases: shapes of the policy, plain rounds, drafts of four tokens and of a tree, as far as the mode has them."""
-    from sharesd.decoding.tree import PLAIN
+    from sharesd.speculation.draft_tree import PLAIN
 
     chains = [shape for shape in policy.shapes if not shape.is_tree and shape.nodes == 4]
     trees = [shape for shape in policy.shapes if shape.is_tree]
@@ -163,15 +163,15 @@ def main() -> None:
 
     times = Times()
     times.install()
-    from sharesd.decoding.engine import Engine
+    from sharesd.engine.engine import Engine
 
     Engine._collect = watched(Engine._collect)  # type: ignore[method-assign]
     install()
     times.leave_out("_collect")
 
     from sharesd import EngineConfig, SamplingParams
-    from sharesd.decoding.tree import PLAIN
-    from sharesd.load import Runtime
+    from sharesd.runtime import Runtime
+    from sharesd.speculation.draft_tree import PLAIN
 
     modes = args.modes.split(",")
     runtime = Runtime(EngineConfig(device="cuda", max_batch=args.batch), modes)

@@ -7,10 +7,10 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from sharesd import grammar
 from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig
+from sharesd.data import grammar_spec as grammar
 from tests.helpers.covering import covering
-from tests.helpers.shared import Shared
+from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_tokenizer import WORDS, make_backend
 from tests.stand_in.decoding import decode
 

@@ -14,7 +14,7 @@ def run_step(name: str) -> dict[str, Any]:
     """Findings of the step of this name."""
     from benchmark import timed
     from benchmark.gpu import worker
-    from tests.helpers.tiny import make_checkpoint
+    from tests.helpers.tiny_models import make_checkpoint
     from tests.stand_in.plausible import install
 
     install()

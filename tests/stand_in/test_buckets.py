@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sharesd.config import EngineConfig, Kernels, Mode
-from tests.helpers.shared import Shared
+from tests.helpers.shared_runtimes import Shared
 from tests.stand_in.buckets import decoded
 from tests.stand_in.worker import run
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
-from tests.helpers.shared import Shared
+from tests.helpers.shared_runtimes import Shared
 from tests.stand_in.decoding import decode
 from tests.stand_in.points import Point
 from tests.stand_in.test_decoding import check

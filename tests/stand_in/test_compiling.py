@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sharesd.config import EngineConfig
-from tests.helpers.shared import Shared
+from tests.helpers.shared_runtimes import Shared
 from tests.stand_in.compiling import compiled, launched
 from tests.stand_in.worker import Outcome, run
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.dataset import OPEN_ROWS, PADDING, PackedRows, pack, read_split
-from train.masks import Example
-from train.shards import Shard
+from train.data.loss_mask import Example
+from train.data.packed_dataset import OPEN_ROWS, PADDING, PackedRows, pack, read_split
+from train.data.shards import Shard
 
 LENGTH = 32
 

@@ -17,16 +17,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.load import Runtime
+from sharesd.data.prompt_files import conversation, read_prompts, records
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.prompts import conversation, read_prompts, records
+from sharesd.runtime import Runtime
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import SPECIAL, WORDS
 from train.__main__ import main
-from train.generate import read
-from train.masks import masked
-from train.shards import Shard, answers_in
+from train.data.generate import read
+from train.data.loss_mask import masked
+from train.data.shards import Shard, answers_in
 
 RECORDS = [
     {"instruction": "why is the sky blue", "input": "red", "output": "the cat"},
@@ -188,7 +188,7 @@ def test_replicas_share_the_work(
 def test_written_skipped_and_failed_are_all(
     model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sharesd.decoding.engine import Engine
+    from sharesd.engine.engine import Engine
 
     add = Engine.add
 
@@ -286,7 +286,7 @@ def test_a_killed_process_loses_and_doubles_nothing(num_kills: int, model: str, 
 WRITER = """
 import sys
 from pathlib import Path
-from train.shards import Shard, lines_of
+from train.data.shards import Shard, lines_of
 folder = Path(sys.argv[1])
 with Shard(folder, 0, 1) as shard:
     done = {record["index"] for _, record in lines_of(shard.path)}
@@ -393,7 +393,7 @@ def test_a_launchers_processes_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) 
     import torch
 
     from sharesd.cli import options
-    from train.generate import _device, add_parser
+    from train.data.generate import _device, add_parser
 
     parser = options.Parser()
     add_parser(parser.add_subparsers())

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sharesd.models.tokenizer import Tokenizer
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, make_backend
-from train.masks import Example, Turn, join, masked
+from train.data.loss_mask import Example, Turn, join, masked
 
 CHATML = CHAT_TEMPLATE
 WITH_DEFAULT_SYSTEM = (

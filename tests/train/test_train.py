@@ -12,11 +12,11 @@ import pytest
 
 from multigpu.journal import Journal
 from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_HEADS, EMBEDDED_TABLE, EngineConfig, SamplingParams
-from sharesd.drafters.tables.recycling import RecycleTable
-from sharesd.drafters.tables.suffix import build_datastore, open_datastore
-from sharesd.load import Runtime
-from sharesd.prompts import read_prompts
-from tests.helpers.tiny import make_checkpoint
+from sharesd.data.prompt_files import read_prompts
+from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.drafters.suffix.table import build_datastore, open_datastore
+from sharesd.runtime import Runtime
+from tests.helpers.tiny_models import make_checkpoint
 from train.__main__ import main
 
 RECORDS = [

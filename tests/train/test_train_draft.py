@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.load import Runtime
-from sharesd.models.weights import load_decoder
+from sharesd.models.loader import load_decoder
+from sharesd.runtime import Runtime
 from tests.train.test_train_heads import TEXTS, curve, data, teacher_of, train
-from train.heads.draft import initial_draft, save_draft
-from train.heads.frozen import FrozenTarget
-from train.heads.held_out import acceptance
+from train.heads.draft_decoder import initial_draft, save_draft
+from train.heads.evaluate import acceptance
 from train.heads.losses import losses
+from train.heads.teacher import FrozenTarget
 from train.heads.trainer import Trainer
 
 __all__ = ["data"]  # a fixture

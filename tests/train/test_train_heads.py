@@ -14,29 +14,29 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sharesd.config import SamplingParams
-from sharesd.decoding.costs import Costs
-from sharesd.models.heads.chains import attend_chains
-from sharesd.models.heads.eagle3 import Eagle3
-from sharesd.models.heads.files import load_head
-from sharesd.models.heads.glide import Glide
-from sharesd.models.heads.head import Head
-from sharesd.models.weights import load_decoder
+from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.glide.head import Glide
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.drafters.heads.head import Head
+from sharesd.drafters.heads.unrolled_attention import attend_chains
+from sharesd.models.loader import load_decoder
+from sharesd.speculation.cost_model import Costs
 from tests.drafters.test_eagle import features_of
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import random_head
+from tests.helpers.tiny_models import make_checkpoint
 from train.__main__ import main
-from train.dataset import row_of
+from train.data.loss_mask import Example
+from train.data.packed_dataset import row_of
+from train.heads import hidden_state_cache as states
 from train.heads import losses as losses_file
-from train.heads import states
 from train.heads.checkpoint import read_state
-from train.heads.closed_form import begin_linear
-from train.heads.frozen import FrozenTarget
-from train.heads.held_out import Acceptance, acceptance, best_chain
-from train.heads.initial import initial_head, most_frequent
+from train.heads.evaluate import Acceptance, acceptance, best_chain
+from train.heads.init_weights import initial_head, most_frequent
+from train.heads.least_squares_init import begin_linear
 from train.heads.losses import Teacher, losses
+from train.heads.teacher import FrozenTarget
 from train.heads.trainer import Recipe, Trainer
-from train.masks import Example
 
 IDS = torch.tensor(sorted({7, 3, 31, 12, 0, 39, 22}))
 RAW = {

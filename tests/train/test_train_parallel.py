@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from sharesd.config import SamplingParams
-from sharesd.models.heads.parallel import Parallel
+from sharesd.drafters.parallel.head import Parallel
 from tests.helpers.oracle import new_engine, tiny_decoder
 from tests.helpers.tiny_heads import random_head
 from tests.train.test_train_heads import IDS, RAW, TEXTS, data, row, teacher_of, train
-from train.heads.anchors import with_anchors
-from train.heads.frozen import FrozenTarget, Lesson
-from train.heads.held_out import Acceptance, acceptance
-from train.heads.initial import initial_head, with_masks
+from train.heads.evaluate import Acceptance, acceptance
+from train.heads.init_weights import initial_head, with_masks
 from train.heads.losses import losses
+from train.heads.mask_anchors import with_anchors
+from train.heads.teacher import FrozenTarget, Lesson
 
 __all__ = ["data"]  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")

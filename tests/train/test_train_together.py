@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from tests.helpers.paths import ROOT
 from tests.helpers.trained_together import HELD_OUT, RUNS
 from tests.train.test_train_heads import curve, data, train
-from train.dataset import PackedRows, read_split
+from train.data.packed_dataset import PackedRows, read_split
 from train.heads.checkpoint import read_state
 
 __all__ = ["data"]  # a fixture

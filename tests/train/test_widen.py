@@ -21,16 +21,16 @@ from benchmark.questions.job import EMBEDDED, model_name
 from benchmark.studies import widening
 from benchmark.studies.wide_shapes import SHAPES, Shape
 from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
-from quant.solver import solve
+from quant.hqq import solve
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.load import Runtime
-from sharesd.models.folder import read_config, weight_files
-from sharesd.models.heads.files import load_head
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.models.checkpoint import read_config, weight_files
+from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.models.weights import decoder_config, load_decoder
-from tests.helpers.tiny import make_checkpoint
+from sharesd.runtime import Runtime
 from tests.helpers.tiny_heads import logits_of as logits_of_head
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 WIDE = Shape(hidden_size=192, mlp_size=320, num_heads=12, num_kv_heads=6, num_layers=5)
 FOURFOLD = replace(WIDE, hidden_size=256)

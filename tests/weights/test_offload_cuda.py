@@ -16,22 +16,23 @@ from benchmark.gpu import widened
 from benchmark.gpu.offloaded import Case
 from benchmark.gpu.worker import FAILED, Job, NotHere
 from benchmark.studies.widening import describe
-from compile import regions
+from compile import inductor
 from compile.attention import MAX_STEP
-from offload.cuda import CudaLink, PinnedMemory, _EventCopy, link_rate
-from offload.plan import DoesNotFit
+from offload.pinned_transfer import CudaLink, PinnedMemory, _EventCopy, link_rate
+from offload.planner import DoesNotFit
 from quant.config import QuantConfig
-from sharesd import load, parts, planning, sampling
+from sharesd import runtime, sampling
 from sharesd.config import EngineConfig, Mode, OffloadConfig
-from sharesd.load import Runtime
 from sharesd.models.decoder import call_block
-from sharesd.models.weights import decoder_config
-from sharesd.planning import plan_for
-from tests.helpers.late_device import LateDevice
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
+from sharesd.weights import memory_estimate, offload_planner
+from sharesd.weights.offload_planner import plan_for
+from tests.helpers.lagging_device import LateDevice
 from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.timed_device import wrong_uses
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,13 +47,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> LateDevice:
     """Models are computed there, and nothing but them takes memory."""
     dice = random.Random(0)
     device = LateDevice(lambda: dice.choice([0.1, 1.0, 10.0]) * dice.random())
-    for module in (load, planning):
+    for module in (runtime, offload_planner):
         monkeypatch.setattr(module, "home_of", device.home)
     for name in ("RUNTIME_BYTES", "DEVICE_BYTES", "SOLVING_BYTES"):
-        monkeypatch.setattr(parts, name, 0)
-    monkeypatch.setattr(parts, "own_memory", lambda: 0)
-    monkeypatch.setattr(parts.OnGpu, "link_rate", lambda home: 1e6)
-    monkeypatch.setattr(parts.OnGpu, "seconds", lambda home, calls: 1e-6)
+        monkeypatch.setattr(memory_estimate, name, 0)
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
+    monkeypatch.setattr(memory_estimate.OnGpu, "link_rate", lambda home: 1e6)
+    monkeypatch.setattr(memory_estimate.OnGpu, "seconds", lambda home, calls: 1e-6)
     return device
 
 
@@ -152,7 +153,7 @@ def test_drafts_are_captured_and_passes_are_not(
     tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_the_way_of_cuda(monkeypatch)
-    monkeypatch.setattr(load.Steps, "noise", lambda steps, on_cpu: sampling.gumbel)
+    monkeypatch.setattr(runtime.Steps, "noise", lambda steps, on_cpu: sampling.gumbel)
     options: dict[str, Any] = {"mode": "share", "dtype": "float32", "num_draft": 6}
     whole = Runtime(config_of(tiny, **options))
     graphs = RecordedGraphs()
@@ -199,13 +200,13 @@ def test_compiled_blocks_read_the_slots_that_hold_their_weights(
     tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced by Dynamo once, and called with weights that move. (What Inductor makes of it is tested elsewhere.)"""
-    monkeypatch.setattr(regions.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(inductor.torch, "compile", partial(torch.compile, backend="eager"))
     options: dict[str, Any] = {"mode": "share", "dtype": "float32", "compile": "regional", "num_draft": 4}
     whole = Runtime(config_of(tiny, **options))
     offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
     wanted, found = ([e.engine().generate(PROMPTS, WAYS[0])[0].token_ids] for e in (whole, offloaded))
-    with regions.no_recompiles():
+    with inductor.no_recompiles():
         again = [offloaded.engine().generate(PROMPTS, WAYS[0])[0].token_ids]
     assert found == wanted == again
 
@@ -214,13 +215,13 @@ def test_memory_that_cannot_be_pinned_ends_the_start_and_nothing_stays_pinned(
     tiny: Path, gpu: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = limit_for(tiny, 2, "naive")
-    new = parts.OnGpu.pinned
+    new = memory_estimate.OnGpu.pinned
 
     def refuses_the_third(home: Any, num_bytes: int) -> PinnedMemory:
         gpu._refuses = 2 if len(gpu.pinned) == 2 else 0
         return new(home, num_bytes)
 
-    monkeypatch.setattr(parts.OnGpu, "pinned", refuses_the_third)
+    monkeypatch.setattr(memory_estimate.OnGpu, "pinned", refuses_the_third)
     with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\); raise the limit"):
         Runtime(config_of(tiny, limit, mode="naive"))
     assert not gpu.pinned
@@ -295,7 +296,7 @@ def test_texts_on_a_gpu(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None, close_after: list[Runtime]
 ) -> None:
     for name in ("DEVICE_BYTES", "SOLVING_BYTES"):
-        monkeypatch.setattr(parts, name, 0)
+        monkeypatch.setattr(memory_estimate, name, 0)
     folder = make_checkpoint(tmp_path / "model", hidden=256, layers=LAYERS)
     quant = QuantConfig(bits=8, head_bits=8)
     options: dict[str, Any] = {"device": "cuda", "compile": how, "quant": quant, "max_context": 128, "num_draft": 4}

@@ -12,17 +12,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from offload.link import LinkError
+from offload.transfer import LinkError
 from quant.config import QuantConfig
-from sharesd.cli.show import stats_dict, stats_table
+from sharesd.cli.display import stats_dict, stats_table
 from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.decoding import calibrate
-from sharesd.decoding.tree import ladder
-from sharesd.load import Offload, Runtime
-from sharesd.models.weights import decoder_config
+from sharesd.engine import warmup
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Offload, Runtime
+from sharesd.speculation.draft_tree import ladder
 from tests.helpers.offloaded import PROMPTS, WAYS, packed_weights, spill, texts
-from tests.helpers.tiny import make_checkpoint
 from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -132,7 +132,7 @@ class Passes:
 def test_only_the_target_moves_weights_and_prompts_take_one_pass(
     tiny: Path, tmp_path: Path, close_after: list[Runtime], mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "SECONDS", 0.0)  # as where one pass takes longer than that
+    monkeypatch.setattr(warmup, "SECONDS", 0.0)  # as where one pass takes longer than that
     config = config_of(tiny, mode=mode, max_context=1024, num_draft=None, max_draft=64)
     runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3, 4)))
     close_after.append(runtime)

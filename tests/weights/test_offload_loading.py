@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from compile.native import cache_root
-from offload.plan import DoesNotFit
-from offload.store import StoreError
+from compile.cpp_extension import cache_root
+from offload.block_file import StoreError
+from offload.planner import DoesNotFit
 from quant.config import QuantConfig
-from sharesd import parts, planning, records
 from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
-from sharesd.load import Runtime
-from sharesd.parts import ASSUMED, ASSUMED_WEIGHT
-from sharesd.planning import plan_for
+from sharesd.runtime import Runtime
+from sharesd.weights import block_storage, memory_estimate, offload_planner
+from sharesd.weights.memory_estimate import ASSUMED, ASSUMED_WEIGHT
+from sharesd.weights.offload_planner import plan_for
 from tests.helpers.offloaded import LAYERS, PROMPTS, limit_leaving, planned, texts
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
     """What Python takes is much more than such a model, and what a disk gives is no matter here."""
-    monkeypatch.setattr(parts, "own_memory", lambda: 0)
-    monkeypatch.setattr(parts, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
+    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
 
 
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
@@ -123,7 +123,7 @@ def test_the_store_is_written_once(
     config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
     close_after.append(Runtime(config))
     (store,) = tmp_path.iterdir()
-    monkeypatch.setattr(records, "Writer", None)  # not called
+    monkeypatch.setattr(block_storage, "Writer", None)  # not called
     close_after.append(Runtime(config))
     with store.open("r+b") as file:
         file.truncate(store.stat().st_size - 1)
@@ -137,7 +137,7 @@ def test_a_store_that_was_begun_is_gone_on_with(
     limit = limit_for(tiny, 3, "naive")
     config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
     written: list[int] = []
-    write = records.Writer.write
+    write = block_storage.Writer.write
 
     def dies_at_the_fifth(writer: Any, block: int, slot: Any) -> None:
         if len(written) == 4:
@@ -146,7 +146,7 @@ def test_a_store_that_was_begun_is_gone_on_with(
         written.append(block)
         write(writer, block, slot)
 
-    monkeypatch.setattr(records.Writer, "write", dies_at_the_fifth)
+    monkeypatch.setattr(block_storage.Writer, "write", dies_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         Runtime(config)
     close_after.append(Runtime(config))
@@ -156,7 +156,7 @@ def test_a_store_that_was_begun_is_gone_on_with(
 
 def test_plans_are_made_where_the_model_does_not_fit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_for(config_of(tiny), ("share",)) is None
-    monkeypatch.setattr(planning, "free_memory", lambda: limit_for(tiny, 3, "naive"))
+    monkeypatch.setattr(offload_planner, "free_memory", lambda: limit_for(tiny, 3, "naive"))
     found = plan_for(config_of(tiny, mode="naive"), ("naive",))
     assert found is not None and found.plan.offloads
     assert plan_for(config_of(tiny, offload=OffloadConfig(when="off")), ("naive",)) is None
@@ -168,12 +168,12 @@ def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monke
     found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit, choose_trees=False)), "share")
     assert (found.plan.bits, found.config.quant.spec) == (8, "hqq:8:64,head=8")
     assert found.config.max_draft == found.plan.depth > 8
-    hardly_ever = {0: 1.0} | dict.fromkeys(parts.TREE_TOPS, 0.01)
-    monkeypatch.setattr(parts, "TREE_MISSES", dict.fromkeys((4, 8), hardly_ever))
+    hardly_ever = {0: 1.0} | dict.fromkeys(memory_estimate.TREE_TOPS, 0.01)
+    monkeypatch.setattr(memory_estimate, "TREE_MISSES", dict.fromkeys((4, 8), hardly_ever))
     found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
     assert found.config.given_tree is not None and found.plan.nodes == 64
     top, depth, nodes = found.config.given_tree
-    assert top in parts.TREE_TOPS and f"trees of {top}" in found.plan.drafter
+    assert top in memory_estimate.TREE_TOPS and f"trees of {top}" in found.plan.drafter
     assert (depth, nodes) == (found.plan.depth, min(64, top + (depth - 1) * top**2))
     kept = replace(config_of(tiny, limit).offload, choose_bits=False, choose_depth=False)
     found = planned(config_of(tiny, limit, offload=kept), "share")
@@ -205,9 +205,9 @@ def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path)
     code = f"""
 import threading, time
 from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
-from sharesd.load import Runtime
-from sharesd.memory import own_memory
-from sharesd.planning import plan_for
+from sharesd.runtime import Runtime
+from sharesd.devices.host_memory import own_memory
+from sharesd.weights.offload_planner import plan_for
 config = dict(target={str(folder)!r}, device="cpu", max_context=256)
 need = plan_for(EngineConfig(**config, offload=OffloadConfig(host_memory=10**11, choose_bits=False)), ("share",)).plan
 limit = need.device_bytes - 12 * need.block

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from serve.command import main as serve
-from sharesd import planning
 from sharesd.cli.main import main
 from sharesd.cli.options import Parser, add_model_options, engine_config, parse
 from sharesd.config import EngineConfig, OffloadConfig
-from tests.helpers.tiny import make_checkpoint
+from sharesd.weights import offload_planner
+from tests.helpers.tiny_models import make_checkpoint
 
 GB = 10**9
 
@@ -81,11 +81,11 @@ def test_limits_without_effect_are_a_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
     folder = make_checkpoint(tmp_path / "tiny")
     config = EngineConfig(target=str(folder), device="cpu", offload=OffloadConfig(**given))
     with caplog.at_level(logging.WARNING, "sharesd"):
-        found = planning.plan_for(config, ("naive",))
+        found = offload_planner.plan_for(config, ("naive",))
     assert found is None or not found.plan.offloads
     assert [record.message for record in caplog.records if warning in record.message]
 
@@ -94,9 +94,9 @@ def test_limits_without_effect_are_a_warning(
 def test_a_plan_alone(
     program: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "_disk_rate", lambda *args: 1e6)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
     folder = make_checkpoint(tmp_path / "tiny")
-    monkeypatch.setattr("sharesd.load.load_model", None)  # not called
+    monkeypatch.setattr("sharesd.runtime.load_model", None)  # not called
     assert program("--target", str(folder), "--device", "cpu", "--offload", "plan-only") == 0
     out = capsys.readouterr().out
     assert out.startswith("plan") and "2 of 2 blocks" in out and "tok/s" in out

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sharesd.models.heads.files import save_head
-from train.heads.draft import Draft, Learner, save_draft
+from sharesd.drafters.heads.checkpoint import save_head
+from train.heads.draft_decoder import Draft, Learner, save_draft
 
 LAST, BEST, STATE = "last", "best", "training.pt"
 """Folders of heads, and what training goes on from, in the folder of a training."""

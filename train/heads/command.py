@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from multigpu.ranks import rank_and_world
+from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.parse_types import DTYPES
-from train.shards import settings_of
+from train.data.shards import settings_of
 
 if TYPE_CHECKING:
-    from sharesd.decoding.costs import Costs
-    from train.heads.session import Session
+    from sharesd.speculation.cost_model import Costs
+    from train.heads.training_run import Session
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("train an EAGLE head", {"draft_vocab": None, "feature_weight": 0.1}),
@@ -180,11 +180,11 @@ def run(args: argparse.Namespace) -> int:
         )
     states = None if args.states is None else Path(args.states)
     with loading_bars(enabled=rank == 0) as progress:
-        from compile.native import keep_freed_memory  # torch takes seconds, mistakes should not
-        from compile.threads import CREW
-        from train.heads.processes import ALONE, join, launched_in_vain
-        from train.heads.session import Session, Task
+        from compile.adaptive_threads import CREW
+        from compile.cpp_extension import keep_freed_memory  # torch takes seconds, mistakes should not
+        from train.heads.distributed import ALONE, join, launched_in_vain
         from train.heads.trainer import Recipe, steps_of
+        from train.heads.training_run import Session, Task
 
         if launched_in_vain():
             said = (
@@ -250,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_states(session: Session, folder: Path) -> None:
-    from train.heads.states import check_room
+    from train.heads.hidden_state_cache import check_room
 
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {folder}, {stored / 1e9:.2f} GB of it there")
@@ -359,7 +359,7 @@ def _check(args: argparse.Namespace, world: int) -> None:
 def _costs(args: argparse.Namespace) -> Costs | None:
     if args.costs is None:
         return None
-    from sharesd.decoding.costs import Costs
+    from sharesd.speculation.cost_model import Costs
 
     try:
         draft, verify = map(float, args.costs.split(","))

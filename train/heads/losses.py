@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sharesd.models.heads.head import FeatureHead
-from sharesd.models.heads.parallel import Parallel
-from train.heads.anchors import guesses
-from train.heads.draft import Draft, Learner, unroll
-from train.heads.frozen import Lesson
+from sharesd.drafters.heads.head import FeatureHead
+from sharesd.drafters.parallel.head import Parallel
+from train.heads.draft_decoder import Draft, Learner, unroll
+from train.heads.mask_anchors import guesses
+from train.heads.teacher import Lesson
 
 LOGITS = 2**22
 """Logits of the head that are made at a time, at most: what a large cache holds, since they are gone through often."""

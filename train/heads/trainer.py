@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from sharesd.models.heads.parallel import Parallel
-from train.dataset import PackedRows
-from train.heads.anchors import with_anchors
-from train.heads.draft import Learner
-from train.heads.frozen import FrozenTarget, Lesson
+from sharesd.drafters.parallel.head import Parallel
+from train.data.packed_dataset import PackedRows
+from train.heads.distributed import ALONE, Processes
+from train.heads.draft_decoder import Learner
 from train.heads.losses import Losses, Teacher, losses
-from train.heads.processes import ALONE, Processes
+from train.heads.mask_anchors import with_anchors
+from train.heads.teacher import FrozenTarget, Lesson
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

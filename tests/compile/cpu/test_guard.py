@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches, attend, new_kv, row_keeper
-from compile.find import finder
-from compile.grow import Draft, Front, Nodes, choose, grow
+from compile.decoder_stack import NativeStack
+from compile.hqq_solver import solve_groups
 from compile.linear import LowPackedLinear, PackedLinear, pack_linears
 from compile.noise import Hash, hashed_choice, hashed_gumbel
-from compile.solve import solve_groups
-from compile.stack import NativeStack
+from compile.suffix_search import finder
 from compile.topk import arg_max, top_k, top_logp, top_p
-from compile.walk import walk
-from compile.weigh import Weighed, weigh, weighed
-from sharesd.models.heads.native import native_head
+from compile.tree_expand import Draft, Front, Nodes, choose, grow
+from compile.tree_rescore import Weighed, weigh, weighed
+from compile.tree_verify import walk
+from sharesd.drafters.heads.native_step import native_head
 from tests.helpers import guard
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_heads import random_head

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compile import native
+from compile import cpp_extension
 from compile.attention import CHUNK, SLOT_MULTIPLE, attend, attend_reference, new_kv, pack_kv, unpack_kv
 from compile.linear import LOW_INPUTS, LowPackedLinear, PackedLinear, pack_linears
 from compile.topk import top_k, top_logp, top_logp_reference
@@ -397,15 +397,15 @@ def test_low_linear_multiplies_rounded_activations(
 def own_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of its own, and no library loaded yet."""
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
+    monkeypatch.setattr(cpp_extension, "library", functools.cache(cpp_extension.library.__wrapped__))
     yield tmp_path
 
 
 def test_no_compiler_is_explained(own_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cpp_extension.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler found.*install one.*or set CXX"):
-        native.library("float32")
+        cpp_extension.library("float32")
 
 
 @pytest.mark.parametrize(
@@ -416,13 +416,13 @@ def test_a_compiler_that_fails_is_named(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(RuntimeError, match=message):
-        native.library("float32")
+        cpp_extension.library("float32")
     assert not [path for path in own_build.rglob("*") if path.is_file()], "nothing half-built is left"
 
 
 def fake_compiler(folder: Path) -> Path:
     """A compiler that hands out the library built before, and notes that it was asked."""
-    real = Path(native.library("float32")._name)
+    real = Path(cpp_extension.library("float32")._name)
     script = folder / "c++"
     script.write_text(
         f'#!/bin/sh\necho asked >> "{folder}/log"\nwhile [ "$1" != "-o" ]; do shift; done\ncp "{real}" "$2"\n'
@@ -435,14 +435,14 @@ def test_kernels_are_built_once_and_a_damaged_file_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path)))
-    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
+    monkeypatch.setattr(cpp_extension, "library", functools.cache(cpp_extension.library.__wrapped__))
     log = tmp_path / "log"
 
     def load(folder: str) -> Path:
         monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / folder))
-        native.library.cache_clear()
-        assert native.library("float32").attend_float32
-        return Path(native.library("float32")._name)
+        cpp_extension.library.cache_clear()
+        assert cpp_extension.library("float32").attend_float32
+        return Path(cpp_extension.library("float32")._name)
 
     try:
         first = load("one")
@@ -456,7 +456,7 @@ def test_kernels_are_built_once_and_a_damaged_file_again(
         assert f"rebuilding {damaged}" in caplog.text and log.read_text().count("asked") == 2
         assert damaged.read_bytes() == first.read_bytes()
     finally:
-        native.library.cache_clear()
+        cpp_extension.library.cache_clear()
 
 
 def test_the_largest_where_few_are_above_minus_infinity() -> None:

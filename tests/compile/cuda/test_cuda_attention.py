@@ -29,8 +29,8 @@ pytest.importorskip("triton")
 from benchmark.gpu.absent import SHARED, Binary, count, gpu  # noqa: E402
 from compile.cuda import attention as kernels  # noqa: E402
 from compile.cuda.attention import SPLIT, attend_live  # noqa: E402
-from compile.cuda.rows import move_kept  # noqa: E402
-from compile.cuda.settings import Device  # noqa: E402
+from compile.cuda.gemm_config import Device  # noqa: E402
+from compile.cuda.kv_compact import move_kept  # noqa: E402
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]

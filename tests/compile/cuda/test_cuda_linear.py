@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from compile.cuda import settings
+from compile.cuda import gemm_config
+from compile.cuda.gemm_config import Device, Tile, by_rule
 from compile.cuda.linear import RowLinear, use_row_linears
 from compile.cuda.lowbit import LowRowLinear, pack4, unpack4
-from compile.cuda.settings import Device, Tile, by_rule
-from quant.solver import solve
-from sharesd import low_builders
-from sharesd.low_builders import rows_for_cuda
+from quant.hqq import solve
+from sharesd.weights import packing
+from sharesd.weights.packing import rows_for_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-timing = importlib.import_module("compile.cuda.timing")
+timing = importlib.import_module("compile.cuda.bench")
 
 
 def test_one_binary_for_any_number_of_rows() -> None:
@@ -56,23 +56,23 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB")
     monkeypatch.setattr(timing, "seconds_per_call", lambda calls: next(seconds))
-    monkeypatch.setattr(low_builders, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
+    monkeypatch.setattr(packing, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
     solved = solve(torch.randn(48, 256), 8, 64)
     of_three_bits = solve(torch.randn(48, 256), 3, 64)
 
     def kernels(installed: bool = True) -> list[type[nn.Module]]:
-        monkeypatch.setattr(low_builders, "find_spec", lambda name: name if installed else None)
-        build = low_builders.builder_for_cuda(device, torch.bfloat16, 64)
+        monkeypatch.setattr(packing, "find_spec", lambda name: name if installed else None)
+        build = packing.builder_for_cuda(device, torch.bfloat16, 64)
         assert build is not None
         return [type(build(weight, None)) for weight in (solved, of_three_bits)]
 
     assert kernels() == [LowRowLinear, LowRowLinear]
-    assert low_builders.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
+    assert packing.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
     assert kernels() == [nn.Identity, LowRowLinear], "it has no kernel for 3 bits"
     assert kernels(installed=False) == [LowRowLinear, LowRowLinear], "it was uninstalled since"
-    low_builders.choose_for_cuda(solved, device, torch.bfloat16)
+    packing.choose_for_cuda(solved, device, torch.bfloat16)
     assert kernels() == [LowRowLinear, LowRowLinear]
-    assert low_builders.builder_for_cuda(device, torch.float64, 64) is None
+    assert packing.builder_for_cuda(device, torch.float64, 64) is None
 
 
 def test_groups_that_the_kernel_lacks_are_refused() -> None:
@@ -119,20 +119,22 @@ def test_compiled_as_one_operator() -> None:
 
 def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(settings, "device", lambda index: Device("NVIDIA H100 80GB", 132, 227 * 1024))
-    shipped, key = tmp_path / "shipped", settings.key_of(96, 64, 16)
-    monkeypatch.setattr(settings, "SHIPPED", shipped)
-    for cached in (settings._measured, settings.tile_of):
-        monkeypatch.setattr(settings, cached.__name__, cached.__wrapped__)
-    rule = by_rule(96, 64, 16, 0, settings.device(0))
-    assert settings.tile_of(0, 96, 64, 16) == rule
-    settings.write_tiles(shipped / "nvidia-h100-80gb.json", {key: Tile(64, 64, 1, 3, 4)})
-    assert settings.tile_of(0, 96, 64, 16) == Tile(64, 64, 1, 3, 4)
-    assert settings.tile_of(0, 112, 64, 16) == Tile(64, 64, 1, 3, 4), "a neighbour's"
+    monkeypatch.setattr(gemm_config, "device", lambda index: Device("NVIDIA H100 80GB", 132, 227 * 1024))
+    shipped, key = tmp_path / "shipped", gemm_config.key_of(96, 64, 16)
+    monkeypatch.setattr(gemm_config, "SHIPPED", shipped)
+    for cached in (gemm_config._measured, gemm_config.tile_of):
+        monkeypatch.setattr(gemm_config, cached.__name__, cached.__wrapped__)
+    rule = by_rule(96, 64, 16, 0, gemm_config.device(0))
+    assert gemm_config.tile_of(0, 96, 64, 16) == rule
+    gemm_config.write_tiles(shipped / "nvidia-h100-80gb.json", {key: Tile(64, 64, 1, 3, 4)})
+    assert gemm_config.tile_of(0, 96, 64, 16) == Tile(64, 64, 1, 3, 4)
+    assert gemm_config.tile_of(0, 112, 64, 16) == Tile(64, 64, 1, 3, 4), "a neighbour's"
     for outputs, bits, group in ((128, 16, 0), (96, 8, 0), (96, 4, 32)):
-        assert settings.tile_of(0, outputs, 64, bits, group) == by_rule(outputs, 64, bits, group, settings.device(0))
-    settings.write_tiles(settings.own_file("NVIDIA H100 80GB"), {key: Tile(32, 64, 1, 3, 8)})
-    assert settings.tile_of(0, 96, 64, 16) == Tile(32, 64, 1, 3, 8)
-    settings.own_file("NVIDIA H100 80GB").write_text(json.dumps({key: [1, 2]}))
+        assert gemm_config.tile_of(0, outputs, 64, bits, group) == by_rule(
+            outputs, 64, bits, group, gemm_config.device(0)
+        )
+    gemm_config.write_tiles(gemm_config.own_file("NVIDIA H100 80GB"), {key: Tile(32, 64, 1, 3, 8)})
+    assert gemm_config.tile_of(0, 96, 64, 16) == Tile(32, 64, 1, 3, 8)
+    gemm_config.own_file("NVIDIA H100 80GB").write_text(json.dumps({key: [1, 2]}))
     with pytest.raises(ValueError, match="does not hold tiles .* measure anew"):
-        settings.tile_of(0, 96, 64, 16)
+        gemm_config.tile_of(0, 96, 64, 16)

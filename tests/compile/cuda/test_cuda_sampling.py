@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compile.inductor import CompiledForms
 from compile.logits import NUMBERS
-from compile.regions import CompiledForms
 from sharesd.config import SamplingParams
-from sharesd.decoding.tree import pack
 from sharesd.sampling import Kind, RowSampling, Stream, gumbel, process
-from sharesd.sampling import logits as logits_module
+from sharesd.sampling import logits_processors as logits_module
 from sharesd.sampling.acceptance import accept_tree_reference
+from sharesd.speculation.draft_tree import pack
 from tests.helpers.oracle import placed
 from tests.sampling.test_row_sampling import REQUESTS
 from tests.speculation.test_trees import random_tree
@@ -31,7 +31,7 @@ from tests.speculation.test_trees import random_tree
 pytest.importorskip("triton")
 from benchmark.gpu.absent import SHARED, Binary, gpu  # noqa: E402
 from compile.cuda import sampling as kernels  # noqa: E402
-from compile.cuda import walk as walking  # noqa: E402
+from compile.cuda import tree_verify as walking  # noqa: E402
 
 V = 2 * kernels.BLOCK + 77
 

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from benchmark.gpu.absent import SHARED, gpu  # noqa: E402
-from compile.cuda import grow as growing  # noqa: E402
-from compile.cuda import notes  # noqa: E402
+from compile.cuda import state_update  # noqa: E402
+from compile.cuda import tree_expand as growing  # noqa: E402
 
 ON_ALL = pytest.mark.parametrize(
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)]
@@ -43,8 +43,8 @@ def test_notes_of_any_rows_are_one_binary() -> None:
             state = [torch.empty(3, dtype=torch.int64, device="cuda") for _ in range(4)]
             state = [each.as_strided((2,), (1,), first) for each in state]
             tokens = torch.empty(3, 3, dtype=torch.int64, device="cuda").as_strided((2, 3), (3, 1), 3 * first)
-            notes.note_round(*state, tokens, None, None)
-            notes.note_token(*state[:3], state[3].unsqueeze(1), tokens)
+            state_update.note_round(*state, tokens, None, None)
+            state_update.note_token(*state[:3], state[3].unsqueeze(1), tokens)
         if first == 0:
             wanted = [each.ptx for each in made]
     assert [each.ptx for each in made] == wanted

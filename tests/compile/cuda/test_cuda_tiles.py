@@ -28,7 +28,7 @@ from benchmark.gpu.predicted import (  # noqa: E402
     predicted_s,
 )
 from benchmark.gpu.shapes import MODELS, Linear  # noqa: E402
-from compile.cuda.settings import ROWS, Device, Tile, by_rule  # noqa: E402
+from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule  # noqa: E402
 
 LARGE = MODELS[:-1]
 BY_ARCH = {card.arch: card for card in CARDS}

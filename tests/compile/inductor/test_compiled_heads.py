@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from compile.attention import Branches
-from compile.regions import CompiledMethods, no_recompiles
-from sharesd.models.heads.head import Head
+from compile.inductor import CompiledMethods, no_recompiles
+from sharesd.drafters.heads.head import Head
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_heads import random_head
 

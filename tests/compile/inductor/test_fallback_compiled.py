@@ -15,19 +15,19 @@ import torch
 import transformers
 from torch._inductor.utils import run_and_get_code
 
-from compile.regions import CompiledModel, no_recompiles
-from quant.attach import quantize_linears
+from compile.inductor import CompiledModel, no_recompiles
 from quant.config import QuantConfig
-from quant.linear import Switch
+from quant.quantize_model import quantize_linears
+from quant.switch_linear import Switch
 from sharesd.config import EngineConfig, SamplingParams
-from sharesd.decoding.selfcheck import check_compiled
-from sharesd.load import Runtime
+from sharesd.execution.batch_invariance import check_compiled
 from sharesd.models.hf import HFModel, _RowLayer, load_hf
-from sharesd.quantizing import head_name, layer_of
-from tests.compile.inductor.test_compile import BUFFER
+from sharesd.runtime import Runtime
+from sharesd.weights.quantize import head_name, layer_of
+from tests.compile.inductor.test_inductor import BUFFER
 from tests.helpers.oracle import new_engine, share_engine
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
-from tests.helpers.tiny import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint
 from tests.models.test_models import FALLBACK, save_random
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
@@ -133,7 +133,11 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_why(
     eager = new_runtime(checkpoint, "off", max_context=128)
     caplog.clear()
     runtime = new_runtime(checkpoint, "full", max_context=128)
-    [said] = [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.name == "sharesd.steps"]
+    [said] = [
+        r.message
+        for r in caplog.records
+        if r.levelno >= logging.WARNING and r.name == "sharesd.execution.step_compiler"
+    ]
     assert said.startswith("gpt2 (transformers) runs eagerly, which is slower: ")
     assert runtime.step is runtime.target and runtime.target.step_widths == frozenset()
     for mode in MODES:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from compile.cuda import settings
+from compile.cuda import gemm_config
+from compile.cuda.autotune import Shape, candidates, tune
 from compile.cuda.gemm import multiply
+from compile.cuda.gemm_config import Tile
 from compile.cuda.linear import RowLinear, use_row_linears
 from compile.cuda.lowbit import LowRowLinear
-from compile.cuda.settings import Tile
-from compile.cuda.tune import Shape, candidates, tune
-from compile.fused import compose
+from compile.fused_linear import compose
 from compile.linear import pack_linears
 from sharesd.models.decoder import Decoder, DecoderConfig, RMSNorm
 
@@ -107,7 +107,7 @@ def test_full_weights(dtype: torch.dtype) -> None:
             if gated in ("", "silu"):
                 check_bits(partial(row, norm=norm, gated=gated), x_MK, residual)
             assert not row.counters.any()
-    assert settings.tile_of(gpu(), 40, 1024, 16).split > 1, "no shape is split"
+    assert gemm_config.tile_of(gpu(), 40, 1024, 16).split > 1, "no shape is split"
 
 
 @IN_ALL
@@ -164,9 +164,9 @@ def test_decoders() -> None:
 def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tuner measures to be fastest is what later calls use, on this device, for this shape."""
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
-    shape, on = Shape(96, 256, 4, 64), settings.device(gpu())
+    shape, on = Shape(96, 256, 4, 64), gemm_config.device(gpu())
     slow_first = iter(range(100, 0, -1))
     found = tune([shape], torch.get_default_device(), measure=lambda calls: float(next(slow_first)))
     assert list(found[shape]) == candidates(shape, on)
-    kept = settings.read_tiles(settings.own_file(on.name))
+    kept = gemm_config.read_tiles(gemm_config.own_file(on.name))
     assert kept == {shape.key: candidates(shape, on)[-1]}

@@ -1,0 +1,214 @@
+// A step of a trained head in one call: embeddings, what it makes of the target's hidden states or of its own, its only block
+// over a KV cache of its own, norm and LM head. Rows keep their bits, as in decoder_stack.h: each is computed by itself.
+//
+// It reads places of a text, from the target's features by their slots or from tokens alone: of all of these it needs keys and
+// values, and of the last one logits, if anything; masks may follow it, which guess further tokens. Or it goes on with guesses,
+// the rows of a level of a tree or the next of a chain: from states of its own, or from their tokens.
+#pragma once
+#include "decoder_stack.h"
+
+namespace sharesd {
+
+// A layer of the target into which rows look (GLIDE): queries and what is made of what these find.
+struct Look {
+  Linear q, o;
+  Norm q_norm;
+  void *k, *v;  // the target's cache of this layer
+  const void *cos, *sin;  // [positions, r]; null: queries are not rotated
+  int64_t positions, r, window;
+  double scale, eps;  // eps: of q_norm
+};
+
+// Written by head.py as int64 words.
+struct HeadStep {
+  Step stack;  // the block over the rows that are read; its norm is the one before the LM head
+  const int64_t* tokens;  // [B, token_pitch]: by slot, of which each place reads the next; or those of the rows
+  int64_t token_pitch;
+  const void* embed;  // [vocab, D]
+  int64_t vocab;
+  int64_t reads;         // places of a text; else rows go on
+  const int64_t* ends;   // [B]: slots behind the last places that are read
+  const void* features;  // [B, S, F], by slot
+  int64_t guesses;       // rows of a text of which there are logits: the last place, and masks behind it
+  const void *mask_embeds, *mask_states;  // [guesses - 1, D], added to that place's embedding and state; null: no masks
+  void* states;  // [B, P, D]: of the root or a chain's last guess, and of a tree's nodes, by slots behind the length
+  int64_t P;
+  Linear fuse, mix, lm_head;  // F -> D, 2 D -> D, D -> draft tokens; without a weight: none
+  Norm embed_norm, state_norm;
+  int64_t normed;  // the residual stream begins with the normalised state
+  // Rows that look into the target instead have no features and no states.
+  const Look* looks;
+  int64_t num_looks;
+  Norm look_norm;
+  const int64_t* seen;  // [B]: what of the target's slots they see
+  int64_t H, K, S, d;   // of the target
+  void* logits;  // [rows, draft tokens]; null: only keys and values are wanted
+};
+static_assert(sizeof(Look) == 23 * 8 && sizeof(HeadStep) == 76 * 8, "head.py writes these words");
+
+// What some rows look for and find in layers of the target, made by all threads for each other.
+template <typename T> struct Looking {
+  using W = typename Wide<T>::type;
+  std::vector<int64_t> zeros;  // all rows in one slot, behind what the target has read
+  AttentionShape z;
+  Plan plan;
+  Aligned<W> parts;
+  std::vector<T> queries, found;
+  Looking(const HeadStep& h, int64_t rows)
+      : zeros(rows), z{h.stack.B, rows / h.stack.B, h.H, h.K, h.S, h.d, {zeros.data(), zeros.data(), 1}},
+        plan(z, h.seen, h.stack.threads), parts(num_parts<T>(z, plan)), queries(rows * h.H * h.d), found(rows * h.H * h.d) {}
+};
+
+// Adds what rows find in a layer to x [rows, D], the residual stream. `from` [rows, D] is what queries are made of;
+// position(m) is that of a row.
+template <typename T, typename Position>
+void look(Worker<T>& worker, const HeadStep& head, const Look& layer, Looking<T>& at, Scratch<T>& scratch, const T* from, T* x,
+          Position&& position) {
+  const AttentionShape& z = at.z;
+  const int64_t me = worker.me, all = worker.all, M = z.B * z.T, size = z.H * z.d;
+  worker.multiply(layer.q, &layer.o, from, at.queries.data(), M);
+  for (int64_t item = share(M * z.H, me, all); item < share(M * z.H, me + 1, all); ++item) {
+    T* query = at.queries.data() + item * z.d;
+    if (layer.q_norm.weight) norm(layer.q_norm, query, query, z.d, layer.eps);
+    if (!layer.cos) continue;
+    const int64_t angle = std::clamp<int64_t>(position(item / z.H), 0, layer.positions - 1) * layer.r;
+    rotate(query, static_cast<const T*>(layer.cos) + angle, static_cast<const T*>(layer.sin) + angle, layer.r);
+  }
+  // An entry of zeros lets a row look at nothing. It lies where the target's next token will.
+  const std::vector<T> nothing(z.d);
+  for (int64_t item = share(z.B * z.K, me, all); item < share(z.B * z.K, me + 1, all); ++item)
+    store_kv(z, item / z.K, item % z.K, head.seen[item / z.K], nothing.data(), nothing.data(), static_cast<T*>(layer.k),
+             static_cast<T*>(layer.v));
+  worker.barrier.wait();
+  const Attention<T> a{z, at.queries.data(), z.T * size, size, static_cast<const T*>(layer.k), static_cast<const T*>(layer.v),
+                       head.seen, at.found.data(), layer.scale, layer.window, 0, 0};
+  attend_share(a, at.plan, me, all, at.parts.data(), scratch, [&] { worker.barrier.wait(); });
+  worker.barrier.wait();
+  worker.multiply(layer.o, nullptr, at.found.data(), worker.shared.out.data(), M);
+  worker.add(worker.shared.out.data(), {}, M, x, nullptr);
+}
+
+template <typename T>
+void run_head(const HeadStep& head, const Numbers& n) {
+  using W = typename Wide<T>::type;
+  const Step& s = head.stack;
+  const Block& block = s.blocks[0];
+  const Linear* linears = block.linears[0];
+  const int64_t M = s.B * s.T, D = s.D, row = (s.H + 2 * s.K) * s.d, size = s.H * s.d;
+  const int64_t F = head.fuse.weight ? head.fuse.K : D;
+  const bool reads = head.reads, looks = head.num_looks;
+  // The row that is read last of a text; those behind are masks, the place again that is so far `ahead`, or nothing.
+  auto last = [&](int64_t b) { return std::clamp<int64_t>(head.ends[b] - 1 - s.lengths[b], 0, s.T - head.guesses); };
+  auto place = [&](int64_t m) { return head.mask_states ? std::min(m % s.T, last(m / s.T)) : m % s.T; };
+  auto ahead = [&](int64_t m) { return std::min(m % s.T - place(m), head.guesses - 1); };
+  // Rows of which there will be logits: all, or of those that are read the last of each text, and its masks.
+  std::vector<int64_t> kept, lengths(s.lengths, s.lengths + s.B);
+  if (!reads)
+    for (int64_t m = 0; m < M; ++m) kept.push_back(m);
+  for (int64_t b = 0; reads && head.logits && b < s.B; ++b) {
+    for (int64_t k = 0; k < head.guesses; ++k) kept.push_back(b * s.T + last(b) + k);
+    lengths[b] += last(b);
+  }
+  const int64_t num = kept.size();
+  const AttentionShape z{s.B, num / s.B, s.H, s.K, s.S, s.d, s.tree};
+  const Plan plan(z, lengths.data(), s.threads);
+  Aligned<W> parts(num_parts<T>(z, plan));
+  Shared<T> shared(s, num);
+  std::vector<T> fused(head.fuse.weight && reads ? M * D : 0), mixed(head.mix.weight ? M * D : 0), queries(num * size);
+  std::unique_ptr<Looking<T>> looking(looks && num ? new Looking<T>(head, num) : nullptr);
+  auto token = [&](int64_t m) {
+    const int64_t b = m / s.T, at = reads ? s.lengths[b] + place(m) + 1 : m % s.T;
+    const int64_t id = head.tokens[b * head.token_pitch + std::clamp<int64_t>(at, 0, head.token_pitch - 1)];
+    return static_cast<const T*>(head.embed) + std::clamp<int64_t>(id, 0, head.vocab - 1) * D;
+  };
+  // Which state a row goes on from, and which one it becomes.
+  auto state = [&](int64_t m, bool own) {
+    int64_t at = 0;
+    if (s.tree.path) {
+      const int64_t depth = s.tree.depth[m], *path = s.tree.path + m * s.tree.P;
+      at = own ? path[depth] + 1 : depth > 0 ? path[depth - 1] + 1 : 0;
+    }
+    return static_cast<T*>(head.states) + (m / s.T * head.P + std::clamp<int64_t>(at, 0, head.P - 1)) * D;
+  };
+  *s.lost += together(s.threads, [&](int64_t me, int64_t all, Barrier& barrier) {
+    Worker<T> worker{s, n, shared, barrier, me, all};
+    Scratch<T> scratch(z, plan);
+    std::vector<T> before(M * (reads && !looks ? F : D)), joined(M * 2 * D), x(num * D), h(num * D);
+    std::vector<T> states(head.mask_states ? M * D : 0);
+    const T *inputs = joined.data(), *begin = before.data();
+    int64_t pitch = D;
+    if (looks) {
+      for (int64_t m = 0; m < M; ++m) {
+        std::memcpy(before.data() + m * D, token(m), D * sizeof(T));
+        norm(block.attn_norm, token(m), joined.data() + m * D, D, n.eps);
+      }
+    } else {
+      for (int64_t m = 0; m < M; ++m) {
+        const int64_t b = m / s.T, slot = std::clamp<int64_t>(s.lengths[b] + place(m), 0, s.S - 1);
+        const T* from = reads ? static_cast<const T*>(head.features) + (b * s.S + slot) * F : state(m, false);
+        const int64_t size = reads ? F : D;
+        std::memcpy(before.data() + m * size, from, size * sizeof(T));
+      }
+      if (reads && head.fuse.weight) {
+        worker.multiply(head.fuse, head.mix.weight ? &head.mix : linears, begin, fused.data(), M);
+        begin = fused.data();
+      }
+      std::vector<T> embed(D);
+      auto masked = [&](const T* from, const void* masks, int64_t m, T* to) {
+        std::memcpy(to, from, D * sizeof(T));
+        if (const int64_t k = ahead(m)) {
+          const T* mask = static_cast<const T*>(masks) + (k - 1) * D;
+          by_vectors<T>(D, [&](auto get, auto put) { put(get(from) + get(mask), to); });
+        }
+        return to;
+      };
+      if (head.mask_states) {
+        for (int64_t m = 0; m < M; ++m) masked(begin + m * D, head.mask_states, m, states.data() + m * D);
+        begin = states.data();
+      }
+      for (int64_t m = 0; m < M; ++m) {
+        T* to = joined.data() + m * 2 * D;
+        const T* next = head.mask_embeds ? masked(token(m), head.mask_embeds, m, embed.data()) : token(m);
+        for (const auto& [how, from] : {std::pair{&head.embed_norm, next}, std::pair{&head.state_norm, begin + m * D}}) {
+          if (how->weight)
+            norm(*how, from, to, D, n.eps);
+          else
+            std::memcpy(to, from, D * sizeof(T));
+          to += D;
+        }
+      }
+      if (head.normed) begin = joined.data() + D, pitch = 2 * D;
+      if (head.mix.weight) {
+        worker.multiply(head.mix, linears, joined.data(), mixed.data(), M);
+        inputs = begin = mixed.data(), pitch = D;
+      }
+    }
+    worker.project(0, inputs);
+    if (!head.logits) return;
+    for (int64_t i = 0; i < num; ++i) {
+      std::memcpy(x.data() + i * D, begin + kept[i] * pitch, D * sizeof(T));
+      if (i % all == me) std::memcpy(queries.data() + i * size, shared.qkv.data() + kept[i] * row, size * sizeof(T));
+    }
+    barrier.wait();
+    const Attention<T> a{z, queries.data(), z.T * size, size, reinterpret_cast<const T*>(s.kv[0]),
+                         reinterpret_cast<const T*>(s.kv[1]), lengths.data(), shared.attended.data(), n.scale, block.window,
+                         s.recent, n.softcap};
+    worker.attend(0, a, plan, parts.data(), scratch, looks ? &head.looks->q : linears + 2, x.data(), h.data());
+    if (looks) {
+      Scratch<T> scratch(looking->z, looking->plan);
+      for (int64_t i = 0; i < num; ++i) norm(head.look_norm, x.data() + i * D, joined.data() + i * D, D, n.eps);
+      auto position = [&](int64_t i) { return lengths[i / z.T] + 1 + z.depth(i / z.T, i % z.T); };
+      for (int64_t layer = 0; layer < head.num_looks; ++layer)
+        look(worker, head, head.looks[layer], *looking, scratch, joined.data(), x.data(), position);
+    }
+    worker.feed_forward(0, num, &head.lm_head, x.data(), h.data());
+    for (int64_t i = share(num, me, all); head.states && i < share(num, me + 1, all); ++i)
+      std::memcpy(reads ? static_cast<T*>(head.states) + i * head.P * D : state(i, true), x.data() + i * D, D * sizeof(T));
+    if (s.norm.weight)
+      for (int64_t i = 0; i < num; ++i) norm(s.norm, x.data() + i * D, h.data() + i * D, D, n.eps);
+    product(head.lm_head, nullptr, s.norm.weight ? h.data() : x.data(), static_cast<T*>(head.logits), num, me, all,
+            worker.rounded);
+  });
+}
+
+}  // namespace sharesd

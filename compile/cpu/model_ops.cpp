@@ -1,0 +1,40 @@
+// What Python calls of a model, for one dtype: build with -DDTYPE=bfloat16, float16, float32 or float64.
+#include "attention.h"
+#include "head_step.h"
+#include "linear.h"
+#include "lowbit.h"
+#include "hqq_solver.h"
+#include "decoder_stack.h"
+
+// attend: shape is B, T, H, K, S, d, threads; strides (elements) are q row, q token, k row, k token, v row, v token.
+#define EXPORT(NAME, T)                                                                                                \
+  extern "C" void attend_##NAME(const T* q, const T* k, const T* v, T* kc, T* vc, const int64_t* lengths, T* out,       \
+                                const int64_t* depth, const int64_t* path, const int64_t* shape,                        \
+                                const int64_t* strides, double scale, int64_t window, int64_t recent, double softcap) { \
+    sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, recent, softcap);       \
+  }                                                                                                                    \
+  extern "C" void keep_rows_##NAME(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes,       \
+                                   int64_t B, int64_t S, const int64_t* lengths, const int64_t* path,                   \
+                                   const int64_t* num, int64_t P) {                                                     \
+    sharesd::keep_rows<T>(kv, layers, heads, sizes, B, S, lengths, path, num, P);                                      \
+  }                                                                                                                    \
+  extern "C" void linear_##NAME(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,           \
+                                int64_t threads) {                                                                     \
+    sharesd::linear(x, w, bias, y, M, N, K, static_cast<int>(threads));                                                \
+  }                                                                                                                    \
+  extern "C" void low_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N,           \
+                                    int64_t K, int64_t G, int64_t bits, int64_t threads) {                             \
+    sharesd::low_linear(x, w, bias, y, M, N, K, G, bits, static_cast<int>(threads));                                   \
+  }                                                                                                                    \
+  extern "C" void solve_##NAME(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_t N, int64_t K,     \
+                               int64_t G, int64_t bits, int64_t threads) {                                             \
+    sharesd::solve(weights, codes, scales, zeros, N, K, G, bits, static_cast<int>(threads));                           \
+  }                                                                                                                    \
+  extern "C" void run_stack_##NAME(const sharesd::Step* step, double eps, double scale, double softcap) {               \
+    sharesd::run_stack<T>(*step, {eps, scale, softcap});                                                               \
+  }                                                                                                                    \
+  extern "C" void run_head_##NAME(const sharesd::HeadStep* step, double eps, double scale, double softcap) {            \
+    sharesd::run_head<T>(*step, {eps, scale, softcap});                                                                \
+  }
+#define EXPORT_NAMED(NAME) EXPORT(NAME, sharesd::names::NAME)
+EXPORT_NAMED(DTYPE)

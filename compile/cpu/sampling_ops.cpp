@@ -1,0 +1,83 @@
+// What Python calls to choose and to guess tokens.
+#include "suffix_search.h"
+#include "tree_expand.h"
+#include "noise.h"
+#include "top_p.h"
+#include "kv_compact.h"
+#include "topk.h"
+#include "tree_verify.h"
+#include "tree_rescore.h"
+
+#define EXPORT(NAME)                                                                                                   \
+  extern "C" void arg_max_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t threads) {  \
+    sharesd::arg_max(x, out, R, V, static_cast<int>(threads));                                                         \
+  }                                                                                                                    \
+  extern "C" void top_k_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t k,            \
+                               int64_t threads) {                                                                      \
+    sharesd::top_k(x, out, R, V, k, static_cast<int>(threads));                                                        \
+  }                                                                                                                    \
+  extern "C" void top_logp_##NAME(const sharesd::names::NAME* x, int64_t* out,                                          \
+                                  sharesd::Wide<sharesd::names::NAME>::type* logp, int64_t R, int64_t V, int64_t k,     \
+                                  int64_t threads) {                                                                   \
+    sharesd::top_logp(x, out, logp, R, V, k, static_cast<int>(threads));                                               \
+  }                                                                                                                    \
+  extern "C" void sample_##NAME(const sharesd::names::NAME* x, const double* heat, const double* noisy,                 \
+                                const int64_t* seeds, const int64_t* places, const int64_t* multipliers,               \
+                                const int64_t* salts, int64_t num_salts, int64_t J, const int64_t* ids, int64_t* out,   \
+                                int64_t R, int64_t V, int64_t threads) {                                               \
+    sharesd::sample(x, heat, noisy, seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V,                  \
+                    static_cast<int>(threads));                                                                        \
+  }
+EXPORT(bfloat16)
+EXPORT(float16)
+EXPORT(float32)
+EXPORT(float64)
+
+extern "C" void top_p_float32(const float* x, const double* p, float* out, int64_t R, int64_t V, int64_t threads) {
+  sharesd::top_p(x, p, out, R, V, static_cast<int>(threads));
+}
+
+extern "C" void top_p_float64(const double* x, const double* p, double* out, int64_t R, int64_t V, int64_t threads) {
+  sharesd::top_p(x, p, out, R, V, static_cast<int>(threads));
+}
+
+extern "C" void gumbel_float32(const int64_t* seeds, const int64_t* places, const int64_t* multipliers, const int64_t* salts,
+                               int64_t num_salts, int64_t J, const int64_t* ids, float* out, int64_t R, int64_t V,
+                               int64_t threads) {
+  sharesd::gumbel(seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V, static_cast<int>(threads));
+}
+
+extern "C" void walk_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,
+                           int64_t* out, int64_t B, int64_t T, int64_t P) {
+  sharesd::walk(tokens, depth, path, target, out, B, T, P);
+}
+
+extern "C" void grow_int64(int64_t* levels, const sharesd::Nodes* nodes, const sharesd::Front* front, const int64_t* tokens,
+                           const float* logp, int64_t B, int64_t F, int64_t k, int64_t C, int64_t D) {
+  sharesd::grow(levels, *nodes, *front, tokens, logp, B, F, k, C, D);
+}
+
+extern "C" void choose_int64(const int64_t* wanted, int64_t k, const sharesd::Nodes* nodes, const sharesd::Draft* draft,
+                             int64_t B, int64_t C, int64_t D, int64_t N) {
+  sharesd::choose(*wanted, k, *nodes, *draft, B, C, D, N);
+}
+
+extern "C" void weigh_float32(const int64_t* levels, const float* chances, float* said, float* logp, int64_t R, int64_t B,
+                              int64_t F, int64_t k, int64_t C, double spread) {
+  sharesd::weigh(levels, chances, said, logp, R, B, F, k, C, static_cast<float>(spread));
+}
+
+extern "C" void weighed_float32(const sharesd::Nodes* nodes, const float* said, float* said_best, float* odds,
+                                int64_t* parents, int64_t k, int64_t B, int64_t C, int64_t D, int64_t N) {
+  sharesd::weighed(*nodes, said, said_best, odds, parents, k, B, C, D, N);
+}
+
+extern "C" void keep_places_int64(char* places, const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t B,
+                                  int64_t S, int64_t T, int64_t bytes) {
+  sharesd::keep_places(places, lengths, path, num, B, S, T, bytes);
+}
+
+extern "C" void find_int32(const uint8_t* backward, const uint8_t* order, const int32_t* wanted, int64_t n, int64_t N,
+                           int64_t most, int64_t* out) {
+  sharesd::find({backward, order, N}, wanted, n, most, out);
+}

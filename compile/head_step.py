@@ -1,0 +1,192 @@
+"""Steps of a trained head, one call of a CPU kernel each (cpu/head_step.h).
+
+Legend: B rows, T places that are read, F nodes, S slots, P states, D hidden size, X features, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from ctypes import c_double, c_void_p
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from compile.attention import Branches
+from compile.cpp_extension import kernel
+from compile.decoder_stack import NativeStack, full_of, linear_words, norm_words
+
+_HeadStep = ctypes.c_int64 * 76
+_Look = ctypes.c_int64 * 23
+_NONE = (0,) * 6
+
+
+class NativeHead:
+    """Runs a head of one block. Raises Unsuited where the kernel does not know a linear."""
+
+    def __init__(
+        self,
+        block: Any,
+        *,
+        tables: tuple[Tensor, Tensor],
+        activation: str,
+        embed_VD: Tensor,
+        lm_head: Any,
+        fuse: Any = None,
+        mix: Any = None,
+        embed_norm: Any = None,
+        state_norm: Any = None,
+        normed: bool = False,
+        norm: Any = None,
+        masks: tuple[Tensor, Tensor] | None = None,
+        looks: Sequence[Any] = (),
+        look_norm: Any = None,
+    ) -> None:
+        """`fuse` makes a state of a place's features, which are one without it; then embedding and state are
+        normalised, if so wanted, and joined. That is what the queries see, and the state where the residual stream
+        begins (`normed`: the normalised one); or both are what `mix` makes of it. `norm` stands before the LM head.
+        What `masks` add to the root's embedding and state lets a pass guess several tokens.
+
+        A head that `looks` into the target reads tokens alone: its residual stream begins with the embedding. Each
+        look has `layer`, linears `q` and `o`, `q_norm`, `rotary` (cosines, sines) or None, `num_kv_heads`, `head_dim`,
+        `scale` and `window` of that layer; `look_norm` stands before all of them.
+        """
+        self._stack = NativeStack([block], tables=[tables], ropes=[0], activation=activation, norm=norm)
+        # Keeps alive what the words point at.
+        self._modules = (fuse, mix, lm_head, embed_norm, state_norm, embed_VD, masks, tuple(looks), look_norm)
+        self._masks = (0, 0) if masks is None else (masks[0].data_ptr(), masks[1].data_ptr())
+        self._embed = embed_VD.data_ptr(), len(embed_VD)
+        linears = (_NONE if linear is None else linear_words(full_of(linear)) for linear in (fuse, mix, lm_head))
+        norms = (norm_words(part) for part in (embed_norm, state_norm))
+        self._parts = [word for words in (*linears, *norms) for word in words] + [int(normed)]
+        self._num_tokens = full_of(lm_head).out_features
+        self._looks, self._look_norm = [(look, _look_words(look)) for look in looks], norm_words(look_norm)
+        self._look_tables: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of each cache of the target
+
+    def read(
+        self,
+        tokens_BS: Tensor,
+        features_BSX: Tensor,
+        num: int,
+        cache: Any,
+        ends_B: Tensor | None = None,
+        states_BPD: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `sharesd.drafters.heads.head.FeatureHead.read`."""
+        num_kept, ends = (0, None) if states_BPD is None else (1, ends_B)
+        return self._read(tokens_BS, features_BSX, num, cache, ends, num_kept, states_BPD=states_BPD)
+
+    def guess(
+        self, tokens_BS: Tensor, features_BSX: Tensor, num: int, cache: Any, ends_B: Tensor, depth: int
+    ) -> Tensor:
+        """See `sharesd.drafters.parallel.head.Parallel.guess`."""
+        rows = num + depth - 1
+        logits_BDK = self._read(tokens_BS, features_BSX, rows, cache, ends_B, depth, masks=self._masks)
+        assert logits_BDK is not None
+        return logits_BDK
+
+    def _read(
+        self,
+        tokens_BS: Tensor,
+        features_BSX: Tensor,
+        num: int,
+        cache: Any,
+        ends_B: Tensor | None,
+        num_kept: int,
+        **more: Any,
+    ) -> Tensor | None:
+        B, S, _ = features_BSX.shape
+        assert cache.slots == S and features_BSX.is_contiguous() and tokens_BS.stride(1) == 1
+        source = 1, 0 if ends_B is None else ends_B.data_ptr(), features_BSX.data_ptr()
+        return self._run((B, num), tokens_BS, cache, None, source, num_kept, **more)
+
+    def go_on(self, tokens_BF: Tensor, states_BPD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
+        """See `sharesd.drafters.heads.head.FeatureHead.go_on`."""
+        B, F = tokens_BF.shape
+        assert tokens_BF.is_contiguous() and (branches is not None or F == 1)
+        logits_BFK = self._run((B, F), tokens_BF, cache, branches, (0, 0, 0), F, states_BPD)
+        assert logits_BFK is not None
+        return logits_BFK
+
+    def read_tokens(self, tokens_BS: Tensor, num: int, cache: Any, target: Any = None) -> Tensor | None:
+        """See `sharesd.drafters.glide.head.Glide.read`."""
+        assert tokens_BS.stride(1) == 1
+        ends, num_kept = (0, 0) if target is None else (target.lengths.data_ptr(), 1)
+        return self._run((len(tokens_BS), num), tokens_BS, cache, None, (1, ends, 0), num_kept, target=target)
+
+    def go_on_with_tokens(self, tokens_BF: Tensor, cache: Any, target: Any, branches: Branches | None = None) -> Tensor:
+        """See `sharesd.drafters.glide.head.Glide.go_on`."""
+        B, F = tokens_BF.shape
+        assert tokens_BF.is_contiguous() and (branches is not None or F == 1)
+        logits_BFK = self._run((B, F), tokens_BF, cache, branches, (0, 0, 0), F, target=target)
+        assert logits_BFK is not None
+        return logits_BFK
+
+    def _run(
+        self,
+        shape: tuple[int, int],
+        tokens: Tensor,
+        cache: Any,
+        branches: Branches | None,
+        source: tuple[int, int, int],
+        num_kept: int,
+        states_BPD: Tensor | None = None,
+        target: Any = None,
+        masks: tuple[int, int] = (0, 0),
+    ) -> Tensor | None:
+        """Logits [B, `num_kept`, K], or None if there are to be none."""
+        dtype, D = cache.k[0].dtype, self._stack.hidden_size
+        logits, states = None, (0, 0)
+        if states_BPD is not None:
+            assert states_BPD.is_contiguous() and states_BPD.shape[2] == D
+            states = states_BPD.data_ptr(), states_BPD.shape[1]
+        if num_kept:
+            logits = torch.empty(shape[0], num_kept, self._num_tokens, dtype=dtype)
+        step = _HeadStep(
+            *self._stack.words((*shape, D), cache, branches),
+            *(tokens.data_ptr(), tokens.stride(0)),
+            *self._embed,
+            *source,
+            *(num_kept, *masks),
+            *states,
+            *self._parts,
+            *self._looking(target),
+            0 if logits is None else logits.data_ptr(),
+        )
+        kernel("run_head", dtype, c_void_p, c_double, c_double, c_double)(
+            ctypes.addressof(step), *self._stack.constants
+        )
+        return logits
+
+    def _looking(self, target: Any) -> tuple[int, ...]:
+        """What `struct HeadStep` says of a target's cache."""
+        if not self._looks:
+            return (0,) * 9
+        if target is None:  # nobody looks, since no logits are wanted
+            return (0, len(self._looks), *self._look_norm, 0, 0, 0, 0, 0)
+        table = self._look_tables.get(target)
+        if table is None:
+            rows = (
+                (*words[:14], target.k[look.layer].data_ptr(), target.v[look.layer].data_ptr(), *words[14:])
+                for look, words in self._looks
+            )
+            table = self._look_tables[target] = (_Look * len(self._looks))(*(_Look(*row) for row in rows))
+        look = self._looks[0][0]
+        heads = full_of(look.q).out_features // look.head_dim, look.num_kv_heads
+        sizes = *heads, target.slots, look.head_dim
+        return ctypes.addressof(table), len(table), *self._look_norm, target.lengths.data_ptr(), *sizes
+
+
+def _look_words(look: Any) -> list[int]:
+    """The words of `struct Look`, but for the target's cache."""
+    words = [*linear_words(full_of(look.q)), *linear_words(full_of(look.o)), *norm_words(look.q_norm)]
+    if look.rotary is None:
+        words += [0, 0, 0, 0]
+    else:
+        cos_Pr, sin_Pr = look.rotary
+        words += [cos_Pr.data_ptr(), sin_Pr.data_ptr(), *cos_Pr.shape]
+    eps = 0.0 if look.q_norm is None else look.q_norm.eps
+    return [*words, look.window, *struct.unpack("2q", struct.pack("2d", look.scale, eps))]

@@ -1,0 +1,76 @@
+"""Processes that a launcher (torchrun, accelerate launch) has started, as replicas: the first hands out the tasks.
+
+Launchers end all processes when one dies; the same command goes on then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from multiprocessing.connection import Client, Listener
+from typing import TYPE_CHECKING, Any
+
+from multigpu.data_parallel import Replica, serve, start
+from multigpu.device_assignment import gpu_alone, visible_gpus
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_KEY = "multigpu.launcher_replicas"
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's number and how many there are, as launchers say; ValueError where that cannot be."""
+    try:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        rank, world = -1, 0
+    if not 0 <= rank < world:
+        raise ValueError(
+            f"RANK is {os.environ.get('RANK')} and WORLD_SIZE {os.environ.get('WORLD_SIZE')}; launchers set both, "
+            "ranks from 0"
+        )
+    return rank, world
+
+
+def replicas(work: str, settings: Any, device: str, *, needed: bool) -> list[Replica]:
+    """For rank 0: a replica of its own, and all other ranks, which must call `help_first`. Waits for them.
+
+    With `needed` false there is nothing to do: the other ranks hear so and end.
+    """
+    _, world = rank_and_world()
+    own = start(work, settings, [_environment(device)]) if needed else []
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
+    store, secret = _store(), os.urandom(32)
+    others: list[Replica] = []
+    with Listener(("localhost" if one_machine else "0.0.0.0", 0), authkey=secret, backlog=world) as listener:
+        host, port = "localhost" if one_machine else os.environ["MASTER_ADDR"], listener.address[1]  # type: ignore[misc]
+        store.set(_KEY, json.dumps([host, port, secret.hex()]))
+        while len(others) < world - 1:
+            connection = listener.accept()
+            connection.send(needed)
+            others.append(Replica(f"rank {connection.recv()}", connection))  # type: ignore[arg-type]
+    return [*own, *others] if needed else []
+
+
+def help_first(work: str, settings: Any, device: str) -> int:
+    """For all other ranks: do this work for rank 0; returns the exit status."""
+    os.environ.update(_environment(device))
+    host, port, secret = json.loads(_store().get(_KEY))
+    with Client((host, port), authkey=bytes.fromhex(secret)) as connection:
+        connection.send(rank_and_world()[0])
+        return serve(connection, work, settings) if connection.recv() else 0  # type: ignore[arg-type]
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Of this rank's replica: its place on its machine tells which GPU; cores are the launcher's affair."""
+    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), visible_gpus(device)
+    if gpus and local >= len(gpus):
+        raise ValueError(f"LOCAL_RANK is {local} and there are {len(gpus)} GPUs; launch as many processes on a machine")
+    return gpu_alone(gpus, local)
+
+
+def _store() -> Store:
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(iter(rendezvous("env://")))[0]

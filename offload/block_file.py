@@ -1,0 +1,253 @@
+"""Records of all blocks of a model in one file: written once, block by block, read at any place from then on.
+
+    header   JSON: format, what the weights are, the layout of a record, the number of blocks; padded to whole pages
+    table    for each block 8 bytes: 1 where its record is there, and the CRC-32 of it; padded to whole pages
+    records  behind each other, in the order of the blocks
+
+A file has its name only when it is whole. Until then it is a `.part`, to which any later start adds what is missing:
+a record is on the disk before the table says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from offload.block_layout import PAGE, Layout
+from offload.planner import show_bytes
+from offload.transfer import LinkError
+
+FORMAT = 1
+"""Raise it when the file's form changes."""
+_ENTRY = struct.Struct("<II")
+_MARGIN_BYTES = 64 * 10**6
+"""Free space that is left to others."""
+
+
+class StoreError(ValueError, LinkError):
+    """A file that cannot be used; the message names it and says what to do. Streams may find it out late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a block lies in the file."""
+
+    block: int
+    offset: int
+    nbytes: int
+    checksum: int
+    """CRC-32 of its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What a file holds: the same content is the same file."""
+
+    what: Mapping[str, object]
+    """All that decides about the weights' values and order, in terms of JSON."""
+    layout: Layout
+    """Of each record."""
+    num_blocks: int
+
+    @property
+    def key(self) -> str:
+        """Hash of all this."""
+        fields = {"what": self.what, "layout": self.layout.to_json(), "num_blocks": self.num_blocks}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    def path(self, folder: Path) -> Path:
+        """The file in a folder of stores."""
+        return folder / f"blocks-{self.key[:16]}.store"
+
+    @property
+    def header(self) -> bytes:
+        """The first pages of the file."""
+        fields = {"format": FORMAT, "key": self.key, "what": self.what}
+        text = json.dumps(fields, sort_keys=True).encode() + b"\n"
+        return text.ljust(_pages(len(text)), b" ")
+
+    @property
+    def first_record(self) -> int:
+        """Bytes of header and table."""
+        return len(self.header) + _pages(self.num_blocks * _ENTRY.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.first_record + self.num_blocks * self.layout.record_bytes
+
+    def offset(self, block: int) -> int:
+        """Where the record of a block begins."""
+        return self.first_record + block * self.layout.record_bytes
+
+
+class Store:
+    """A whole file, for reading."""
+
+    def __init__(self, path: Path, content: Content, checksums: list[int]) -> None:
+        self.path, self.layout = path, content.layout
+        size = content.layout.record_bytes
+        self.records = tuple(Record(i, content.offset(i), size, checksum) for i, checksum in enumerate(checksums))
+
+    def read(self, block: int, slot: Tensor) -> None:
+        """Read a record into memory of the host (uint8 [record_bytes]) and compare its checksum. Raises StoreError."""
+        record, memory, done = self.records[block], slot.numpy().data, 0
+        with self.path.open("rb", buffering=0) as file:
+            while done < record.nbytes:
+                count = os.preadv(file.fileno(), [memory[done:]], record.offset + done)
+                if not count:
+                    raise StoreError(f"{self.path} ends within block {block}; delete it, and it will be written again")
+                done += count
+            os.posix_fadvise(file.fileno(), record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
+        self.check(block, slot)
+
+    def check(self, block: int, slot: Tensor) -> None:
+        """Raises StoreError unless a slot of the host's memory holds what was stored for a block."""
+        if _checksum(slot) != self.records[block].checksum:
+            raise StoreError(
+                f"{self.path} is damaged: block {block} does not have its checksum; delete it, and it will be written "
+                "again"
+            )
+
+
+def open_store(folder: Path, content: Content) -> Store | None:
+    """The file with this content in a folder; None where there is none. Raises StoreError where it cannot be used.
+
+    Records are compared with their checksums when they are read, not here.
+    """
+    path = content.path(folder)
+    try:
+        with path.open("rb") as file:
+            header, size = file.read(len(content.header)), file.seek(0, os.SEEK_END)
+            _check_header(path, header, content)
+            if size != content.nbytes:
+                raise StoreError(
+                    f"{path} has {size} bytes and should have {content.nbytes}: it was cut short; delete it, and it "
+                    "will be written again"
+                )
+            entries = _read_table(file.fileno(), content)
+    except FileNotFoundError:
+        return None
+    if not all(done for done, _ in entries):
+        raise StoreError(f"{path} is damaged: its table lacks blocks; delete it, and it will be written again")
+    return Store(path, content, [checksum for _, checksum in entries])
+
+
+class Writer:
+    """Writes what is missing of a store, block by block: a context manager. `finish` when nothing is missing."""
+
+    def __init__(self, folder: Path, content: Content) -> None:
+        """Raises StoreError where the disk has no room for what is missing, or another process is writing the same."""
+        self._content = content
+        self._path = content.path(folder)
+        self._part = self._path.with_suffix(".part")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock()
+            entries = self._begun()
+            self.missing = [block for block, (done, _) in enumerate(entries) if not done]
+            """Blocks still to be written."""
+            self._check_space(folder)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
+
+    def write(self, block: int, slot: Tensor) -> None:
+        """Write a block's record (uint8 [record_bytes], in the host's memory). When this returns, it is on the disk."""
+        assert block in self.missing and slot.nbytes == self._content.layout.record_bytes
+        offset = self._content.offset(block)
+        _write(self._file, slot.numpy().data, offset)
+        os.fdatasync(self._file)
+        os.posix_fadvise(self._file, offset, slot.nbytes, os.POSIX_FADV_DONTNEED)
+        _write(self._file, memoryview(_ENTRY.pack(1, _checksum(slot))), len(self._content.header) + block * _ENTRY.size)
+        self.missing.remove(block)
+
+    def finish(self) -> Store:
+        """The store, under its name from now on."""
+        assert not self.missing, f"blocks {self.missing} are not written"
+        checksums = [checksum for _, checksum in _read_table(self._file, self._content)]
+        os.fsync(self._file)
+        self._part.replace(self._path)
+        with suppress(OSError):  # some file systems do not sync folders
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+        return Store(self._path, self._content, checksums)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(f"{self._part} is being written by another process; wait for it") from None
+
+    def _begun(self) -> list[tuple[int, int]]:
+        """The table of what an earlier start has written; of a new file, where there is none, or of another form."""
+        content = self._content
+        whole = os.fstat(self._file).st_size == content.nbytes
+        if whole and os.pread(self._file, len(content.header), 0) == content.header:
+            return _read_table(self._file, content)
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, content.nbytes)
+        _write(self._file, memoryview(content.header), 0)
+        return _read_table(self._file, content)
+
+    def _check_space(self, folder: Path) -> None:
+        needed = len(self.missing) * self._content.layout.record_bytes
+        free = shutil.disk_usage(folder).free - _MARGIN_BYTES
+        if free < needed:
+            raise StoreError(
+                f"{folder} has {show_bytes(max(0, free))} free and the blocks take "
+                f"{show_bytes(needed, round_up=True)}; free some space there, or give --offload-dir on another disk"
+            )
+
+
+def _check_header(path: Path, header: bytes, content: Content) -> None:
+    if header == content.header:
+        return
+    try:
+        found = json.loads(header)["format"]
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if isinstance(found, int) and found != FORMAT:
+        raise StoreError(
+            f"{path} was written by another version (format {found}, this one reads {FORMAT}); delete it, and it will "
+            "be written again"
+        )
+    raise StoreError(f"{path} is damaged: its header is not what was written; delete it, and it will be written again")
+
+
+def _read_table(file: int, content: Content) -> list[tuple[int, int]]:
+    """(1 or 0, checksum) of every block."""
+    return list(_ENTRY.iter_unpack(os.pread(file, content.num_blocks * _ENTRY.size, len(content.header))))
+
+
+def _write(file: int, memory: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(file, memory[done:], offset + done)
+
+
+def _checksum(slot: Tensor) -> int:
+    return zlib.crc32(slot.numpy().data)
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE

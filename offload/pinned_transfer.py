@@ -1,0 +1,113 @@
+"""From pinned memory of the host to a CUDA device: copies on a stream of their own, with events in both directions.
+
+The host waits for nothing: computation waits for a copy by an event, and a copy into a slot that was in use waits for
+the computation by another one. It has never run on a GPU; tests run it on a device that is made up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.transfer import Copy, host_memory
+
+PROBES, PROBE_BYTES = 4, 2**27
+"""Copies that tell how fast a link is, and the bytes of each."""
+
+
+class PinnedMemory:
+    """Memory of the host, uint8 [num_bytes], page-locked at exactly this size (torch itself pins powers of two).
+
+    It is unlocked before it is freed, at the latest when nobody knows this object any more; copies from it must have
+    ended by then.
+    """
+
+    def __init__(self, num_bytes: int, *, cuda: Any = torch.cuda) -> None:
+        """Raises ValueError where the system does not lock so much."""
+        self.tensor = host_memory(num_bytes)
+        cudart = cuda.cudart()
+        code = int(cudart.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
+        if code:
+            raise ValueError(
+                f"{num_bytes / 1e9:.1f} GB of host memory cannot be pinned (CUDA error {code}); raise the limit of "
+                "locked memory (ulimit -l), or set a lower --cpu-memory-limit"
+            )
+        self.close = weakref.finalize(self, _unlock, cudart, self.tensor)
+        """Unlock the memory; nothing may copy from it any more. RuntimeError where CUDA refuses."""
+
+
+def _unlock(cudart: Any, memory: Tensor) -> None:
+    code = int(cudart.cudaHostUnregister(memory.data_ptr()))
+    if code:
+        raise RuntimeError(f"pinned memory cannot be given back (CUDA error {code})")
+
+
+class CudaLink:
+    """One flat copy for each record, from the host's pinned memory into slots of the current device."""
+
+    def __init__(self, records: Mapping[int, PinnedMemory], *, cuda: Any = torch.cuda) -> None:
+        """Takes the record of each block over, and gives its memory back when it is closed."""
+        self._records, self._cuda = records, cuda
+        self._stream = cuda.Stream()
+        self._under_way: deque[tuple[Any, Any]] = deque()  # beginning and end of copies not yet counted
+        self._busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        while self._under_way and self._under_way[0][1].query():
+            begin, end = self._under_way.popleft()
+            self._busy_s += begin.elapsed_time(end) / 1000
+        return self._busy_s
+
+    def mark(self) -> Any:
+        """An event of the stream that computes."""
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream())
+        return event
+
+    def start(self, block: int, slot: Tensor, after: Any) -> Copy:
+        begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        with self._cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            begin.record(self._stream)
+            slot.copy_(self._records[block].tensor, non_blocking=True)
+            end.record(self._stream)
+        self._under_way.append((begin, end))
+        return _EventCopy(end, self._cuda)
+
+    def synchronize(self) -> None:
+        """Wait until the last copy has ended."""
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+        for record in self._records.values():
+            record.close()
+
+
+class _EventCopy:
+    def __init__(self, end: Any, cuda: Any) -> None:
+        self._end, self._cuda = end, cuda
+        self.arrived: float | None = 0.0  # the host never waits
+
+    def wait(self) -> None:
+        self._cuda.current_stream().wait_event(self._end)
+
+
+def link_rate(device: torch.device, *, num_bytes: int = PROBE_BYTES, cuda: Any = torch.cuda) -> float:
+    """Bytes per second from pinned memory to a device, which is the current one."""
+    slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    link = CudaLink({0: PinnedMemory(num_bytes, cuda=cuda)}, cuda=cuda)
+    try:
+        for _ in range(PROBES):
+            link.start(0, slot, link.mark())
+        link.synchronize()
+        return PROBES * num_bytes / link.busy_s
+    finally:
+        link.close()

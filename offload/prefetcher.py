@@ -1,0 +1,194 @@
+"""Blocks whose weights do not stay: they come through a link into a few slots, in the order in which they are used.
+
+Each pass uses the same blocks in the same order, so what comes next is known: as soon as a slot is free, the next block
+that none holds is on its way, beyond the end of a pass too. While others compute (a drafter), the first blocks of the
+next pass arrive.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from offload.transfer import Copy, Link, LinkError
+
+
+class _Coming(NamedTuple):
+    """A block which a slot holds, or will."""
+
+    block: int
+    slot: int
+    copy: Copy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What a stream has done since it was made."""
+
+    num_bytes: int
+    """Bytes of the records whose copies were started."""
+    waited_s: float
+    """Seconds that computation waited for a block (on a device: the host, which never does)."""
+    busy_s: float
+    """Seconds in which the link moved something."""
+    elapsed_s: float
+    """Seconds in all."""
+
+    def since(self, before: Traffic) -> Traffic:
+        """What came after an earlier moment."""
+        return Traffic(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both, one after the other."""
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which the link moved something."""
+        return min(1.0, self.busy_s / self.elapsed_s) if self.elapsed_s > 0 else 0.0
+
+
+class Stream:
+    """Brings blocks into slots ahead of their use. For one thread."""
+
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        slots: Sequence[Tensor],
+        link: Link,
+        *,
+        check: Callable[[int, Tensor], None] | None = None,
+    ) -> None:
+        """`blocks` in the order of their use; `slots` uint8 [record bytes], of which one does, and two let copies and
+        computation overlap. More than there are blocks are not used. Takes the link over, and begins at once.
+
+        `check` gets each block and its slot when it is first used, and raises LinkError if that is not what was stored.
+        """
+        if not blocks or not slots or len(set(blocks)) < len(blocks):
+            raise ValueError(
+                f"a stream of {len(blocks)} blocks through {len(slots)} slots; give different blocks and a slot"
+            )
+        self.blocks, self.slots = tuple(blocks), tuple(slots[: len(blocks)])
+        self._after = dict(zip(self.blocks, (*self.blocks[1:], self.blocks[0]), strict=True))
+        self._link, self._check = link, check
+        self._unchecked = set(blocks if check is not None else ())
+        self._held: deque[_Coming] = deque()  # in use
+        self._coming: deque[_Coming] = deque()  # in the order of their use
+        self._meanwhile: Callable[[], bool] | None = None
+        self._piece_s = 0.0  # what a piece of that takes
+        self._wait_of: dict[int, float] = {}  # seconds that each block was late, the last time
+        self._num_bytes, self._waited_s, self._started = 0, 0.0, time.perf_counter()
+        self._fill(self.blocks[0], dict.fromkeys(range(len(self.slots))))
+
+    def need(self, block: int) -> int:
+        """The number of the slot in which the block lies, from now until `done`. Waits for it, if it is not in use yet.
+
+        A block that is not next in order begins another pass: what was in use is not any more. Raises LinkError where
+        it does not arrive; the next pass tries again.
+        """
+        for held in self._held:
+            if held.block == block:
+                return held.slot
+        if not self._coming or self._coming[0].block != block:
+            self._turn_to(block)
+        coming = self._coming[0]
+        asked = time.perf_counter()
+        self._use_the_wait(coming, asked)
+        started = time.perf_counter()
+        try:
+            coming.copy.wait()
+            if block in self._unchecked:
+                assert self._check is not None
+                self._check(block, self.slots[coming.slot])
+                self._unchecked.remove(block)
+        except LinkError:
+            self._drop()  # all of it will be fetched anew
+            raise
+        finally:
+            self._waited_s += time.perf_counter() - started
+        self._wait_of[block] = max(0.0, (coming.copy.arrived or 0.0) - asked)
+        self._held.append(self._coming.popleft())
+        return coming.slot
+
+    @contextmanager
+    def meanwhile(self, work: Callable[[], bool] | None) -> Iterator[None]:
+        """Within the block, where a needed one is awaited on the host, `work` does something else, a piece at a call;
+        False: there is no more. A piece that would last longer than that block was awaited the last time is not begun.
+        """
+        self._meanwhile, self._piece_s = work, 0.0
+        try:
+            yield
+        finally:
+            self._meanwhile = None
+
+    def _use_the_wait(self, coming: _Coming, asked: float) -> None:
+        now, end = asked, asked + self._wait_of.get(coming.block, 0.0)
+        while self._meanwhile is not None and coming.copy.arrived is None and now + self._piece_s < end:
+            if not self._meanwhile():
+                self._meanwhile = None
+            self._piece_s, now = time.perf_counter() - now, time.perf_counter()
+
+    def done(self, block: int) -> None:
+        """The block which was needed first among those in use is not needed any more: its slot gets another one."""
+        assert self._held and self._held[0].block == block, f"block {block} is not the first in use"
+        held = self._held.popleft()
+        last = self._coming[-1] if self._coming else (self._held or [held])[-1]
+        self._coming.append(self._fetch(self._after[last.block], held.slot, held))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was moved so far."""
+        return Traffic(
+            num_bytes=self._num_bytes,
+            waited_s=self._waited_s,
+            busy_s=self._link.busy_s,
+            elapsed_s=time.perf_counter() - self._started,
+        )
+
+    def close(self) -> None:
+        """End what is under way. The slots are the caller's again."""
+        self._coming.clear()
+        self._held.clear()
+        self._link.close()
+
+    def _drop(self) -> None:
+        """Forget what comes, once nothing is being written into its slots any more."""
+        while self._coming:
+            with suppress(LinkError):
+                self._coming.popleft().copy.wait()
+
+    def _turn_to(self, block: int) -> None:
+        """Have the blocks from this one on come, and keep what a slot holds of them."""
+        if block not in self._after:
+            raise ValueError(f"block {block} is not in this stream")
+        held = {coming.slot: coming for coming in (*self._held, *self._coming)}
+        self._held.clear()
+        self._coming.clear()
+        self._fill(block, {slot: held.get(slot) for slot in range(len(self.slots))})
+
+    def _fill(self, block: int, held: dict[int, _Coming | None]) -> None:
+        """Have a block and those behind it in all slots, some of which hold something."""
+        wanted = [block]
+        while len(wanted) < len(self.slots):
+            wanted.append(self._after[wanted[-1]])
+        kept = {coming.block: coming for coming in held.values() if coming is not None and coming.block in wanted}
+        for coming in kept.values():
+            del held[coming.slot]
+        for each in wanted:
+            self._coming.append(kept[each] if each in kept else self._fetch(each, *held.popitem()))
+
+    def _fetch(self, block: int, slot: int, before: _Coming | None) -> _Coming:
+        """Start to move a block into a slot, when what was there is neither used nor being moved any more."""
+        if before is not None and before.block == block:
+            return before
+        if before is not None:
+            with suppress(LinkError):
+                before.copy.wait()
+        self._num_bytes += self.slots[slot].nbytes
+        return _Coming(block, slot, self._link.start(block, self.slots[slot], self._link.mark()))

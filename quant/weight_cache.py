@@ -1,0 +1,110 @@
+"""Solved weights on disk: one safetensors file per layer and configuration, trusted only if its checksum holds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quant.hqq import QuantizedWeight
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = "2"  # raise it when a solver or the layout of the file changes
+
+
+def content_key(weights: Iterable[tuple[str, Tensor, int, int]], identity: str | None = None) -> str:
+    """Hash of all that decides the solution: name, weight, bits, group size of each linear; device type, torch.
+
+    `identity` of the checkpoint, where there is one, stands for the values of all weights: hashing those takes a second
+    for each gigabyte or two.
+    """
+    digest = hashlib.sha256()
+    digest.update(repr((_FORMAT, torch.__version__, identity)).encode())
+    for name, weight, bits, group_size in weights:
+        device = "cpu" if weight.is_meta else weight.device.type  # only a CPU's solutions are kept
+        header = (name, tuple(weight.shape), str(weight.dtype), device, bits, group_size)
+        digest.update(repr(header).encode())
+        if identity is None:
+            digest.update(_raw(weight))
+    return digest.hexdigest()
+
+
+def store_path(cache_dir: Path, key: str) -> Path:
+    """Where the weights with this key are kept."""
+    return cache_dir / f"hqq-{key[:16]}.safetensors"
+
+
+def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
+    """The packed tensors written under `key`, on the CPU. None where there are none, or (warning) none to trust."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        logger.warning("%s is damaged (%s): quantizing again", path, error)
+        return None
+    if metadata.get("key") != key or metadata.get("payload") != _payload(tensors):
+        logger.warning("%s does not hold what was written: quantizing again", path)
+        return None
+    return tensors
+
+
+def write_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
+    """Write all at once, or nothing. A disk that refuses costs a warning: the next start quantizes again."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary_name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        os.close(handle)
+        temporary = Path(temporary_name)
+        save_file(tensors, temporary, metadata={"key": key, "payload": _payload(tensors)})
+        temporary.replace(path)
+    except (SafetensorError, OSError) as error:
+        logger.warning("cannot keep the quantized weights in %s (%s): the next start will quantize again", path, error)
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def pack_weight(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """CPU tensors to write, two codes to a byte."""
+    codes = weight.q.cpu()
+    return {
+        f"{name}.q": codes[:, ::2] | codes[:, 1::2] << 4,
+        f"{name}.scale": weight.scale.cpu(),
+        f"{name}.zero": weight.zero.cpu(),
+    }
+
+
+def unpack_weight(
+    name: str, tensors: dict[str, Tensor], *, bits: int, group_size: int, device: torch.device
+) -> QuantizedWeight:
+    """What `pack_weight` was given."""
+    q, scale, zero = (tensors[f"{name}.{part}"].to(device) for part in ("q", "scale", "zero"))
+    return QuantizedWeight(
+        q=torch.stack([q & 15, q >> 4], -1).flatten(-2), scale=scale, zero=zero, bits=bits, group_size=group_size
+    )
+
+
+def _payload(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        digest.update(_raw(tensors[name]))
+    return digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

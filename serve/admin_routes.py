@@ -1,0 +1,78 @@
+"""What there is to know about the server: model, version, health, metrics; and the page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import FileResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from serve.async_engine import Service
+from serve.errors import unavailable
+from serve.handlers import check_name
+from sharesd import __version__
+
+PAGE = Path(__file__).parent / "page"
+"""The chat: `index.html`, and what it refers to as `page/...`."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'"
+)
+"""The page's Content-Security-Policy, which it has itself, too."""
+_STARTED = int(time.time())
+
+
+async def models(request: Request) -> dict[str, Any]:
+    """`GET /v1/models`: the one model."""
+    return {"object": "list", "data": [_card(request.app.state.service)]}
+
+
+async def one_model(request: Request, name: str) -> dict[str, Any]:
+    """`GET /v1/models/NAME`."""
+    check_name(request.app.state.service, name)
+    return _card(request.app.state.service)
+
+
+async def health(request: Request) -> dict[str, Any]:
+    """`GET /health`: 200 once requests are served, 503 before and after."""
+    trouble = request.app.state.service.trouble
+    if trouble is not None:
+        raise unavailable(trouble)
+    return {"status": "ok"}
+
+
+async def metrics(request: Request) -> Response:
+    """`GET /metrics`."""
+    return Response(request.app.state.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def version(request: Request) -> dict[str, str]:
+    """`GET /version`."""
+    return {"version": __version__, "mode": request.app.state.service.settings.mode}
+
+
+async def page(request: Request) -> Response:
+    """`GET /`: the chat."""
+    if not (PAGE / "index.html").exists():
+        return PlainTextResponse("this installation has no page\n", 404)
+    headers = {
+        "cache-control": "no-cache",
+        "content-security-policy": f"{POLICY}; frame-ancestors 'none'",  # no page can say this of itself
+    }
+    return FileResponse(PAGE / "index.html", headers=headers)
+
+
+def _card(service: Service) -> dict[str, Any]:
+    model, settings = service.ready_model(), service.settings
+    return {
+        "id": settings.model_name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "sharesd",
+        "root": settings.root,
+        "parent": None,
+        "max_model_len": model.max_context,
+    }

@@ -1,0 +1,193 @@
+"""What every request passes on its way in and out: an id, the key, the body's limit, hang-ups, its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.async_engine import Call
+from serve.errors import ApiError, unavailable
+from serve.log import RequestLog
+from serve.metrics import Metrics
+from serve.server_config import Settings
+from serve.usage import facts
+
+log = logging.getLogger(__name__)
+
+PUBLIC = re.compile(r"/|/page/.*|/health|/metrics|/version")
+"""Paths that ask for no key."""
+QUIET = {"/health", "/metrics"}
+"""Paths that are asked for all the time, and not logged."""
+CLIENT_CLOSED_REQUEST = 499
+"""What the log says of a request whose client hung up."""
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass
+class Visit:
+    """One request, as long as it lasts."""
+
+    id: str
+    """The client's own `x-request-id`, where it gives one."""
+    began: float = field(default_factory=time.monotonic)
+    call: Call | None = None
+    """What the engine does for it; closed with the request, however that ends."""
+    prompt: Any = None
+    """For the log, where it is asked for."""
+    status: int = 0
+    complete: bool = False
+    """All of the response was sent."""
+
+
+class HungUp(Exception):
+    """The client went away before its answer was complete."""
+
+
+class Gate:
+    """ASGI middleware. Handlers find their `Visit` in `request.state.visit`."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._log = RequestLog(as_json=settings.json_log)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"{scope['type']} is not served")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        visit = Visit(given if _ID.fullmatch(given) else uuid.uuid4().hex)
+        scope.setdefault("state", {})["visit"] = visit
+
+        async def send_out(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                MutableHeaders(scope=message).update({"x-request-id": visit.id, "x-content-type-options": "nosniff"})
+            visit.complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
+            if visit.complete and visit.call is not None:
+                visit.call.close()  # before the client hears the end: its next request finds the place free
+            await send(message)
+
+        try:
+            try:
+                self._check_key(scope["path"], headers)
+                body = await self._body(headers, receive)
+                await _until_hang_up(visit, receive, self._app(scope, _replay(body), send_out))
+            except ApiError as error:
+                await error.response()(scope, receive, send_out)
+            except HungUp:
+                visit.status = CLIENT_CLOSED_REQUEST
+                self._metrics.hung_up()
+            except asyncio.CancelledError:  # the server ends, and would wait no longer
+                if not visit.status:
+                    await unavailable("the server shuts down").response()(scope, receive, send_out)
+                visit.status = 503
+            except Exception:
+                log.exception("a request failed")
+                if not visit.status:
+                    await ApiError(500, "internal error").response()(scope, receive, send_out)
+        finally:
+            if visit.call is not None:
+                visit.call.close()
+            self._note(scope, visit)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        keys = self._settings.api_keys
+        if not keys or PUBLIC.fullmatch(path):
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "the API key is wrong; send `Authorization: Bearer KEY`" if given else "an API key is needed"
+            headers_out = {"www-authenticate": "Bearer", "connection": "close"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers_out)
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        limit = self._settings.max_body
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limit:
+            raise _too_large(limit)
+        timeout = self._settings.body_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                body = await _read(receive, limit)
+        except TimeoutError:
+            message = f"the body did not come within {timeout:g} s"
+            raise ApiError(408, message, headers={"connection": "close"}) from None
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if body and kind != "application/json":  # a page of another origin may post anything else without being asked
+            raise ApiError(415, f"the content type is {kind[:40]!r}; send application/json")
+        return body
+
+    def _note(self, scope: Scope, visit: Visit) -> None:
+        path = scope["path"]
+        if path in QUIET:
+            return
+        client = scope.get("client")
+        line = {
+            "id": visit.id,
+            "client": client[0] if client else None,
+            "request": f"{scope['method']} {path[:100]}",
+            "status": visit.status,
+            "seconds": time.monotonic() - visit.began,
+        }
+        if visit.call is not None and visit.call.choices:
+            line |= facts(visit.call.choices)
+        self._log.write(line | ({"prompt": visit.prompt} if self._settings.log_prompts else {}))
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _until_hang_up(visit: Visit, receive: Receive, answering: Awaitable[None]) -> None:
+    """Run the handler, no longer than the client listens; HungUp if it leaves."""
+    answer, leaving = asyncio.ensure_future(answering), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done() and not visit.complete:  # when all is sent, uvicorn says disconnect, too
+            raise HungUp
+        await answer
+    finally:
+        answer.cancel()
+        leaving.cancel()
+        await asyncio.gather(answer, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _replay(body: bytes) -> Receive:
+    """The body again, for those behind; and then silence, since hang-ups are seen here."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        return await asyncio.get_running_loop().create_future()
+
+    return receive
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", headers={"connection": "close"})

@@ -1,0 +1,203 @@
+"""What the commands show of an answer: its text, by where the tokens came from, and the statistics of its rounds."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from rich import box
+from rich.color import ColorSystem
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from sharesd.cli.console import console
+from sharesd.engine.outputs import Source, TokenChunk
+from sharesd.engine.stats import Stats
+from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.runtime import LoadReport
+
+COLORS: dict[Source, str] = {"target": "none", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
+MEANINGS: dict[Source, str] = {
+    "target": "plain step",
+    "accepted": "accepted draft",
+    "recovered": "recovered after a miss",
+    "bonus": "bonus",
+}
+assert set(COLORS) == set(MEANINGS) == set(get_args(Source))
+
+
+class AnswerWriter:
+    """Writes answers to stdout as they come, one after the other; `by_source` colors them where stdout shows colors."""
+
+    def __init__(self, tokenizer: Tokenizer, *, titles: Sequence[str], by_source: bool) -> None:
+        """`titles` has a line for each answer, shown above it if there are several."""
+        self._tokenizer, self._titles = tokenizer, titles
+        self._colored = by_source and shows_colors()
+        self._waiting: list[list[TokenChunk]] = [[] for _ in titles]  # of answers whose turn has not come
+        self._row = -1  # the answer that is being written
+        self._open = False
+
+    def write(self, chunk: TokenChunk) -> None:
+        """Show a chunk's text, at once if it belongs to the first answer that has not ended."""
+        self._waiting[chunk.row].append(chunk)
+        while not self._open or self._waiting[self._row]:
+            if not self._open:
+                if self._row + 1 == len(self._titles):
+                    return
+                self._begin()
+            self._write(self._waiting[self._row].pop(0))
+
+    def end(self) -> None:
+        """End the line of an answer that was stopped."""
+        if self._open:
+            print(flush=True)
+        self._open = False
+
+    def _begin(self) -> None:
+        self._row, self._open = self._row + 1, True
+        self._sourced = SourcedText(self._tokenizer)
+        if len(self._titles) > 1:
+            between = "\n" if self._row else ""
+            print(f"{between}[{self._row + 1}/{len(self._titles)}] {self._titles[self._row]}")
+
+    def _write(self, chunk: TokenChunk) -> None:
+        if self._colored:
+            for text, source in self._sourced.take(chunk):
+                sys.stdout.write(Style.parse(COLORS[source]).render(text, color_system=ColorSystem.STANDARD))
+        else:
+            sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        if chunk.finish_reason:
+            self.end()
+
+
+class SourcedText:
+    """Splits the text of one row's chunks by where the tokens behind it came from.
+
+    Text may come out later than its token (incomplete characters, possible stop strings), or never (after a stop
+    string). A character made of several tokens belongs to the last of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._stream = TextStream(tokenizer)
+        self._waiting: deque[tuple[str, Source]] = deque()
+
+    def take(self, chunk: TokenChunk) -> list[tuple[str, Source]]:
+        """The chunk's text in pieces."""
+        for token, source in zip(chunk.token_ids, chunk.sources, strict=True):
+            self._waiting.append((self._stream.push([token]), source))
+        if chunk.finish_reason:
+            self._waiting.append((self._stream.finish(), chunk.sources[-1]))
+        pieces, left = [], len(chunk.text)
+        while left:
+            text, source = self._waiting.popleft()
+            if len(text) > left:
+                self._waiting.appendleft((text[left:], source))
+            if text:
+                pieces.append((text[:left], source))
+            left -= min(left, len(text))
+        return pieces
+
+
+def shows_colors() -> bool:
+    """True where stdout is a terminal with colors, and the user has not asked for none (NO_COLOR)."""
+    return console.color_system is not None and not console.no_color
+
+
+def legend() -> Text:
+    """What the colours mean."""
+    return Text("  ").join(Text(f"■ {MEANINGS[source]}", style=color) for source, color in COLORS.items())
+
+
+def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
+    """Statistics of rounds, a column for each name."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=len(columns) > 1, header_style="none")
+    table.add_column()
+    for name in columns:
+        table.add_column(name, justify="right")
+    shown = [_shown(stats, report) for stats in columns.values()]
+    for label in dict.fromkeys(label for rows in sorted(shown, key=len, reverse=True) for label in rows):
+        table.add_row(label, *(rows.get(label, "") for rows in shown))
+    table.add_section()
+    table.add_row("context", f"{report.max_context:,} tokens")
+    table.add_row("loading", f"{report.load_seconds:.1f} s")
+    table.add_row("compiling", f"{report.compile_seconds:.1f} s")
+    return table
+
+
+def one_line(stats: Stats) -> str:
+    """The statistics that matter most."""
+    tau = f", {stats.tau:.2f} tokens per round" if stats.num_draft else ""
+    return (
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tok/s{tau}, prompt read in {stats.prefill_s:.2f} s"
+    )
+
+
+def stats_dict(stats: Stats, report: LoadReport) -> dict[str, Any]:
+    """The statistics for programs. `*_ms` are means over rounds."""
+    draft, verify, overhead = _round_ms(stats)
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "tokens_per_second": stats.tokens_per_second,
+        "rounds": stats.rounds,
+        "mean_tokens_per_round": stats.tau,
+        "alpha": stats.alpha,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "prefill_s": stats.prefill_s,
+        "draft_ms": draft,
+        "verify_ms": verify,
+        "overhead_ms": overhead,
+        **_moved(stats, report),
+        "load_seconds": report.load_seconds,
+        "compile_seconds": report.compile_seconds,
+    }
+
+
+def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
+    draft, verify, overhead = _round_ms(stats)
+    rows = {
+        "prompt": f"{stats.prompt_tokens} tokens",
+        "prefill": f"{stats.prefill_s * 1e3:.0f} ms",
+        "answer": f"{stats.new_tokens} tokens",
+        "speed": f"{stats.tokens_per_second:.1f} tok/s",
+    }
+    moved = _moved(stats, report)
+    if moved:
+        rows["resident"] = f"{moved['resident_share']:.0%} of blocks"
+        rows["moved"] = f"{moved['bytes_per_token'] / 1e6:.1f} MB/token"
+        if report.predicted is not None:
+            rows["predicted"] = f"{report.predicted:.1f} tok/s"
+        rows["link in use"] = f"{moved['link_utilisation']:.0%}"
+    if not stats.num_draft:
+        return rows | {"verify": f"{verify:.1f} ms", "overhead": f"{overhead:.1f} ms"}
+    return rows | {
+        "tau (tokens/round)": f"{stats.tau:.2f} of {1 + stats.num_draft}",
+        "alpha (accepted)": f"{stats.alpha:.2f}",
+        "by position": " ".join(f"{share:.2f}" for share in stats.acceptance_by_position),
+        "draft": f"{draft:.1f} ms",
+        **({"draft step": f"{stats.draft_s / stats.draft_steps * 1e3:.2f} ms"} if stats.draft_steps else {}),
+        "verify": f"{verify:.1f} ms",
+        "overhead": f"{overhead:.1f} ms",
+    }
+
+
+def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
+    """Where weights travel: the share that does not, bytes moved per token, share of the time the link was busy."""
+    if stats.traffic is None:
+        return {}
+    predicted = {} if report.predicted is None else {"predicted_tokens_per_second": report.predicted}
+    return predicted | {
+        "resident_share": report.resident_share,
+        "bytes_per_token": stats.traffic.num_bytes / max(1, stats.new_tokens),
+        "link_utilisation": stats.traffic.utilisation,
+    }
+
+
+def _round_ms(stats: Stats) -> tuple[float, float, float]:
+    """Draft, verify and overhead of a round in milliseconds."""
+    steps = max(1, stats.steps)
+    return stats.draft_s / steps * 1e3, stats.verify_s / steps * 1e3, stats.overhead_s / steps * 1e3

@@ -1,0 +1,259 @@
+"""`generate --prompts FILE --out FILE`: many prompts, in any number of processes, answered in a file in their order.
+
+Answers are kept as they come, in FILE.part, and go to FILE once all are there. An answer depends on the prompt, its
+place and the seed alone, so that any number of processes writes the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from multigpu import launcher_replicas
+from multigpu.data_parallel import Numbered, Replica, Tasks, start
+from multigpu.device_assignment import environments
+from multigpu.journal import Journal, keep_settings, lines_of, write_in_order
+from sharesd.cli import options
+from sharesd.cli.console import err_console, set_up_logging, warn
+from sharesd.cli.offline import answering
+from sharesd.cli.prompt_encoding import encode
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.data.prompt_files import Message, conversation, records
+from sharesd.engine.batch_runner import CHUNK, converse
+from sharesd.models.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from sharesd.engine.engine import Engine
+    from sharesd.engine.outputs import TokenChunk
+    from sharesd.engine.request import Request
+
+FLAG = "--out"
+MAX_BATCH = 8
+"""Prompts that a process answers at once."""
+MOST_NAMED = 10
+"""Failed prompts that are named on the terminal; the file has all."""
+WORK = "sharesd.cli.generate_file:answer"
+
+Prompt = str | list[Message]
+
+
+class Work(NamedTuple):
+    """What whoever answers is told."""
+
+    config: EngineConfig
+    mode: Mode
+    params: SamplingParams
+    raw: bool
+    system: str | None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of prompts in a file."""
+    group = parser.add_argument_group("prompts in a file")
+    group.add_argument(
+        "--prompts",
+        dest="file",
+        metavar="FILE",
+        help="answer those of a file: .txt, a prompt on each line; else JSON or JSON Lines, of texts, or of records "
+        "with instruction, prompt, question or messages",
+    )
+    group.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where their answers go, as JSON Lines in the same order; run it again to go on after an end of any kind",
+    )
+    group.add_argument(
+        "--max-batch", type=int, metavar="N", help=f"prompts at once in a process (default: {MAX_BATCH})"
+    )
+    options.add_replicas_option(group)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """ValueError for options that do not fit together; a warning for those that change nothing."""
+    if args.file is None:
+        if not args.prompts:
+            raise ValueError("there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE")
+        if args.out is not None:
+            raise ValueError(f"{FLAG} belongs to prompts in a file; add --prompts FILE, or drop {FLAG}")
+        idle = [flag for flag, value in (("--max-batch", args.max_batch), ("--replicas", args.replicas)) if value]
+        if idle:
+            warn(f"{', '.join(idle)}: no effect without --prompts FILE")
+        return
+    if args.prompts:
+        raise ValueError(f"--prompts is {args.file} and a prompt {args.prompts[0]!r} is given; drop one of the two")
+    if args.out is None:
+        raise ValueError(f"--prompts is {args.file} and there is no --out; add --out FILE for the answers")
+    idle = [flag for flag, value in (("--json", args.json), ("--verbose", args.verbose)) if value]
+    if idle:
+        warn(f"{', '.join(idle)}: no effect with --prompts, whose answers are JSON Lines in {FLAG}")
+    if args.max_batch is not None and args.max_batch < 1:
+        raise ValueError(f"--max-batch is {args.max_batch}; it must be at least 1")
+
+
+def run(args: argparse.Namespace, work: Work) -> int:
+    """Answer what is not answered yet; returns the exit status, 1 where prompts failed."""
+    work = work._replace(
+        config=replace(work.config, max_batch=args.max_batch or MAX_BATCH, prefill_chunk=CHUNK),
+    )
+    out, settings, part = (Path(args.out + end) for end in ("", ".settings.json", ".part"))
+    rank, world = launcher_replicas.rank_and_world()
+    options.check_launched(args, world)
+    if rank > 0:
+        return launcher_replicas.help_first(WORK, work, work.config.device)
+    prompts = read(Path(args.file), raw=work.raw)
+    places = [] if args.replicas is None else environments(args.replicas, work.config.device)
+    if not out.parent.is_dir():
+        raise ValueError(f"{FLAG} is {out}, but there is no folder {out.parent}; make it, or name another")
+    if out.exists() and not settings.exists():
+        raise ValueError(f"{FLAG} is {out}, which is there and has no {settings.name}; name another file")
+    keep_settings(settings, _settings(args, work), FLAG)
+    with Journal(part, FLAG) as journal:
+        done = {record["index"] for record in _records(out if out.exists() else part)}
+        left = [(index, prompt) for index, (_, prompt) in enumerate(prompts) if index not in done]
+        replicas: list[Replica] | None = None
+        if world > 1:
+            replicas = launcher_replicas.replicas(WORK, work, work.config.device, needed=bool(left))
+        elif places and left:
+            replicas = start(WORK, work, places)
+        speed = _answer(work, left, replicas, journal) if left else ""
+        if not out.exists():
+            write_in_order(out, part, len(prompts))
+        part.unlink()
+    failed = {record["index"]: record["error"] for record in _records(out) if "error" in record}
+    named = [f"\n  {prompts[index][0]}: {reason}" for index, reason in failed.items()][:MOST_NAMED]
+    more = [f"\n  and {len(failed) - MOST_NAMED} more"] if len(failed) > MOST_NAMED else []
+    err_console.print(
+        f"{out}: {len(prompts)} prompts = {len(prompts) - len(failed)} answered + {len(failed)} failed "
+        f"({len(done)} of them before){''.join(named + more)}{speed}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return 1 if failed else 0
+
+
+def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Replica] | None, journal: Journal) -> str:
+    """Answer these prompts, here or in replicas, and write them down; returns a line that says how fast."""
+    prompts, num_tokens = dict(left), 0
+    with answering(WORK, work, left, replicas, at_once=work.config.max_batch) as results:
+        started = time.perf_counter()
+        for index, result in results:
+            journal.add({"index": index, "prompt": prompts[index], **result})
+            num_tokens += len(result.get("token_ids", ()))
+        seconds = time.perf_counter() - started
+    what = f"prompts and the start of {len(replicas)} replicas" if replicas else "prompts"
+    return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, {what} included"
+
+
+def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterator[Numbered]:
+    """Load the engine, and answer the prompts that are the tasks. Without `progress` it is a replica that does so."""
+    if progress is None:
+        set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
+    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+
+    engine = Runtime(work.config, (work.mode,), progress=progress or silent).engine(work.mode, warm=work.params)
+
+    def take(wait: bool) -> tuple[int, _Question] | None:
+        task = tasks.take(wait)
+        return None if task is None else (task[0], _Question(work, *task))
+
+    return (
+        (number, {"error": str(reason)} if reason else question.record())
+        for number, question, reason in converse(engine, take)
+    )
+
+
+class _Question:
+    """A prompt on its way."""
+
+    goes_on = False
+
+    def __init__(self, work: Work, index: int, prompt: Prompt) -> None:
+        from sharesd.engine.outputs import Completion
+
+        self._work, self._index, self._prompt = work, index, prompt
+        self._answer = Completion()
+
+    def ask(self, engine: Engine) -> Request:
+        ids = encode(engine.tokenizer, self._prompt, raw=self._work.raw, system=self._work.system)
+        return engine.add(ids, self._work.params, self._index)
+
+    def take(self, chunk: TokenChunk) -> None:
+        self._answer.add(chunk)
+
+    def record(self) -> dict[str, Any]:
+        """What the prompt and its seed decide, and nothing of how it was decoded."""
+        found = self._answer
+        record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
+        return record if found.logprobs is None else {**record, "logprobs": found.logprobs}
+
+
+def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
+    """Where each prompt of a file stands, and the prompt; ValueError, with the place, for what is none."""
+    if path.suffix == ".txt":
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{path} cannot be read ({reason}); give a file of text, JSON or JSON Lines") from error
+        found: list[tuple[str, Any]] = [(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    else:
+        found = records(path)
+    if not found:
+        raise ValueError(f"{path}: no prompts; give a file that holds some")
+    return [(where, _prompt(where, record, raw)) for where, record in found]
+
+
+def _prompt(where: str, record: Any, raw: bool) -> Prompt:
+    """A text, or what is said up to the last message of a user."""
+    if isinstance(record, str):
+        if not record.strip():
+            raise ValueError(f"{where}: the prompt is empty; give it a text, or drop it")
+        return record
+    try:
+        messages = conversation(record)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
+        raise ValueError(f"{where} has no user's message; give it one, or drop it")
+    if len(messages) == 1:
+        return _prompt(where, messages[0]["content"], raw)
+    if raw:
+        raise ValueError(f"{where} is a conversation, and --raw goes on with texts; drop one of the two")
+    return messages
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    for number, (_, line) in enumerate(lines_of(path), 1):
+        try:
+            record = json.loads(line)
+            record["index"], record["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number} is no answer to a prompt; give another {FLAG}") from error
+        yield record
+
+
+def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
+    """What the answers depend on."""
+    file, config = Path(args.file), work.config
+    return {
+        "prompts": [file.name, hashlib.sha256(file.read_bytes()).hexdigest()],
+        "target": config.target,
+        "dtype": config.dtype,
+        "compile": config.compile,
+        "exact": config.exact,
+        "max_context": config.max_context,
+        "raw": work.raw,
+        "system": work.system,
+        "sampling": asdict(work.params),
+        **({"ranks that split sums": config.tensor_parallel} if config.tensor_parallel_style == "reduce" else {}),
+    }

@@ -1,0 +1,53 @@
+"""Decoding for somebody who watches, and who may press Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from types import FrameType
+
+from sharesd.config import SamplingParams
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion, TokenChunk
+
+
+def answer(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    show: Callable[[TokenChunk], None],
+    *,
+    reuse: bool = False,
+) -> list[Completion]:
+    """Decode prompts together and show every chunk. After Ctrl-C the answers end where they are, without a reason."""
+    answers = [Completion() for _ in prompts]
+    chunks = engine.stream(prompts, params, reuse=reuse)
+    with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):  # type: ignore[type-var]
+        for chunk in chunks:
+            answers[chunk.row].add(chunk)
+            show(chunk)
+            if stopped():
+                break
+    return answers
+
+
+@contextmanager
+def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
+    """Within the block (main thread only) Ctrl-C is noted: the function that is yielded tells whether it came.
+
+    A second one raises KeyboardInterrupt as ever, for work that takes too long to look.
+    """
+    noted = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        if noted:
+            raise KeyboardInterrupt
+        noted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,34 @@
+"""Prompts answered in this process or in replicas, while a bar on the terminal shows how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+from multigpu.data_parallel import Numbered, OwnTasks, Replica, function_of, spread
+from sharesd.cli.console import loading_bars
+
+
+@contextmanager
+def answering(
+    work: str, settings: Any, tasks: Sequence[Numbered], replicas: Iterable[Replica] | None, *, at_once: int
+) -> Iterator[Iterator[Numbered]]:
+    """Results of `work`, run by `replicas`, or in this process if `replicas` is None.
+
+    In this process its function gets a `Progress` as well, and has loaded when the block begins.
+    """
+    with loading_bars() as progress:
+        if replicas is None:
+            results = function_of(work)(settings, OwnTasks(tasks), progress)
+        else:
+            results = spread(tasks, list(replicas), at_once=at_once)
+
+        def shown() -> Iterator[Numbered]:
+            progress("answering", 0, len(tasks))
+            for done, result in enumerate(results, 1):
+                yield result
+                progress("answering", done, len(tasks))
+
+        with closing(results):  # type: ignore[type-var]
+            yield shown()

@@ -1,0 +1,59 @@
+"""From options to an engine that is ready, with a display on stderr that vanishes when it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sharesd.cli.console import err_console, loading_bars, plan_table
+from sharesd.config import EngineConfig, Mode, SamplingParams
+
+if TYPE_CHECKING:
+    from sharesd.engine.engine import Engine
+    from sharesd.runtime import Runtime
+
+
+def follows() -> bool:
+    """Whether torchrun has started this process as another rank than 0."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
+    """The models that `modes` need, loaded; ValueError for whatever cannot be honoured. Where there is a plan of what
+    stays in memory and what does not, it is printed before.
+
+    Where this process is one of those that follow rank 0, it does that, and exits.
+    """
+    if config.tensor_parallel > 1 and follows():
+        from sharesd.cli.tp_worker import follow
+
+        sys.exit(follow(config.device))
+    with err_console.status("importing torch"):
+        from sharesd.runtime import Runtime
+    with loading_bars() as progress:
+        runtime = Runtime(
+            config, modes, progress=progress, planned=lambda plan: err_console.print(plan_table(plan.reasons))
+        )
+    chosen = _chosen(runtime)
+    if chosen:
+        err_console.print(chosen, style="dim", highlight=False, markup=False, soft_wrap=True)
+    return runtime
+
+
+def _chosen(runtime: Runtime) -> str:
+    """Line about drafters and context that were chosen, with reasons.
+
+    Empty if the mode was given and the context is the model's own.
+    """
+    parts = [] if runtime.auto is None else [str(runtime.auto)]
+    if runtime.config.max_context == "auto" and (parts or runtime.max_context < runtime.target.max_context):
+        parts.append(f"context of {runtime.max_context:,} tokens: {runtime.context_reason}")
+    return "; ".join(parts)
+
+
+def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:
+    """The engine of a mode, compiled and warmed up as `Runtime.engine` says."""
+    with err_console.status(f"compiling mode {mode}"):
+        return runtime.engine(mode, warm=params, each_kind=each_kind)

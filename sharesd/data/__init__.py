@@ -1,0 +1,1 @@
+"""Prompt files, chat messages and grammars as text. Imports no other room."""

@@ -1,1 +1,0 @@
-"""What is decoded, in which order, and why it is exact."""

@@ -1,0 +1,1 @@
+"""A second model drafts."""

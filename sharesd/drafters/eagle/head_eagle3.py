@@ -1,0 +1,48 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): hidden states of several depths fused, and tokens guessed directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharesd.drafters.heads.config import HeadConfig
+from sharesd.drafters.heads.head import FeatureHead
+from sharesd.models.decoder import Decoder, RMSNorm, empty_linear
+
+
+class Eagle3(FeatureHead):
+    """One block whose queries see [norm(embedding); norm(state)], with a norm and an LM head of its own."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        target: Decoder,
+        *,
+        ids_K: Tensor | None = None,
+        own_embed: bool = False,
+        fc_bias: bool = False,
+    ) -> None:
+        """`ids_K`: see `Head`."""
+        c = config.block
+        D = c.hidden_size
+        super().__init__(config, target, inputs=2 * D, ids_K=ids_K, own_embed=own_embed)
+        self.fc = empty_linear(len(config.taps) * config.target_hidden_size, D, bias=fc_bias, **self.place)
+        self.embed_norm, self.state_norm, self.norm = (RMSNorm(D, c.norm_eps, False, **self.place) for _ in range(3))
+        self.add_lm_head(own=True)
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        return self.fc(features_BTF)
+
+    def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        normed_BTD = self.state_norm(states_BTD)
+        x_BTD = normed_BTD if self.config.norm_before_residual else states_BTD
+        return x_BTD, torch.cat([self.embed_norm(embeds_BTD), normed_BTD], 2)
+
+    def before_logits(self, states_BTD: Tensor) -> Tensor:
+        return self.norm(states_BTD)
+
+    def native_parts(self) -> dict[str, Any]:
+        norms = {"embed_norm": self.embed_norm, "state_norm": self.state_norm, "norm": self.norm}
+        return {"fuse": self.fc, "normed": self.config.norm_before_residual, **norms}

@@ -1,0 +1,1 @@
+"""GLIDE heads, which attend to the target's KV."""

@@ -1,0 +1,1 @@
+"""Shared parts of trained heads; the heads that ship."""

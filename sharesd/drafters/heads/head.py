@@ -1,0 +1,275 @@
+"""What all trained heads are: a decoder block that reads, at each place, features that the target has made of a token
+and the embedding of the next one, and guesses the token after that from its own **state**.
+
+Legend: B rows, T places, R kept places, F features (hidden states of all depths that are read, or keys and values), D
+hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compile.attention import Branches
+from compile.fused_linear import project
+from compile.head_step import NativeHead
+from compile.inductor import CompiledMethods
+from compile.rotary import rotate
+from sharesd.drafters.heads.config import HeadConfig
+from sharesd.drafters.heads.unrolled_attention import attend_chains_of_texts
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.models import rope
+from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+
+
+class HeadBlock(nn.Module):
+    """A decoder block whose attention is given inputs of its own, beside the residual stream."""
+
+    def __init__(self, config: HeadConfig, inputs: int, **place) -> None:
+        super().__init__()
+        c = config.block
+        self.attn_norm, self.attn = nn.Identity(), Attention(c, c.layers[0], **place)
+        width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.attn.qkv = empty_linear(inputs, width, bias=c.qkv_bias, **place)
+        self.mlp_norm, self.mlp = RMSNorm(c.hidden_size, c.norm_eps, False, **place), MLP(c, **place)
+        self.attn_out_norm, self.mlp_out_norm = nn.Identity(), nn.Identity()
+
+    def forward(self, x_BTD: Tensor, inputs_BTE: Tensor, *tensors: Tensor) -> Tensor:
+        """The residual stream after the block; `tensors` are those of `Attention.forward`."""
+        x_BTD = self.attn(inputs_BTE, *tensors, residual=x_BTD)
+        return self.mlp(x_BTD, self.mlp_norm, x_BTD)
+
+
+class Head(nn.Module):
+    """A head for one target, whose embedding and LM head it uses where it has none of its own."""
+
+    block: Any
+    lm_head: nn.Linear | None
+    """None: the target's."""
+    own_lm_head = True
+    """Whether that learns, and is in its file; else it is those rows of the target's that are about draft tokens."""
+    ids: Tensor | None
+    native: NativeHead | None = None
+    """Its steps in one call of a CPU kernel each, where compilation puts that here."""
+    compiled: CompiledMethods | None = None
+    """Its methods as Inductor compiles them, where compilation puts that here."""
+
+    def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
+        """`ids_K`: the target's ids of the draft tokens; None = all. Parameters have no values yet."""
+        super().__init__()
+        self.config = config
+        self._target = (target,)  # in a tuple, since it is no part of this module
+        table_Pr, c = target.get_buffer("cos_0"), config.block
+        self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
+        table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
+        self.embed = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
+        inv_freq_r, factor = rope.frequencies(c.ropes[0], c.head_dim, c.max_positions)
+        cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
+        self.register_buffer("cos", cos_Pr, persistent=False)
+        self.register_buffer("sin", sin_Pr, persistent=False)
+        self.register_buffer("ids", ids_K, persistent=False)
+
+    def add_lm_head(self, own: bool) -> None:
+        """One of its own, else the target's, or those rows of it that are about the draft tokens."""
+        self.lm_head, self.own_lm_head = None, own
+        if own or self.ids is not None:
+            self.lm_head = empty_linear(
+                self.config.block.hidden_size, self.config.draft_vocab_size, bias=False, **self.place
+            )
+        if self.lm_head is not None and not own:
+            self.lm_head.weight.data.copy_(self._target[0].head.weight.data[self.get_buffer("ids")])
+            self.lm_head.requires_grad_(False)
+
+    def before_logits(self, states_BTD: Tensor) -> Tensor:
+        """What the LM head is given."""
+        raise NotImplementedError
+
+    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
+        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
+        `steps`: plain operations, without a cache, through which gradients flow.
+
+        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
+        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
+        of it mean nothing.
+        """
+        raise NotImplementedError
+
+    def native_parts(self) -> dict[str, Any]:
+        """What it does, as `compile.head_step.NativeHead` has it: the arguments that differ among heads."""
+        raise NotImplementedError
+
+    @property
+    def steps(self) -> Any:
+        """Module whose methods are called in each draft. Texts have any length, and are read by the head's own."""
+        return self.compiled or self
+
+    @property
+    def blocks(self) -> list[Any]:
+        """All blocks; only the first is given inputs of its own."""
+        return [self.block]
+
+    def new_cache(self, batch: int, slots: int) -> StaticKVCache:
+        """An empty cache of the blocks' keys and values."""
+        shapes = [(self.config.block.num_kv_heads, self.config.block.head_dim)] * len(self.blocks)
+        return StaticKVCache(shapes=shapes, batch=batch, slots=slots, **self.place)
+
+    def draft_logits(self, states_BTD: Tensor) -> Tensor:
+        """[B, T, K] over the draft tokens."""
+        return project(self.unembedding, self.before_logits(states_BTD))
+
+    def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `qkv`, of these places."""
+        return qkv(attn, inputs_BTE, self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        return self.embedding(tokens_BT)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Its own, or the target's."""
+        return self.embed or self._target[0].embed
+
+    @property
+    def unembedding(self) -> nn.Module:
+        """The LM head: its own, or the target's."""
+        return self.lm_head or self._target[0].head
+
+
+class FeatureHead(Head):
+    """A head whose features are hidden states of the target. Its own state of a place stands in for those of the next
+    one, of which there are none yet: so a chain of guesses goes on.
+    """
+
+    fc: nn.Linear
+    block: HeadBlock
+
+    def __init__(self, config: HeadConfig, target: Decoder, *, inputs: int, **options: Any) -> None:
+        """`inputs` of the queries (E); `options` are those of `Head`."""
+        super().__init__(config, target, **options)
+        self.block = HeadBlock(config, inputs, **self.place)
+
+    # ---- what differs between such heads
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """The state [B, T, D] that the target's hidden states amount to."""
+        raise NotImplementedError
+
+    def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
+        raise NotImplementedError
+
+    # ---- what does not
+
+    def forward(
+        self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+    ) -> Tensor:
+        """States [B, T, D] of new places: each with the token behind it and the state, or fused features, before.
+
+        Places lie in slots lengths..lengths+T-1, or as `branches` say; `cache.lengths` is left alone.
+        """
+        return self.run(*self.mix(states_BTD, self._embed(tokens_BT)), cache, branches)
+
+    def run(self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
+        """States [B, T, D] of new places, from what `mix` made of them; see `forward`."""
+        first, *upper = self.blocks
+        tables = (self.get_buffer("cos"), self.get_buffer("sin"))
+        places = (cache.lengths, *(branches or ()))
+        x_BTD = first(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], *places)
+        for block, k_BKSd, v_BKSd in zip(upper, cache.k[1:], cache.v[1:], strict=True):
+            x_BTD = block(x_BTD, *tables, k_BKSd, v_BKSd, *places)
+        return x_BTD
+
+    def read(
+        self,
+        tokens_BS: Tensor,
+        features_BSF: Tensor,
+        num: int,
+        cache: StaticKVCache,
+        ends_B: Tensor | None = None,
+        states_BPD: Tensor | None = None,
+    ) -> Tensor | None:
+        """Read `num` places of texts, from `cache.lengths` on, from the target's features; those of `tokens` and
+        `features` lie by slot.
+
+        With `states`, state 0 of each row becomes that of the last place before `ends`, and the logits [B, 1, K] behind
+        it are returned, over the draft tokens. Places at `ends` and behind mean nothing. Without, only keys and values
+        are wanted.
+        """
+        if self.native is not None:
+            return self.native.read(tokens_BS, features_BSF, num, cache, ends_B, states_BPD)
+        states_BTD = self(*self.new_places(tokens_BS, features_BSF, num, cache), cache)
+        if states_BPD is None or ends_B is None:
+            return None
+        last_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
+        states_BPD[:, :1] = states_BTD.gather(1, each(last_B1, states_BTD))
+        return self.draft_logits(states_BPD[:, :1])
+
+    def new_places(
+        self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens behind `num` places of texts from `cache.lengths` on, and the states that their features are."""
+        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        features_BTF = features_BSF.gather(1, each(places_BT, features_BSF))
+        return tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF)
+
+    def go_on(
+        self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+    ) -> Tensor:
+        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, K] behind them, over the
+        draft tokens.
+
+        `states` are those that others go on from, and are kept there: of the root, or the last guess of a chain, and
+        then of the nodes of a tree by the slots in which they lie, counted from the length.
+        """
+        if self.native is not None:
+            return self.native.go_on(tokens_BF, states_BPD, cache, branches)
+        if branches is None:
+            states_BPD[:, :1] = self(tokens_BF, states_BPD[:, :1], cache)
+            return self.draft_logits(states_BPD[:, :1])
+        depth_BF, path_BFP = branches
+        own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
+        above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
+        above_BF = above_BF.where(depth_BF > 0, 0)
+        states_BFD = self(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), cache, branches)
+        states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
+        return self.draft_logits(states_BFD)
+
+    def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
+        """As `Head.unroll`: training-time test (EAGLE-3)."""
+        return self.unroll_texts(tokens_BT, features_BTF, steps, (tokens_BT.shape[1],))
+
+    def unroll_texts(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int, lengths: Sequence[int]) -> list[Tensor]:
+        """The same of texts of these lengths, which lie one behind the other and do not see each other."""
+        embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
+        place_T = torch.cat([torch.arange(length, device=tokens_BT.device) for length in lengths])
+        keys, values, unrolled = [], [], []
+        for _ in range(steps):
+            x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
+            q_BHTd, k_BKTd, v_BKTd = self.qkv(self.block.attn, inputs_BTE, place_T)
+            keys.append(k_BKTd)
+            values.append(v_BKTd)
+            attended_BHTd = attend_chains_of_texts(q_BHTd, keys, values, self.block.attn.scale, lengths)
+            x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
+            x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
+            unrolled.append(x_BTD)
+            states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+        return unrolled
+
+
+def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
+    """Indices [B, X, Z] of whole entries."""
+    return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
+
+
+def qkv(attn: Attention, inputs_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, heads, T, d], in plain operations through which gradients flow."""
+    heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
+    q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
+    q_BTHd, k_BTKd = rotate(q_BTHd, cos_BTr, sin_BTr), rotate(k_BTKd, cos_BTr, sin_BTr)
+    return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)

@@ -1,0 +1,18 @@
+"""A head's steps in the CPU kernel."""
+
+from __future__ import annotations
+
+from compile.head_step import NativeHead
+from sharesd.drafters.heads.head import Head
+
+
+def native_head(head: Head) -> NativeHead:
+    """Once its linears are packed, and those of the target. Raises Unsuited."""
+    return NativeHead(
+        head.block,
+        tables=(head.get_buffer("cos"), head.get_buffer("sin")),
+        activation=head.config.block.activation,
+        embed_VD=head.embedding.weight,
+        lm_head=head.unembedding,
+        **head.native_parts(),
+    )

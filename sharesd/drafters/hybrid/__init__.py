@@ -1,0 +1,1 @@
+"""The best of several drafters in each round."""

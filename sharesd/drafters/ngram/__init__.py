@@ -1,0 +1,1 @@
+"""N-gram lookup in the text so far."""

@@ -1,0 +1,97 @@
+"""Prompt lookup: what followed when the text's last tokens occurred before (Saxena 2023; the rules of vLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sharesd.drafters.tables.base import HitRates, outcomes
+from sharesd.speculation.draft_proposal import Guess, nothing
+
+
+@dataclass(slots=True)
+class _Row:
+    text: list[int] = field(default_factory=list)
+    after: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """n-gram -> where the token after it stands. The n-grams at the end of the text have none yet."""
+    last: Guess = field(default_factory=nothing)
+    matched: int = 0
+    """Length of the match behind the last guess."""
+
+
+class NgramTable:
+    """Chains copied from behind an earlier occurrence of the longest suffix of the text.
+
+    The index grows with the text, n-gram by n-gram: a round costs a few dictionary look-ups at any length of text.
+    """
+
+    name = "ngram"
+
+    def __init__(self, num_draft: int, ngram_min: int, ngram_max: int, most_recent: bool = False) -> None:
+        """Guess up to `num_draft` tokens after a match of `ngram_min` to `ngram_max` tokens.
+
+        Of several matches of the greatest length the earliest counts (as in vLLM), or the most recent one.
+        """
+        if num_draft < 1:
+            raise ValueError(f"num_draft is {num_draft}; it must be at least 1")
+        if not 1 <= ngram_min <= ngram_max:
+            raise ValueError(f"ngram_min is {ngram_min} and ngram_max is {ngram_max}; give 1 <= ngram_min <= ngram_max")
+        self.num_draft, self.ngram_min, self.ngram_max = num_draft, ngram_min, ngram_max
+        self.most_recent = most_recent
+        self.rates = HitRates([0.5] * (ngram_max + 1))
+        """Probability that a copied token is right, by the number of matching tokens before it (at most ngram_max)."""
+        self._rows: dict[int, _Row] = {}
+
+    num_successors = 0
+
+    def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
+        """Texts are all it learns from."""
+
+    @property
+    def nbytes(self) -> int:
+        """0: nothing outlasts a text but a few counters."""
+        return 0
+
+    def begin(self, row: int, tokens: Sequence[int]) -> None:
+        known = self._rows.get(row)
+        if known is None or list(tokens[: len(known.text)]) != known.text:
+            known = self._rows[row] = _Row()
+        known.last = nothing()
+        self._append(known, tokens[len(known.text) :])
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        state = self._rows[row]
+        for node, hit in outcomes(state.last, tokens):
+            self.rates.learn(min(state.matched + node, self.ngram_max), hit)
+        state.last = nothing()
+        self._append(state, tokens)
+
+    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+        state = self._rows[row]
+        text, after = state.text, state.after
+        end = [*text[-self.ngram_max :], *ahead]
+        for n in range(min(self.ngram_max, len(end)), self.ngram_min - 1, -1):
+            start = after.get(tuple(end[-n:]))
+            if start is not None:
+                tokens = text[start : start + min(self.num_draft, budget)]
+                scores, score = [], 1.0
+                for depth in range(len(tokens)):
+                    score *= self.rates[min(n + depth, self.ngram_max)]
+                    scores.append(score)
+                found = Guess(tokens, list(range(-1, len(tokens) - 1)), scores)
+                if not ahead:
+                    state.last, state.matched = found, n
+                return found
+        return nothing()
+
+    def _append(self, state: _Row, tokens: Sequence[int]) -> None:
+        text, after = state.text, state.after
+        for token in tokens:
+            end = len(text)
+            for n in range(self.ngram_min, min(self.ngram_max, end) + 1):
+                key = tuple(text[end - n : end])
+                if self.most_recent or key not in after:
+                    after[key] = end
+            text.append(token)

@@ -1,0 +1,1 @@
+"""Parallel heads, which draft all tokens in one pass."""

@@ -1,0 +1,1 @@
+"""A table of likely successors, fed by the target's logits."""

@@ -1,0 +1,1 @@
+"""The target drafts with its quantized linears."""

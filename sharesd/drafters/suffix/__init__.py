@@ -1,0 +1,1 @@
+"""Suffix lookup in the texts so far and in a corpus."""

@@ -1,0 +1,160 @@
+"""Does a row of a step get the same bits whatever its place, the step's width and its batch? Found out at start-up.
+
+Legend: B rows of the batch, T tokens of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compile.attention import Branches, pack_kv
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.models.base import CausalModel
+
+WIDTHS = (1, 2, 5, 8)
+"""Numbers of rows that are compared where steps may have any."""
+LENGTH = 126
+"""Live slots before the rows, some of which lie in the next chunk of slots then; besides, nearly all that there are."""
+NOISE_SLOTS = 96
+"""Slots after which the contents of the cache repeat themselves."""
+
+
+class RowBits(NamedTuple):
+    """Which rows have the bits of plain steps."""
+
+    chains: bool
+    """Those of a chain, whichever of the widths the step has."""
+    trees: bool
+    """Those of a tree, wherever its paths lie. Not looked at, and False, unless chains agree."""
+    batches: bool = False
+    """All of these, whichever of the numbers of rows the batch has. Not looked at, and False, unless chains agree."""
+
+
+@torch.inference_mode()
+def check_rows(
+    model: CausalModel, cache: StaticKVCache, widths: Sequence[int], *, trees: bool, batches: Sequence[int] = ()
+) -> RowBits:
+    """Compare the logits of random rows in steps as rounds run them: of these widths, the narrowest of which is that of
+    plain steps; and of so many of the cache's first rows. Overwrites the cache, and leaves it empty.
+
+    Takes as long as a few dozen steps of the model do: milliseconds, where it has a block or two.
+    """
+    _fill(cache)
+    check = _Check(model, cache, min(widths))
+    last = cache.slots - 2 * max(widths)
+    lengths = sorted({min(LENGTH, last), last})
+    chains_agree = all(check.chains_agree(length, sorted(widths)) for length in lengths)
+    trees_agree = trees and chains_agree and all(check.trees_agree(length, max(widths)) for length in lengths)
+    batches_agree = chains_agree and all(
+        check.batches_agree(length, width, batches, is_tree)
+        for length in lengths
+        for width, is_tree in [*((width, False) for width in widths), *([(max(widths), True)] if trees_agree else [])]
+    )
+    cache.lengths.zero_()
+    return RowBits(chains_agree, trees_agree, batches_agree and bool(batches))
+
+
+@torch.inference_mode()
+def check_compiled(compiled: CausalModel, model: CausalModel, cache: StaticKVCache, width: int) -> None:
+    """Compare steps of this width with the model's own, several in a row. Overwrites the cache, and leaves it empty.
+
+    Raises ValueError where they compute something else (code was left out of what was traced, or depends on what
+    changes between calls), or give a row other bits at another place in the step.
+    """
+    _fill(cache)
+    dice = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(model.vocab_size, (cache.batch, 3 * width), generator=dice).to(cache.lengths.device)
+    parts = tokens_BT.split(width, 1)
+
+    def logits_of(steps: CausalModel) -> Tensor:
+        """[B, T, V], the KV of each step being what the next ones read."""
+        cache.lengths.zero_()
+        logits = []
+        for tokens_BW in parts:
+            logits.append(steps.forward(tokens_BW.contiguous(), cache).clone())
+            cache.lengths += width
+        return torch.cat(logits, 1)
+
+    ours_BTV, wanted_BTV = logits_of(compiled), logits_of(model)
+    error = (ours_BTV - wanted_BTV).float().norm() / wanted_BTV.float().norm()
+    limit = 1e-4 if wanted_BTV.dtype in (torch.float32, torch.float64) else 1e-1
+    if not error < limit:
+        raise ValueError(f"compiled steps compute something else (relative error {error:.1e})")
+    if not check_rows(compiled, cache, (width,), trees=False).chains:
+        raise ValueError("rows of compiled steps depend on their place")
+
+
+class _Check:
+    def __init__(self, model: CausalModel, cache: StaticKVCache, plain_width: int) -> None:
+        self._model, self._cache, self._plain_width = model, cache, plain_width
+        self._dice = torch.Generator().manual_seed(0)
+
+    def chains_agree(self, length: int, widths: Sequence[int]) -> bool:
+        tokens_BT = self._tokens(widths[-1])
+        plain_BTV = self._plainly(tokens_BT, length)
+        for width in widths:
+            self._cache.lengths.fill_(length)
+            if not torch.equal(
+                self._model.forward(tokens_BT[:, :width].contiguous(), self._cache), plain_BTV[:, :width]
+            ):
+                return False
+        return True
+
+    def trees_agree(self, length: int, width: int) -> bool:
+        """Two chains from the root on, whose rows take turns."""
+        tokens_BT, row_T = self._tokens(width), torch.arange(width)
+        self._cache.lengths.fill_(length)
+        rows_BTV = self._model.forward(tokens_BT, self._cache, branches=self._branches(*tokens_BT.shape))
+        for side in (row_T[row_T % 2 == 1], row_T[(row_T % 2 == 0) & (row_T > 0)]):
+            rows = [0, *side.tolist()]
+            if not torch.equal(self._plainly(tokens_BT[:, rows], length), rows_BTV[:, rows]):
+                return False
+        return True
+
+    def batches_agree(self, length: int, width: int, batches: Sequence[int], is_tree: bool) -> bool:
+        """Steps of the first rows alone, the largest number first, as of all rows."""
+        tokens_BT = self._tokens(width)
+
+        def logits(num: int) -> Tensor:
+            view = self._cache.rows(0, num)
+            view.lengths.fill_(length)
+            branches = self._branches(num, width) if is_tree else None
+            return self._model.forward(tokens_BT[:num], view, branches=branches)
+
+        whole_BTV = logits(len(tokens_BT)).clone()
+        return all(torch.equal(logits(num), whole_BTV[:num]) for num in sorted(batches, reverse=True))
+
+    def _branches(self, batch: int, width: int) -> Branches:
+        row_T, device = torch.arange(width), self._cache.lengths.device
+        depth_T = (row_T + 1) // 2
+        path_TT = (row_T[None, :] * 2 - row_T[:, None] % 2).clamp(min=0).where(row_T <= depth_T[:, None], 0)
+        return Branches(depth_T.repeat(batch, 1).to(device), path_TT.repeat(batch, 1, 1).to(device))
+
+    def _tokens(self, num: int) -> Tensor:
+        size = (self._cache.batch, num)
+        return torch.randint(self._model.vocab_size, size, generator=self._dice).to(self._cache.lengths.device)
+
+    def _plainly(self, tokens_BT: Tensor, length: int) -> Tensor:
+        """Logits [B, T, V] of tokens that are read one by one, each in a step of its own."""
+        self._cache.lengths.fill_(length)
+        rows = []
+        for token_B1 in tokens_BT.split(1, 1):
+            step_BW = F.pad(token_B1, (0, self._plain_width - 1)).contiguous()
+            rows.append(self._model.forward(step_BW, self._cache)[:, :1])
+            self._cache.lengths += 1
+        return torch.cat(rows, 1)
+
+
+def _fill(cache: StaticKVCache) -> None:
+    """Make slots differ, as those of a text do."""
+    dice = torch.Generator().manual_seed(1)
+    for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True):
+        noise = torch.randn(2, 1, k.shape[1], NOISE_SLOTS, size, generator=dice).to(k.device, k.dtype)
+        plain = noise.repeat(1, cache.batch, 1, -(-cache.slots // NOISE_SLOTS), 1)[:, :, :, : cache.slots]
+        for tensor, noise_of in zip((k, v), plain if k.ndim == 4 else pack_kv(*plain), strict=True):
+            tensor.copy_(noise_of)

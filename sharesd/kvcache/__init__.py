@@ -1,0 +1,1 @@
+"""The static KV cache. Imports devices alone."""

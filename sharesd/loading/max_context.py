@@ -1,0 +1,105 @@
+"""Length of the context: as given, or what the model and the free memory allow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from compile.attention import reads_live_slots
+from offload.planner import show_bytes
+from sharesd.config import FEWEST_CONTEXT, PLANNED_CONTEXT, EngineConfig
+from sharesd.devices.host_memory import free_memory, own_memory
+from sharesd.models.base import CausalModel
+from sharesd.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+PROBE_SLOTS = 32
+"""Slots of the small cache whose bytes are counted."""
+SHARE_OF_FREE = 0.5
+"""Share of the free memory that KV caches may take, where their length is chosen."""
+
+
+class Context(NamedTuple):
+    """A length and the reason for it."""
+
+    tokens: int
+    reason: str
+
+
+def choose_context(
+    config: EngineConfig,
+    target: CausalModel,
+    device: torch.device,
+    *,
+    taps: Sequence[int] = (),
+    copies: int = 1,
+    planned: bool = False,
+) -> Context:
+    """Tokens that each row of the KV cache shall hold, once the weights are loaded.
+
+    `taps`: depths whose hidden states lie in the cache too. `copies`: caches of this size, a draft model's included.
+    `planned`: the weights take memory by a plan, or are shared out, so that what is free says little. ValueError where
+    the memory holds less than the fewest tokens.
+    """
+    own = target.max_context
+    rows, per_token = config.max_batch, partial(_bytes_per_token, target, taps)
+    if isinstance(config.max_context, int):
+        cut = config.max_context > own
+        tokens = min(config.max_context, own)
+        if device.type == "cuda" and not planned:
+            _require_room(tokens, rows, copies * per_token(), device)
+        return Context(tokens, "the model's own limit" if cut else "as given")
+    most, reason = own, "the model's own limit"
+    reads_all = not isinstance(target, Decoder) or not reads_live_slots(
+        device, target.embed.weight.dtype, target.config.head_dim
+    )
+    if (planned or reads_all) and own > PLANNED_CONTEXT:
+        most = PLANNED_CONTEXT
+        reason = "the weights are placed by a plan" if planned else "steps read the whole cache"
+        reason = f"chosen since {reason}; --max-context N takes another"
+    if planned:
+        return Context(most, reason)
+    free = _free(device)
+    holds = int(SHARE_OF_FREE * free / (copies * rows * per_token()))
+    for_rows = f"for {rows} rows" if rows > 1 else "for a row"
+    if holds < FEWEST_CONTEXT:
+        raise ValueError(
+            f"half of the free memory ({show_bytes(free)}) holds {holds} tokens of context {for_rows}, and at least "
+            f"{FEWEST_CONTEXT} are needed; lower --max-batch, or end what else takes memory"
+        )
+    if holds < most:
+        most = holds // FEWEST_CONTEXT * FEWEST_CONTEXT
+        reason = f"what half of the free memory ({show_bytes(free)}) holds {for_rows}"
+    return Context(most, reason)
+
+
+def _require_room(tokens: int, rows: int, per_token: float, device: torch.device) -> None:
+    """ValueError, with what would fit, where a GPU has no room for the KV caches."""
+    free = _free(device)
+    if tokens * rows * per_token <= free:
+        return
+    batch, context = int(free / (tokens * per_token)), int(free / (rows * per_token))
+    fits = [f"--max-batch {batch}"] if batch else []
+    fits += [f"--max-context {context}"] if context >= FEWEST_CONTEXT else []
+    raise ValueError(
+        f"KV caches of {rows} rows of {tokens} tokens take {show_bytes(tokens * rows * per_token)} and {device} has "
+        f"{show_bytes(free)} free; take {' or '.join(fits) or 'a smaller model'}, or end what else runs there"
+    )
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that nobody has taken."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return max(0, free_memory() - own_memory())
+
+
+def _bytes_per_token(target: CausalModel, taps: Sequence[int]) -> float:
+    cache = target.new_cache(1, PROBE_SLOTS, taps)
+    features = 0 if cache.features is None else cache.features.nbytes
+    return (cache.nbytes + features) / cache.slots

@@ -1,1 +1,0 @@
-"""Trained heads: small modules that guess the target's next tokens from its hidden states."""

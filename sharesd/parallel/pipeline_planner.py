@@ -1,0 +1,131 @@
+"""From options and a checkpoint's header to a split: which devices there are, and which blocks each of them gets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from multigpu.pipeline_parallel import Sizes, Split, from_map, shares
+from sharesd.config import EngineConfig, Mode
+from sharesd.devices.selection import device_of
+from sharesd.models.checkpoint import weight_files
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import Unsupported
+from sharesd.models.hub import resolve
+from sharesd.models.loader import decoder_config
+from sharesd.weights.memory_estimate import kv_bytes, low_bytes, quantizer_of
+from sharesd.weights.offload_planner import LEFT_FREE
+
+log = logging.getLogger(__name__)
+
+
+def split_for(config: EngineConfig, modes: Sequence[Mode], folder: Path, dtype: torch.dtype) -> Split | None:
+    """Where each part of the target in a folder goes; None where no stages are wanted.
+
+    Raises ValueError for devices that are not there, models that are no native decoders, and what does not fit.
+    """
+    wanted = config.split
+    if not wanted.wanted:
+        return None
+    try:
+        shape = decoder_config(folder)
+    except Unsupported as reason:
+        raise ValueError(f"only native decoders are split among devices: {reason}; leave devices out") from None
+    if wanted.device_map not in (None, "auto"):
+        names, num_blocks = from_map(_read_map(Path(str(wanted.device_map))), len(shape.layers))
+        devices = _devices(names)
+    else:
+        devices = _devices(wanted.devices or _all_gpus(config))
+        names = [str(device) for device in devices]
+        decoder = Decoder(shape, dtype=dtype, device="meta")
+        num_blocks = shares(_sizes(decoder, config, modes, devices), _limits(config, devices), names)
+    split = Split.of(devices, num_blocks, wanted.hop_seconds)
+    for stage in split.stages:
+        log.info("stage on %s: blocks %d to %d", stage.device, stage.first, stage.blocks[-1])
+    return split
+
+
+def _devices(names: Sequence[str]) -> list[torch.device]:
+    devices = [device_of(name) for name in names]
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(f"devices are {', '.join(names)}; give GPUs, or the CPU several times, not both")
+    return devices
+
+
+def _all_gpus(config: EngineConfig) -> list[str]:
+    """Those of `max_memory`, where that is given."""
+    found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if not found:
+        raise ValueError("the devices are to be found out, and torch finds no GPU; name them (--devices)")
+    given = [f"cuda:{number}" for number, _ in sorted(config.split.max_memory)]
+    return given or found
+
+
+def _read_map(file: Path) -> dict[str, str | int]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"device_map {str(file)!r} is neither `auto` nor a file of JSON: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(place, (str, int)) for place in found.values()):
+        raise ValueError(f"{file} is no device map; it must name modules and their devices")
+    return found
+
+
+def _limits(config: EngineConfig, devices: Sequence[torch.device]) -> list[float]:
+    """Bytes that each stage may take: as given, else what is free. Stages that share a device share that."""
+    given, on_cpu = dict(config.split.max_memory), devices[0].type == "cpu"
+    if on_cpu and not given:
+        return [math.inf] * len(devices)  # all of them have the host's memory
+    numbers = [number if on_cpu else device.index for number, device in enumerate(devices)]
+    unknown = [number for number in given if number not in numbers]
+    if unknown or (on_cpu and len(given) < len(devices)):
+        names = ", ".join(map(str, devices))
+        raise ValueError(
+            f"max_memory names {', '.join(map(str, sorted(given)))} and the devices are {names}; name "
+            + ("each stage, from 0" if on_cpu else "GPUs among them")
+        )
+    limits = [
+        float(given[number]) if number in given else (1 - LEFT_FREE) * torch.cuda.mem_get_info(device)[0]
+        for number, device in zip(numbers, devices, strict=True)
+    ]
+    times = Counter(numbers)
+    return [limit / times[number] for number, limit in zip(numbers, limits, strict=True)]
+
+
+def _sizes(decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], devices: Sequence[torch.device]) -> Sizes:
+    """Of a decoder on the meta device."""
+    needs = {*config.drafters_of(*modes)}
+    c, dtype = decoder.config, decoder.embed.weight.dtype
+    blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in decoder.blocks]
+    kv = kv_bytes(decoder, config, 4 * (1 + config.most_draft))
+    blocks = [weights + own for weights, own in zip(blocks, kv, strict=True)]
+    head = decoder.head.weight.nbytes
+    tables = sum(buffer.nbytes for buffer in decoder.buffers())
+    logits = config.max_batch * (1 + config.most_draft) * c.vocab_size * (2 * dtype.itemsize + 3 * 4)
+    last, copied, beside = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables)
+    second = config.draft_model if "classic" in needs else None
+    if "share" in needs or ("classic" in needs and second is None):
+        for job in quantizer_of(decoder, config.quant).jobs:
+            size = low_bytes(decoder, job, config.quant)
+            copied += size
+            if "share" in needs and job.layer is None:
+                last += size
+            elif "share" in needs:
+                blocks[job.layer or 0] += size
+    if "classic" in needs:
+        drafts = copied + sum(kv) + decoder.embed.weight.nbytes if second is None else _size_of(second)
+        place = devices[-1] if config.draft_device is None else device_of(config.draft_device)
+        if place in devices:  # of stages that share it, the last one
+            beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
+    last += sum(map(_size_of, config.heads))
+    return Sizes(blocks=tuple(blocks), first=decoder.embed.weight.nbytes, last=last, beside=beside)
+
+
+def _size_of(name: str) -> int:
+    return sum(file.stat().st_size for file in weight_files(resolve(name)))

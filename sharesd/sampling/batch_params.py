@@ -1,0 +1,333 @@
+"""What each row's request asks for, in tensors that keep their place: requests come and go, rounds stay as they are.
+
+Legend: B rows of the batch, T logit rows, N draft tokens, V vocabulary, M new tokens at most, F numbers of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from functools import cached_property, reduce
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compile.logits import NUMBERS
+from sharesd.config import MOST_TOP_LOGPROBS, Acceptance, SamplingParams
+from sharesd.devices.host_buffers import sent
+from sharesd.sampling.noise import seeds_of_prompts
+
+COLD = 0.01
+"""Temperatures below this are those of near-greedy decoding."""
+
+Wish = Literal[
+    "greedy", "heated", "cold", "top_k", "top_p", "top_p_alone", "min_p", "penalties", "repetition", "frequency",
+    "presence", "grammar",
+]  # fmt: skip
+"""Something that takes time, which eager rounds spend on those rows alone that ask for it."""
+
+
+class Kind(NamedTuple):
+    """What a round must be able to do. A row's result is the same in every kind that has what its request asks for."""
+
+    sampled: bool = False
+    """Noise and temperature; else all rows are greedy."""
+    truncated: bool = False
+    """Top-k, top-p or min-p."""
+    penalized: bool = False
+    biased: bool = False
+    constrained: bool = False
+    """Grammars."""
+    logprobs: bool = False
+    top_logprobs: int = 0
+    """How many alternatives."""
+    acceptance: Acceptance = "match"
+
+    @staticmethod
+    def of(params: SamplingParams) -> Kind:
+        """What a round of this request alone must be able to do."""
+        truncated = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        return Kind(
+            sampled=not params.greedy,
+            truncated=truncated and not params.greedy,
+            penalized=params.uses_penalties,
+            biased=bool(params.logit_bias),
+            constrained=params.grammar is not None,
+            logprobs=params.logprobs,
+            top_logprobs=params.top_logprobs,
+            acceptance=params.acceptance,
+        )
+
+    def joined(self, other: Kind) -> Kind:
+        """What both can do; of the same acceptance."""
+        return Kind(
+            self.sampled or other.sampled,
+            self.truncated or other.truncated,
+            self.penalized or other.penalized,
+            self.biased or other.biased,
+            self.constrained or other.constrained,
+            self.logprobs or other.logprobs,
+            max(self.top_logprobs, other.top_logprobs),
+            self.acceptance,
+        )
+
+    def rounded(self) -> Kind:
+        """One of few for each acceptance, which can do this and more: for rounds that are captured in advance. Grammars
+        are kept apart: rounds that have none wait for no masks.
+        """
+        adjusted = self.penalized or self.biased
+        most = MOST_TOP_LOGPROBS if self.logprobs else 0
+        sampled, constrained = self.sampled, self.constrained
+        return Kind(sampled, sampled, adjusted, adjusted, constrained, self.logprobs, most, self.acceptance)
+
+
+class TokenCounts:
+    """Which tokens each row has seen: what penalties need.
+
+    Two persistent tensors, changed in place: `prompt_mask` [B, V] bool and `output_counts` [B, V] int32.
+    """
+
+    def __init__(self, prompt_mask: Tensor, output_counts: Tensor) -> None:
+        self.prompt_mask, self.output_counts = prompt_mask, output_counts
+
+    def begin(self, row: int, prompt: Sequence[int]) -> None:
+        """The row has this prompt now, and no output."""
+        self.output_counts[row].zero_()
+        self.prompt_mask[row].zero_()
+        tokens_L = sent(list(prompt), self.prompt_mask.device, torch.int64)
+        self.prompt_mask[row].index_fill_(0, tokens_L, True)
+
+    def update(self, tokens_BM: Tensor, num_new_B: Tensor) -> None:
+        """Add the first `num_new` tokens of each row (0 for an idle row) to its output."""
+        valid_BM = torch.arange(tokens_BM.shape[1], device=tokens_BM.device) < num_new_B[:, None]
+        self.output_counts.scatter_add_(1, tokens_BM.where(valid_BM, 0), valid_BM.to(torch.int32))
+
+    def ahead(self, draft_BN: Tensor, num_rows: int, seen_BTN: Tensor | None = None) -> Tensor:
+        """Output counts [B, T, V] as T = `num_rows` logit rows see them, the last row after all draft tokens.
+
+        A verify step (T = N + 1) has row t see the t drafts before it; a draft step (T = 1) sees all N made so far.
+        `seen_BTN` says otherwise for trees: which drafts each row sees. Drafts of -1 are no tokens.
+        """
+        device, (B, N) = draft_BN.device, draft_BN.shape
+        if seen_BTN is None:
+            num_seen_T = torch.arange(num_rows, device=device) + (N - num_rows + 1)
+            seen_BTN = (torch.arange(N, device=device) < num_seen_T[:, None]).expand(B, num_rows, N)
+        seen_BTN = seen_BTN & (draft_BN >= 0)[:, None]
+        counts_BTV = self.output_counts[:, None].repeat(1, num_rows, 1)
+        index_BTN = draft_BN.clamp(min=0)[:, None].expand(B, num_rows, N)
+        return counts_BTV.scatter_add_(2, index_BTN, seen_BTN.to(torch.int32))
+
+
+def check_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError where `logit_bias` names a token outside the vocabulary."""
+    for token in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"logit_bias names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}")
+
+
+class RowSampling:
+    """How each row is sampled; all rows begin as greedy ones. Bias and token counts take no memory until they are used.
+
+    The numbers of a row lie together, so that a new request takes one copy to the device, which nobody waits for.
+    """
+
+    def __init__(self, *, batch: int, vocab_size: int, device: torch.device | str, replayed: bool = False) -> None:
+        """`replayed`: rounds are captured and replayed with other requests, so that what the host knows of this one
+        must not shape them.
+        """
+        self.batch, self.vocab_size, self.device, self.replayed = batch, vocab_size, torch.device(device), replayed
+        self._host_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64)
+        if self.device.type == "cuda":
+            self._host_BF = self._host_BF.pin_memory()
+        self.numbers_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64, device=self.device)
+        """Columns as in `compile.logits.NUMBERS`; those of a greedy row ask for no temperature and no truncation."""
+        self._seed_column = NUMBERS.index("seed")
+        self._params = [SamplingParams()] * batch
+        self._kinds = [Kind()] * batch
+        self._wishes: list[frozenset[Wish]] = [frozenset()] * batch
+        self._asking: dict[Wish, list[int]] = {}
+        self._biased: set[int] = set()  # rows with a bias, of this or an earlier request
+        for row in range(batch):
+            self._place_numbers(row, SamplingParams(), 0)
+
+    def place(self, row: int, params: SamplingParams, index: int, prompt: Sequence[int]) -> None:
+        """From now on the row belongs to this request, the prompt of place `index` in its call.
+
+        Its counts are those of the prompt, without output. Raises ValueError as `check_bias`.
+        """
+        check_bias(params, self.vocab_size)
+        self._params[row], self._kinds[row] = params, Kind.of(params)
+        self._place_numbers(row, params, index)
+        if params.uses_penalties:
+            self.counts.begin(row, prompt)
+        if row in self._biased:
+            self.bias_BV[row].zero_()
+            self._biased.discard(row)
+        if params.logit_bias:
+            tokens_L = sent(list(params.logit_bias), self.device, torch.int64)
+            amounts_L = sent(list(params.logit_bias.values()), self.device, torch.float32)
+            self.bias_BV[row].index_copy_(0, tokens_L, amounts_L)
+            self._biased.add(row)
+        self._wish(row, _wishes(params, self.vocab_size))
+
+    def release(self, row: int) -> None:
+        """The row's request has ended: no time is spent on what it asked for. Nothing on the device changes."""
+        self._wish(row, frozenset())
+
+    def kind(self, rows: Sequence[int]) -> Kind:
+        """What a round over these rows must be able to do; where rounds are replayed it is rounded up.
+
+        Raises ValueError where rows would be accepted in other ways than `match` and are not sampled alike.
+        """
+        kinds = [self._kinds[row] for row in rows]
+        check_alike([self._params[row] for row in rows])
+        kind = reduce(Kind.joined, kinds, kinds[0] if kinds else Kind())
+        return kind.rounded() if self.replayed else kind
+
+    def asking(self, wish: Wish) -> list[int]:
+        """Rows whose requests ask for this; all rows where rounds are replayed, which know nothing of requests."""
+        if self.replayed:
+            return [] if wish == "top_p_alone" else list(range(self.batch))
+        rows = self._asking.get(wish)
+        if rows is None:
+            rows = self._asking[wish] = [row for row, wishes in enumerate(self._wishes) if wish in wishes]
+        return rows
+
+    @property
+    def most_k(self) -> int:
+        """The largest top-k among the rows that `asking` names."""
+        if self.replayed:
+            return self.vocab_size
+        return max((self._params[row].top_k for row in self.asking("top_k")), default=0)
+
+    def only(self, row: int) -> RowSampling:
+        """This row by itself, in the same tensors: for the first token after a prompt."""
+        one, here = copy(self), slice(row, row + 1)
+        one.batch, one.numbers_BF, one._host_BF = 1, self.numbers_BF[here], self._host_BF[here]
+        one._params, one._kinds, one._wishes = self._params[here], self._kinds[here], self._wishes[here]
+        one._asking, one._biased = {}, set()
+        if "counts" in self.__dict__:
+            one.counts = TokenCounts(self.counts.prompt_mask[here], self.counts.output_counts[here])
+        if "bias_BV" in self.__dict__:
+            one.bias_BV = self.bias_BV[here]
+        return one
+
+    def span(self, first: int, end: int) -> RowSampling:
+        """The rows from `first` to before `end`, as they are and will be: a view."""
+        return self if (first, end) == (0, self.batch) else _Span(self, first, end)
+
+    def column(self, name: str) -> Tensor:
+        """Numbers [B] float64 of this name (`compile.logits.NUMBERS`), in their place."""
+        return self.numbers_BF[:, NUMBERS.index(name)]
+
+    @property
+    def seeds_B(self) -> Tensor:
+        """Seeds [B] int64 of the rows' noise, in their place."""
+        return self.numbers_BF.view(torch.int64)[:, self._seed_column]
+
+    @cached_property
+    def counts(self) -> TokenCounts:
+        """Of all rows; right for those whose request has penalties."""
+        with torch.inference_mode(False):  # else requests could be placed in inference mode only
+            return TokenCounts(
+                torch.zeros(self.batch, self.vocab_size, dtype=torch.bool, device=self.device),
+                torch.zeros(self.batch, self.vocab_size, dtype=torch.int32, device=self.device),
+            )
+
+    @cached_property
+    def bias_BV(self) -> Tensor:
+        """What is added to logits [B, V], float32."""
+        with torch.inference_mode(False):
+            return torch.zeros(self.batch, self.vocab_size, device=self.device)
+
+    def _place_numbers(self, row: int, params: SamplingParams, index: int) -> None:
+        greedy = params.greedy
+        off = self.vocab_size
+        numbers = {
+            "temperature": 1.0 if greedy else params.temperature,
+            "top_k": off if greedy or not 0 < params.top_k < off else params.top_k,
+            "top_p": 1.0 if greedy else params.top_p,
+            "log_min_p": -math.inf if greedy or params.min_p == 0 else math.log(params.min_p),
+            "repetition": params.repetition_penalty,
+            "frequency": params.frequency_penalty,
+            "presence": params.presence_penalty,
+            "noise": 0.0 if greedy else 1.0,
+            "seed": 0.0,
+        }
+        self._host_BF[row] = torch.tensor([numbers[name] for name in NUMBERS], dtype=torch.float64)
+        [seed] = seeds_of_prompts(params.seed, torch.tensor([index]))
+        self._host_BF.view(torch.int64)[row, self._seed_column] = seed
+        self.numbers_BF[row].copy_(self._host_BF[row], non_blocking=True)
+
+    def _wish(self, row: int, wishes: frozenset[Wish]) -> None:
+        self._wishes[row] = wishes
+        self._asking.clear()
+
+
+class _Span(RowSampling):
+    """Some neighbouring rows of others, where requests are placed."""
+
+    def __init__(self, rows: RowSampling, first: int, end: int) -> None:
+        self._rows, self._first, self._end = rows, first, end
+        self.batch, self.vocab_size, self.device = end - first, rows.vocab_size, rows.device
+        self.replayed = rows.replayed
+        self.numbers_BF = rows.numbers_BF[first:end]
+        self._seed_column = rows._seed_column
+
+    def asking(self, wish: Wish) -> list[int]:
+        return [row - self._first for row in self._rows.asking(wish) if self._first <= row < self._end]
+
+    @property
+    def most_k(self) -> int:
+        if self.replayed:
+            return self.vocab_size
+        return max((self._rows._params[self._first + row].top_k for row in self.asking("top_k")), default=0)
+
+    @property
+    def counts(self) -> TokenCounts:  # type: ignore[override]
+        whole = self._rows.counts
+        return TokenCounts(whole.prompt_mask[self._first : self._end], whole.output_counts[self._first : self._end])
+
+    @property
+    def bias_BV(self) -> Tensor:  # type: ignore[override]
+        return self._rows.bias_BV[self._first : self._end]
+
+
+def check_alike(requests: Sequence[SamplingParams]) -> None:
+    """Raises ValueError where requests would be accepted in other ways than `match` and are not sampled alike."""
+    names = sorted({params.acceptance for params in requests} - {"match"})
+    if names and len({_way(params) for params in requests}) > 1:
+        raise ValueError(
+            f"acceptance {' and '.join(names)} decides about rows that are sampled alike only; give requests that are "
+            "decoded together the same parameters, or take match"
+        )
+
+
+def _wishes(params: SamplingParams, vocab_size: int) -> frozenset[Wish]:
+    sampled, top_k = not params.greedy, 0 < params.top_k < vocab_size
+    asks: dict[Wish, bool] = {
+        "greedy": params.greedy,
+        "heated": sampled and params.temperature != 1,
+        "cold": sampled and params.temperature < COLD,
+        "top_k": sampled and top_k,
+        "top_p": sampled and top_k and params.top_p < 1,
+        "top_p_alone": sampled and not top_k and params.top_p < 1,
+        "min_p": sampled and params.min_p > 0,
+        "penalties": params.uses_penalties,
+        "repetition": params.repetition_penalty != 1,
+        "frequency": params.frequency_penalty != 0,
+        "presence": params.presence_penalty != 0,
+        "grammar": params.grammar is not None,
+    }
+    return frozenset(wish for wish, asked in asks.items() if asked)
+
+
+def _way(params: SamplingParams) -> tuple:
+    """All that decides how tokens are chosen, but for the seed."""
+    return (
+        *(params.temperature, params.top_k, params.top_p, params.min_p),
+        *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        *(tuple(sorted(params.logit_bias.items())), params.acceptance),
+    )

@@ -1,0 +1,1 @@
+"""Draft trees, the draft policy, acceptance statistics and costs. Imports kvcache and what is below."""

@@ -1,0 +1,89 @@
+"""Draft proposals of tables as lists of tokens, parents and scores, and operations on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Guess(NamedTuple):
+    """A draft tree, best node first: its first n nodes are a valid tree of the n best nodes.
+
+    All lists have one entry per node. Siblings have distinct tokens.
+    """
+
+    tokens: list[int]
+    """Token ids."""
+    parents: list[int]
+    """Index of each node's parent, smaller than the node's own; -1 = the root (the last emitted token)."""
+    scores: list[float]
+    """Estimated probability that the target emits the node's whole path; non-increasing along the list."""
+
+
+def nothing() -> Guess:
+    """The guess of who knows nothing."""
+    return Guess([], [], [])
+
+
+def spine(parents: Sequence[int]) -> list[int]:
+    """The nodes on the path through each node's best child, of a Guess with these parents."""
+    chain: list[int] = []
+    for index, parent in enumerate(parents):
+        if parent == (chain[-1] if chain else -1):
+            chain.append(index)
+    return chain
+
+
+def best_chain(guess: Guess) -> Guess:
+    """The path through each node's best child, alone."""
+    chain = spine(guess.parents)
+    return Guess([guess.tokens[i] for i in chain], list(range(-1, len(chain) - 1)), [guess.scores[i] for i in chain])
+
+
+def merge(guesses: Sequence[Guess]) -> Guess:
+    """One tree of all guesses' nodes, best first. A node that several know keeps its best score."""
+    if len(guesses) == 1:
+        return guesses[0]
+    scores: dict[tuple[int, ...], float] = {}
+    for guess in guesses:
+        paths: list[tuple[int, ...]] = []
+        for token, parent, score in zip(*guess, strict=True):
+            path = (*(paths[parent] if parent >= 0 else ()), token)
+            paths.append(path)
+            scores[path] = max(score, scores.get(path, 0.0))
+    ranked = sorted(scores, key=lambda path: (-scores[path], len(path)))
+    index = {path: i for i, path in enumerate(ranked)}
+    return Guess(
+        [path[-1] for path in ranked], [index.get(path[:-1], -1) for path in ranked], [scores[p] for p in ranked]
+    )
+
+
+def weave(model: Guess, added: Iterable[tuple[int, Guess]]) -> Guess:
+    """A model's draft, and behind it the nodes which tables add to it, best first.
+
+    `added` are guesses of what comes after nodes of the model (-1 = the root), counted if the text gets there and goes
+    on as none of the node's children does.
+    """
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(model.tokens, model.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    known, scores = set(paths), dict[tuple[int, ...], float]()
+    for at, guess in added:
+        reached = model.scores[at] if at >= 0 else 1.0
+        children = zip(model.parents, model.scores, strict=True)
+        left = max(0.0, reached - sum(score for parent, score in children if parent == at))
+        below: list[tuple[int, ...] | None] = []  # paths; None: the model has said what comes there
+        for token, parent, score in zip(*guess, strict=True):
+            above = below[parent] if parent >= 0 else paths[at] if at >= 0 else ()
+            path = None if above is None or (*above, token) in known else (*above, token)
+            below.append(path)
+            if path is not None:
+                scores[path] = max(left * score, scores.get(path, 0.0))
+    paths += sorted(scores, key=lambda path: (-scores[path], len(path)))
+    index = {path: i for i, path in enumerate(paths)}
+    more = paths[len(model.tokens) :]
+    return Guess(
+        [path[-1] for path in paths],
+        [*model.parents, *(index.get(path[:-1], -1) for path in more)],
+        [*model.scores, *map(scores.__getitem__, more)],
+    )

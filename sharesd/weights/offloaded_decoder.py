@@ -1,0 +1,168 @@
+"""A decoder some of whose weights at full precision are elsewhere: in slots of a stream, while they are used.
+
+These are weights of blocks, and rows of the LM head that fill a record as a block does. Quantized weights stay, so
+draft steps wait for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile.block_ranges import Range
+from compile.linear import LAYOUT, PackedLinear
+from offload.block_layout import Layout, views
+from offload.prefetcher import Stream
+from quant.switch_linear import SwitchLinear
+from sharesd.models.decoder import Decoder
+
+
+def rows_of_piece(inputs: int, dtype: torch.dtype, record_bytes: int) -> int:
+    """How many rows of an LM head's packed weights fill a record."""
+    lanes, pair = LAYOUT[dtype]
+    return record_bytes // (lanes * -(-inputs // pair) * pair * dtype.itemsize) * lanes
+
+
+class HeadInPieces(nn.Module):
+    """An LM head in pieces of as many rows as a record holds, and the tail behind them."""
+
+    def __init__(
+        self, weight_VD: Tensor, rows: int, num_pieces: int, pack: Callable[[int, Tensor], PackedLinear]
+    ) -> None:
+        """`rows` in each of `num_pieces`; `pack` gets their numbers and weights."""
+        super().__init__()
+        first, tail = weight_VD.split([num_pieces * rows, len(weight_VD) - num_pieces * rows])
+        self.pieces = [pack(i, part) for i, part in enumerate(first.split(rows))]
+        for i, piece in enumerate(self.pieces):
+            self.add_module(f"piece_{i}", piece)
+        self.tail = PackedLinear(tail, None)
+        self.ranges = [Range(i, 1) for i in range(num_pieces)]
+        """What each piece waits for before and releases after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for each, piece in zip(self.ranges, self.pieces, strict=True):
+            each.before()
+            parts.append(piece(x))
+            each.after()
+        return torch.cat([*parts, self.tail(x)], -1)
+
+
+class StreamedBlocks:
+    """Points the linears of blocks, and pieces of the head, into the slots in which their weights arrive."""
+
+    def __init__(self, decoder: Decoder, stream: Stream, layout: Layout, low: Callable[[], bool] | None = None) -> None:
+        """Takes over the blocks of `stream`: what their linears hold of the tensors in `layout` is dropped. Numbers
+        behind those of blocks are pieces of a head. `low` tells whether quantized weights are in use, where there are
+        such.
+
+        Raises ValueError where a tensor that is to travel serves quantized steps, too.
+        """
+        self.stream = stream
+        self._low = low or (lambda: False)
+        num_blocks, head = len(decoder.blocks), full_head(decoder)
+        pieces: list[PackedLinear] = head.pieces if isinstance(head, HeadInPieces) else []
+        self._views = [views(slot, layout) for slot in stream.slots]
+        if pieces:
+            piece = Layout.of({"weight": pieces[0].weight})
+            self._views = [
+                each | views(slot[: piece.record_bytes], piece)
+                for each, slot in zip(self._views, stream.slots, strict=True)
+            ]
+        owners = {
+            block: _owners(decoder.blocks[block], layout)
+            if block < num_blocks
+            else {"weight": (True, pieces[block - num_blocks], "weight")}
+            for block in stream.blocks
+        }
+        for block, each in owners.items():
+            for name, (switched, _, _) in each.items():
+                if low is not None and not switched:
+                    stream.close()
+                    raise ValueError(
+                        f"{name} of block {block} has no quantized weights, and draft steps need it: it must stay"
+                    )
+        self._owners = {block: [(name, *owner[1:]) for name, owner in each.items()] for block, each in owners.items()}
+        parameters = {
+            name
+            for each in self._owners.values()
+            for name, linear, part in each
+            if isinstance(getattr(linear, part), nn.Parameter)
+        }
+        for slot in self._views:
+            slot |= {name: nn.Parameter(slot[name], requires_grad=False) for name in parameters}
+        self._slot_of: dict[int, int] = {}
+        for block in stream.blocks:
+            self._point(block, 0)  # memory of the right shapes, until they are needed
+        self._num_records = num_blocks + len(pieces)
+        self._together = (Range(0, num_blocks),)
+        self._apart = self._cut(range(num_blocks))
+        if isinstance(head, HeadInPieces):
+            head.ranges = [
+                self._alone(b) if b in self._slot_of else Range(b, 1) for b in range(num_blocks, self._num_records)
+            ]
+
+    @property
+    def linears(self) -> set[Any]:
+        """Those whose weights travel."""
+        return {linear for owners in self._owners.values() for _, linear, _ in owners}
+
+    @property
+    def resident_share(self) -> float:
+        """Share of the records whose weights stay."""
+        return 1 - len(self.stream.blocks) / self._num_records
+
+    def ranges(self) -> Sequence[Range]:
+        """How the blocks run now, see `compile.block_ranges`."""
+        return self._together if self._low() else self._apart
+
+    def _cut(self, blocks: range) -> tuple[Range, ...]:
+        """Each block that travels by itself, and those between them together."""
+        ranges: list[Range] = []
+        for travels, group in groupby(blocks, self._slot_of.__contains__):
+            members = list(group)
+            if travels:
+                ranges += map(self._alone, members)
+            else:
+                ranges.append(Range(members[0], len(members)))
+        return tuple(ranges)
+
+    def _alone(self, block: int) -> Range:
+        return Range(block, 1, partial(self._bring, block), partial(self.stream.done, block), moves=True)
+
+    def _bring(self, block: int) -> None:
+        self._point(block, self.stream.need(block))
+
+    def _point(self, block: int, slot: int) -> None:
+        if self._slot_of.get(block) != slot:
+            for name, linear, part in self._owners[block]:
+                setattr(linear, part, self._views[slot][name])
+            self._slot_of[block] = slot
+
+
+def use_tensor(linear: nn.Module, part: str, tensor: Tensor) -> None:
+    """Have a linear use a tensor in place of one of its own; what was a parameter is one again."""
+    is_parameter = isinstance(getattr(linear, part), nn.Parameter)
+    setattr(linear, part, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+
+
+def full_head(decoder: Decoder) -> nn.Module:
+    """The LM head at full precision."""
+    head = decoder.get_submodule("head")
+    return head.full if isinstance(head, SwitchLinear) else head
+
+
+def _owners(block: Any, layout: Layout) -> dict[str, tuple[bool, Any, str]]:
+    """Of each tensor that travels: whether its linear has quantized weights besides, the linear, and its name there."""
+    found = {}
+    for place in layout.places:
+        path, _, part = place.name.rpartition(".")
+        linear = block.get_submodule(path)
+        switched = isinstance(linear, SwitchLinear)
+        found[place.name] = (switched, linear.full if switched else linear, part)
+    return found

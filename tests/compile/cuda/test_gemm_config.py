@@ -1,0 +1,129 @@
+"""Which GPU is meant, and settings of its libraries, made before any of them runs; there need be none."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile import op_registry
+from sharesd.cli import options
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.devices import selection
+from sharesd.devices.selection import STEADY_CUBLAS, prepare_cuda, steady_cublas
+from sharesd.runtime import Runtime
+from tests.helpers.oracle import new_engine, tiny_decoder
+from tests.helpers.tiny_models import make_checkpoint
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No settings at first, and those of before afterwards."""
+    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    cudnn = cuda.cudnn_sdp_enabled()
+    for name in STEADY_CUBLAS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield monkeypatch
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+    cuda.enable_cudnn_sdp(cudnn)
+
+
+def test_cublas_is_told_in_time_or_not_at_all(untouched: pytest.MonkeyPatch) -> None:
+    untouched.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not steady_cublas()  # too late: it has read its environment
+    for name in STEADY_CUBLAS:
+        untouched.delenv(name)
+    untouched.setattr(torch.cuda, "is_initialized", lambda: False)
+    untouched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+    assert steady_cublas()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:2"  # what the user said
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    untouched.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert steady_cublas()  # a second model of the same process
+
+
+def test_preparing_says_when_it_is_too_late(untouched: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    untouched.setattr(torch.cuda, "is_initialized", lambda: True)
+    prepare_cuda(steady=False)
+    assert not caplog.records and not STEADY_CUBLAS.keys() & os.environ.keys()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    prepare_cuda(steady=True)
+    assert "cuBLAS was in use before" in caplog.text
+
+
+def test_the_option() -> None:
+    parser = argparse.ArgumentParser()
+    options.add_model_options(parser)
+    for given in ([], ["--steady-cublas"]):
+        config = options.engine_config(parser.parse_args(given), modes=("naive",))
+        assert config.steady_cublas == bool(given)
+
+
+def test_the_gpu_that_was_asked_for_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cpu", "cuda:3"):
+        selection.use(torch.device(name))
+    assert current == [torch.device("cuda:3")]
+
+
+def test_a_gpu_has_its_number_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without one is no device that tensors are on, and copies there go to whichever is current."""
+    monkeypatch.setattr(selection, "_auto", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("auto", "cuda", "cuda:0"):
+        assert selection.device_of(name) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert selection.device_of("cuda") == torch.device("cuda", 2)
+    assert selection.device_of("cuda:3") == torch.device("cuda", 3)
+
+
+def test_loading_and_every_call_make_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+    for module in ("runtime", "engine.engine"):
+        monkeypatch.setattr(f"sharesd.{module}.use", used.append)
+    checkpoint = str(make_checkpoint(tmp_path / "model"))
+    Runtime(EngineConfig(target=checkpoint, device="cpu", compile="off", max_context=64), ("naive",))
+    assert used == [torch.device("cpu")]
+    new_engine(tiny_decoder(0)).generate([[1]], SamplingParams(max_new_tokens=2))
+    assert len(used) == 2, "the calling thread may be another one"
+    engine = new_engine(tiny_decoder(0))
+    engine.add([1], SamplingParams(max_new_tokens=2))
+    engine.step()
+    assert len(used) == 3
+
+
+def test_kernels_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[tuple[str, str], Any] = {}
+    current: list[Tensor | None] = [None]
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(
+        op_registry, "LIBRARY", SimpleNamespace(impl=lambda name, kernel, key: registered.update({(name, key): kernel}))
+    )
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    op_registry.on_cuda("one", lambda first, *rest: (current[-1], rest))
+    op_registry.on_cuda("many", lambda first, *rest: (current[-1], rest))
+    assert list(registered) == [("one", "CUDA"), ("many", "CUDA")]
+    tensors = [torch.zeros(1), torch.zeros(2)]
+    assert registered["one", "CUDA"](tensors[0], 3, "x") == (tensors[0], (3, "x"))
+    assert registered["many", "CUDA"](tensors[::-1]) == (tensors[1], ()) and current == [None]

@@ -1,0 +1,217 @@
+"""Trees that grow on while they are verified: what is kept of them, and the text, which is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile.tree_expand import Front, Nodes, grow
+from offload.prefetcher import Stream
+from quant.config import QuantConfig
+from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.drafters.async_tree_draft import OnwardDraft, replant
+from sharesd.drafters.draft_stepper import ModelGuesser
+from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.runtime import Runtime
+from sharesd.speculation.draft_tree import DraftTree, Shape, shapes_of
+from tests.helpers.offloaded import WAYS, spill
+from tests.helpers.oracle import logits_of, new_engine, switched, tiny_decoder
+from tests.helpers.tiny_models import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+TOP, LEVELS = 2, 9
+PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 9], [5, 6, 7] * 20]
+PENALIZED = SamplingParams(max_new_tokens=16, temperature=0.8, seed=5, repetition_penalty=1.3, ignore_eos=True)
+
+
+class Grown:
+    """A tree of one row that grows by tokens and probabilities of chance."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = torch.Generator().manual_seed(seed)
+        num = TOP + (LEVELS - 1) * TOP**2
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(1, *size, dtype=torch.int64)
+
+        nowhere = torch.full((1, num), (LEVELS - 1) * TOP)
+        self.level_B = torch.zeros(1, dtype=torch.int64)
+        self.nodes = Nodes(zeros(num) - 1, torch.full((1, num), -torch.inf), zeros(num, LEVELS), nowhere)
+        self.front = Front(zeros(TOP), torch.zeros(1, TOP), zeros(TOP, LEVELS), zeros(TOP, LEVELS), zeros(TOP))
+        self.said_BC = torch.rand(1, num, generator=self._dice)
+
+    def grow(self) -> None:
+        num = TOP if int(self.level_B) else 1
+        tokens = torch.randint(1000, (1, num, TOP), generator=self._dice)
+        logp = torch.rand(1, num, TOP, generator=self._dice).log()
+        grow(self.level_B, self.nodes, self.front, tokens, logp)
+
+    def levels(self) -> list[int]:
+        """Of each node."""
+        return [0 if node < TOP else (node - TOP) // TOP**2 + 1 for node in range(self.nodes.tokens_BC.shape[1])]
+
+    def paths(self) -> dict[tuple[int, ...], tuple[float, int | None, float]]:
+        """By the tokens down to a node: its score, where it was read, and what is said of it."""
+        tokens, scores, ancestors, places = (part[0] for part in self.nodes)
+        return {
+            tuple(tokens[ancestors[node, : level + 1]].tolist()): (
+                float(scores[node]),
+                int(places[node]) if places[node] < (LEVELS - 1) * TOP else None,
+                float(self.said_BC[0, node]),
+            )
+            for node, level in enumerate(self.levels())
+            if scores[node] > -torch.inf
+        }
+
+    def fronts(self) -> dict[tuple[int, ...], tuple[float, list[int]]]:
+        """By the tokens down to a node that is expanded next: its score, and the slots of its path."""
+        tokens, depth = self.nodes.tokens_BC[0], int(self.front.depth_Bk[0, 0])
+        return {
+            tuple(tokens[path[: depth + 1]].tolist()): (float(score), slots[: depth + 1].tolist())
+            for path, slots, score in zip(
+                self.front.paths_BkD[0], self.front.slots_BkD[0], self.front.scores_Bk[0], strict=True
+            )
+            if score > -torch.inf
+        }
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("level", [1, 2, 4])
+def test_what_lies_behind_a_node_becomes_a_tree_of_its_own_that_grows_on(seed: int, level: int) -> None:
+    grown = Grown(seed)
+    for _ in range(6):
+        grown.grow()
+    root = int(grown.front.paths_BkD[0, seed % TOP, level])
+    above = tuple(grown.nodes.tokens_BC[0, grown.nodes.ancestors_BCD[0, root, : level + 1]].tolist())
+    score, up = float(grown.nodes.scores_BC[0, root]), level + 1
+    behind = {
+        path[up:]: (each - score, None if place is None else place - up * TOP, said)
+        for path, (each, place, said) in grown.paths().items()
+        if path[:up] == above and len(path) > up
+    }
+    fronts = {
+        path[up:]: (each - score, [slot - up * TOP for slot in slots[up:]])
+        for path, (each, slots) in grown.fronts().items()
+        if path[:up] == above
+    }
+    replant(grown.nodes, grown.front, grown.said_BC, TOP, level, root)
+    grown.level_B -= up
+    assert behind and fronts
+    found, found_fronts = grown.paths(), grown.fronts()
+    assert {path: values[1:] for path, values in found.items()} == {p: values[1:] for p, values in behind.items()}
+    assert {path: slots for path, (_, slots) in found_fronts.items()} == {p: slots for p, (_, slots) in fronts.items()}
+    for ours, theirs in ((found, behind), (found_fronts, fronts)):
+        assert [values[0] for values in ours.values()] == pytest.approx([theirs[path][0] for path in ours])
+    grown.grow()
+    new = {path: values for path, values in grown.paths().items() if path not in found}
+    assert {path[:-1] for path in new} == set(fronts) and len(new) == TOP * len(fronts)
+
+
+def test_what_was_read_moves_to_where_the_coming_draft_looks() -> None:
+    model = tiny_decoder()
+    cache = model.new_cache(1, 64)
+    for tensor in (*cache.k, *cache.v):
+        tensor.copy_(torch.randn_like(tensor))
+    before = [[part.clone() for part in cache.kv(layer, 64)] for layer in range(len(cache.k))]
+    guesser = ModelGuesser(model, cache, lambda: torch.zeros(1, 1, dtype=torch.int64))
+    guesser.next_at_B.fill_(11)  # the root was at 10
+    cache.lengths.fill_(13)
+    guesser.move(5, 8, 4)
+    assert guesser.next_at_B.tolist() == [14] and cache.lengths.tolist() == [13]
+    for layer, parts in enumerate(before):
+        for was, now in zip(parts, cache.kv(layer, 64), strict=True):
+            was[:, :, 13:18] = was[:, :, [16, 19, 20, 21, 22]]
+            assert torch.equal(now, was)
+
+
+def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, switch = switched(tiny_decoder(4))
+    cache = model.new_cache(1, 200)
+    shapes = shapes_of(TOP, 3, 6)
+    drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=TOP, goes_on=True)
+
+    @contextmanager
+    def meanwhile(work: Callable[[], bool] | None) -> Iterator[None]:
+        while work is not None and work():
+            pass
+        yield
+
+    engine = new_engine(model, drafter, cache=cache, meanwhile=meanwhile)
+    draft, num_kept = OnwardDraft.draft, 0
+
+    def checked(self: OnwardDraft, shape: Shape) -> DraftTree:
+        nonlocal num_kept
+        tree, nodes = draft(self, shape), self._nodes
+        num_kept += tree.kept
+        for node in (nodes.scores_BC[0] > -torch.inf).nonzero()[:, 0].tolist():
+            level = 0 if node < TOP else (node - TOP) // TOP**2 + 1
+            path = nodes.tokens_BC[0, nodes.ancestors_BCD[0, node, : level + 1]].tolist()
+            logp = logits_of(model, [*request.tokens, *path]).log_softmax(-1)
+            said = sum(float(logp[len(request.tokens) - 1 + i, token]) for i, token in enumerate(path))
+            assert float(nodes.scores_BC[0, node]) == pytest.approx(said, abs=1e-4)
+        return tree
+
+    monkeypatch.setattr(OnwardDraft, "draft", checked)
+    request = engine.add([3, 17, 9], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    while request.finish_reason is None:
+        engine.step()
+    assert num_kept > 5, "what is kept grows on, too"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=5, context=1024)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "blocks"),
+    [
+        ("share", {}, (0, 1, 2, 3, 4)),
+        ("share", {"dtype": "bfloat16"}, (1, 3)),
+        ("share", {"compile": "off"}, (0, 2, 3)),
+        ("share", {"num_draft": None, "max_draft": 8}, (1, 2)),
+        ("share", {"max_batch": 3}, (1, 2)),
+        ("hybrid", {}, (1, 2)),
+    ],
+)
+def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
+    tiny: Path,
+    tmp_path: Path,
+    close_after: list[Runtime],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Mode,
+    options: dict[str, Any],
+    blocks: tuple[int, ...],
+) -> None:
+    drafts: list[DraftTree] = []
+    draft = OnwardDraft.draft
+
+    def noted(self: OnwardDraft, shape: Shape) -> DraftTree:
+        drafts.append(draft(self, shape))
+        return drafts[-1]
+
+    def always(self: Stream, *_: object) -> None:
+        """Two pieces of other work before each block, however soon that is there."""
+        if self._meanwhile is not None and self._meanwhile():
+            self._meanwhile()
+
+    monkeypatch.setattr(OnwardDraft, "draft", noted)
+    monkeypatch.setattr(Stream, "_use_the_wait", always)
+    given = {"target": str(tiny), "device": "cpu", "dtype": "float32", "max_context": 256, "max_batch": 1}
+    tree = {"num_draft": 6, "tree": (2, 3, 6)}
+    config = EngineConfig(**{**given, **tree, "quant": QuantConfig(bits=8, head_bits=8), **options})
+    modes: tuple[Mode, ...] = ("naive", mode)
+    streamed = Runtime(config, modes, offload=lambda decoder: spill(decoder, blocks, tmp_path / "records"))
+    close_after.append(streamed)
+    for way in (*WAYS, PENALIZED):
+        wanted = streamed.engine("naive", warm=way).generate(PROMPTS, way)
+        found = streamed.engine(mode, warm=way).generate(PROMPTS, way)
+        assert [done.token_ids for done in found] == [done.token_ids for done in wanted]
+    if "num_draft" not in options and config.max_batch == 1:  # else the policy's clock, or the other rows, decide
+        assert any(tree.kept for tree in drafts)

@@ -1,0 +1,364 @@
+"""Trees that a model drafts: the likeliest paths, the text of plain decoding, a drafter's cache that stays right."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compile.attention import Branches
+from compile.tree_expand import Draft, Front, Nodes, choose, choose_reference, grow, grow_reference
+from compile.tree_rescore import Weighed, weigh, weighed
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.drafters.base import Drafting
+from sharesd.drafters.chain_draft import ChainDraft
+from sharesd.drafters.draft_stepper import ModelGuesser
+from sharesd.drafters.tree_draft import ModelDraft
+from sharesd.models.decoder import Decoder
+from sharesd.models.prefill import prefill
+from sharesd.runtime import Runtime
+from sharesd.sampling import gumbel
+from sharesd.sampling.sampler import Sampler
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_buffers import DraftBuffers
+from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_tree import DraftTree, Shape, chain, chains, parents_of, shapes_of
+from tests.helpers.oracle import (
+    SCRATCH,
+    VOCAB,
+    classic_engine,
+    kv_of,
+    logits_of,
+    new_engine,
+    placed,
+    share_engine,
+    switched,
+    tiny_decoder,
+)
+from tests.helpers.tiny_models import make_checkpoint
+from tests.speculation.test_policy import live
+
+PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 11},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "top_k": 20, "seed": 3},
+}
+TREE = (3, 4, 11)
+
+
+def likeliest(model: Decoder, text: list[int], top: int, depth: int, budget: int) -> set[tuple[int, ...]]:
+    """Paths of the tree, by plain forwards of whole texts."""
+    found: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        children: dict[tuple[int, ...], float] = {}
+        for path, score in level.items():
+            logp, ids = logits_of(model, [*text, *path])[-1].log_softmax(-1).topk(top)
+            children |= {(*path, int(i)): score + float(p) for p, i in zip(logp, ids, strict=True)}
+        found |= children
+        level = dict(sorted(children.items(), key=lambda item: -item[1])[:top])
+    return set(sorted(found, key=lambda path: -found[path])[:budget])
+
+
+@pytest.mark.parametrize("tree", [(2, 1, 2), (2, 3, 4), (3, 4, 11), (4, 3, 36), (2, 6, 7)])
+def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
+    top, depth, budget = tree
+    model = tiny_decoder(3)
+    cache = model.new_cache(len(PROMPTS), 96)
+    prefill(model, cache, [list(prompt) for prompt in PROMPTS], [0] * len(PROMPTS))
+    sampler = Sampler(*placed([SamplingParams()] * len(PROMPTS), VOCAB))
+    before = cache.lengths.clone()
+    root = torch.tensor([7, 8, 9])
+    buffers = DraftBuffers(len(PROMPTS), budget, VOCAB, root.device)
+    shape = Shape(depth, budget)
+    drafting = Drafting(0, len(PROMPTS), sampler, root, buffers, Policy([shape]), None)
+    draft = ModelDraft(ModelGuesser(model, cache, lambda: root[:, None]), drafting, shapes=[shape], top=top).draft(
+        shape
+    )
+    assert torch.equal(cache.lengths, before) and draft.branches is not None
+    for b, prompt in enumerate(PROMPTS):
+        depths, rows = (part[b].tolist() for part in draft.branches)
+        tokens = [int(root[b]), *draft.tokens[b].tolist()]
+        paths = [rows[row][: depths[row] + 1] for row in range(budget + 1)]
+        assert all(path[0] == 0 and path[-1] == row and path == sorted(path) for row, path in enumerate(paths))
+        ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
+        assert ours == likeliest(model, [*prompt, int(root[b])], top, depth, budget)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["share", "classic"])
+def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: int) -> None:
+    model = tiny_decoder(3)
+    params = SamplingParams(max_new_tokens=40, **SAMPLINGS[sampling])
+    if kind == "share":
+        model, switch = switched(model, 0.1)
+        engine = share_engine(model, switch, num_draft=TREE[2], tree=TREE, batch=batch)
+    else:
+        engine = classic_engine(model, near(model), num_draft=TREE[2], tree=TREE, batch=batch)
+    want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
+    assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
+    assert engine.stats.sources["accepted"] > 30, "the trees shall hit"
+    for widest in (1.2, 0.9):  # where more rows seem to take less time, no more are verified than were found
+        engine.auto_length, engine._ways = True, {}
+        engine.way(params).policy.use(Costs({1: 1.0, 12: widest}, 0.2, 0.25))
+        assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["share", "classic"])
+def test_chains_that_end_early_do_not_change_the_text(
+    kind: str, sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_decoder(3)
+    params = SamplingParams(max_new_tokens=60, **SAMPLINGS[sampling])
+    if kind == "share":
+        model, switch = switched(model, 0.1)
+        engine = share_engine(model, switch, num_draft=6, batch=batch, auto_length=True)
+    else:
+        engine = classic_engine(model, near(model), num_draft=6, batch=batch, auto_length=True)
+    want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
+    engine.way(params).policy.use(Costs({1: 1.0, 8: 1.2}, 0.1))
+    drafts, draft = list[tuple[int, int]](), ChainDraft.draft
+
+    def noted(chain: ChainDraft, length: int) -> DraftTree:
+        tree = draft(chain, length)
+        drafts.append((length, tree.num_steps))
+        assert tree.tokens.shape[1] == tree.depth == tree.num_steps
+        return tree
+
+    monkeypatch.setattr(ChainDraft, "draft", noted)
+    assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
+    assert engine.stats.draft_steps == sum(steps for _, steps in drafts)
+    assert any(steps < length for length, steps in drafts)
+    assert params.temperature or len({steps for _, steps in drafts}) > 1
+
+
+def near(model: Decoder) -> Decoder:
+    """A model that mostly agrees."""
+    twin, noise = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    for weight in twin.parameters():
+        weight.data += 0.02 * weight.data.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    return twin
+
+
+def test_the_drafters_own_cache_keeps_the_accepted_path() -> None:
+    model = tiny_decoder(3)
+    engine = classic_engine(model, copy.deepcopy(model), num_draft=TREE[2], tree=TREE)
+    drafter: Any = engine.drafter
+    for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0)):
+        [done] = engine.generate([PROMPTS[1]], params)
+        text = [*PROMPTS[1], *done.token_ids]
+        fresh = model.new_cache(1, 96)
+        model.forward(torch.tensor([text]), fresh)
+        known = int(drafter.cache.lengths) - 1  # the last token may not have been read
+        assert known >= len(text) - 1 - TREE[2]
+        known = min(known, len(text) - 1)
+        for ours, theirs in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
+            assert torch.allclose(ours[:, :, :known], theirs[:, :, :known], rtol=0, atol=1e-12)
+        assert engine.stats.tau > 2.5
+
+
+def test_shapes() -> None:
+    assert shapes_of(2, 3, 6) == (*chains(6), Shape(1, 2), Shape(2, 3), Shape(2, 6), Shape(3, 6))
+    assert shapes_of(2, 1, 2)[-1] == Shape(1, 2) and not any(shape.is_tree for shape in chains(4))
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_draft", "message"),
+    [
+        ((1, 3, 4), None, "tree is 1:3:4; K must be at least 2"),
+        ((2, 0, 4), None, "tree is 2:0:4"),
+        ((2, 4, 4), None, "the budget above the depth"),
+        ((2, 2, 7), None, "at most K"),
+        ((2, 4, 8), 4, "num_draft is 4 and tree is 2:4:8"),
+    ],
+)
+def test_impossible_trees_are_refused(tree: Any, num_draft: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(tree=tree, num_draft=num_draft)
+
+
+def test_only_match_decides_about_trees() -> None:
+    model = tiny_decoder(3)
+    engine = classic_engine(model, model, num_draft=8, tree=(2, 4, 8))
+    with pytest.raises(ValueError, match="acceptance rejection decides about chains only"):
+        engine.generate([PROMPTS[0]], SamplingParams(acceptance="rejection", temperature=1.0))
+
+
+@pytest.mark.parametrize("compile", ["native", "off"])
+def test_loaded_engines_draft_trees(compile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    config = EngineConfig(
+        target=str(make_checkpoint(tmp_path / "model")),
+        compile=compile,
+        max_context=64,
+        max_batch=2,
+        tree=(4, 3, 32),
+        num_draft=32,
+    )
+    runtime = Runtime(config, ("naive", "share", "classic", "hybrid"))
+    for params in (SamplingParams(max_new_tokens=64), SamplingParams(max_new_tokens=64, temperature=0.7, seed=5)):
+        texts = {
+            mode: [c.token_ids for c in runtime.engine(mode).generate(["the cat sat", "why"], params)]  # type: ignore[arg-type]
+            for mode in runtime.modes
+        }
+        assert all(text == texts["naive"] for text in texts.values())
+    assert runtime.cache.slots >= 64 + SCRATCH
+
+
+def test_trees_are_taken_where_they_pay() -> None:
+    shapes = shapes_of(2, 4, 8)
+    costs = Costs({1: 1.0, 9: 1.1}, 0.3, 0.33)
+    policy = Policy(shapes, costs=copy.deepcopy(costs))
+    chosen = live(policy, costs, {False: 0.5, True: 0.9}, 600)
+    assert sum(shape.is_tree for shape in chosen[200:]) > 350
+    dear = Costs({1: 1.0, 5: 1.1, 9: 2.0}, 0.3, 0.6)
+    policy = Policy(shapes, costs=copy.deepcopy(dear))
+    chosen = live(policy, dear, {False: 0.85, True: 0.9}, 600)
+    assert sum(not shape.is_tree and shape != chain(0) for shape in chosen[200:]) > 350
+    assert math.isfinite(policy.rate_of_shape(shapes[-1]))
+
+
+def test_rows_that_have_ended_have_room_for_the_trees_of_others(tmp_path: Path) -> None:
+    """A row may rest so far behind the context as its last round reached; a tree writes all that it expands there."""
+    top, depth, budget = 8, 6, 15
+    target = str(make_checkpoint(tmp_path / "model"))
+    config = EngineConfig(target=target, compile="native", max_context=64, tree=(top, depth, budget))
+    runtime = Runtime(config, ("naive", "share"))
+    assert runtime._slots >= runtime.max_context + (1 + budget) + (2 + top * depth)
+
+
+@pytest.mark.parametrize("top, levels, deepest, wanted, most", [(3, 4, 5, 11, 15), (1, 2, 2, 1, 3), (4, 2, 3, 36, 40)])
+def test_the_kernel_grows_trees_as_tensor_operations_do(
+    top: int, levels: int, deepest: int, wanted: int, most: int
+) -> None:
+    C = top + (deepest - 1) * top**2
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(2, *shape, dtype=torch.int64)
+
+    def state() -> tuple[Tensor, Nodes, Front, Draft]:
+        nodes = Nodes(zeros(C) - 1, torch.full((2, C), -torch.inf), zeros(C, deepest), zeros(C) + 77)
+        front = Front(zeros(top), torch.zeros(2, top), zeros(top, deepest), zeros(top, deepest), zeros(top))
+        return (
+            zeros(),
+            nodes,
+            front,
+            Draft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
+        )
+
+    (level, nodes, front, draft), (levels_B, *theirs) = state(), state()
+    dice = torch.Generator().manual_seed(0)
+    for step in range(levels):
+        num = 1 if step == 0 else top
+        logp, new = -torch.rand(2, num, top, generator=dice), torch.randint(99, (2, num, top), generator=dice)
+        logp[0, 0, -1] = -torch.inf  # a banned token
+        grow(level, nodes, front, new, logp)
+        grow_reference(levels_B, *theirs[:2], new, logp)
+        for a, b in zip((level, *nodes, *front), (levels_B, *theirs[0], *theirs[1]), strict=True):
+            assert torch.equal(a, b)
+    choose(torch.tensor([wanted]), top, nodes, draft)
+    choose_reference(torch.tensor([wanted]), top, theirs[0], theirs[2])
+    read = torch.arange(1 + most) <= draft.depth_BT[..., None]
+    for a, b in zip(draft, theirs[2], strict=True):
+        assert torch.equal(a.where(read, 0), b.where(read, 0)) if a.ndim == 3 else torch.equal(a, b)
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+@pytest.mark.parametrize("spread", [None, 0.8, 0.1])
+@pytest.mark.parametrize("banned", [False, True])
+def test_how_sure_a_guess_is(banned: bool, spread: float | None, heat: float) -> None:
+    """A copy of the target with rounded weights errs where two tokens are nearly as likely, whatever the others are.
+    And what the target chooses depends on the noise, too, which the drafter knows.
+    """
+    params = SamplingParams(logit_bias={3: -100.0} if banned else {}, temperature=heat)
+    sampler = Sampler(*placed([params] * 2, VOCAB))
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[:, 3], logits[:, 5], logits[0, 7] = 9.0, 8.75, 8.5
+    none, at = torch.full((2, 4), -1), torch.tensor([6, 9])
+    token, _, chance = sampler.draft(logits, none, at, at, chances=True, spread=spread)
+    sums = logits.clone()
+    sums[:, 3] -= 100.0 * banned
+    if heat:
+        sums = sums / heat + gumbel(sampler.rows.seeds_B, at[:, None], VOCAB)[:, 0]
+    best, second = sums.double().topk(2).values.unbind(1)
+    wanted = sums.double().softmax(1).amax(1) if spread is None else ((best - second) / spread).sigmoid()
+    assert torch.equal(token, sums.argmax(1)) and chance is not None
+    assert torch.equal(token, sampler.draft(logits, none, at, at).tokens)
+    torch.testing.assert_close(chance, wanted, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("spread", [None, 1.0, 0.1])
+def test_nodes_are_weighed_by_what_experience_makes_of_them(spread: float | None) -> None:
+    top, deepest, most = 3, 3, 9
+    C = top + (deepest - 1) * top**2
+    chances = torch.tensor([0.0, 0.02, 0.1, 0.2, 0.3, 0.5, 0.55, 0.6, 0.8, 0.9, 0.97])
+    middles = [0.0, *((number + 0.5) / 10 for number in range(10))]
+    draft = Draft(zeros_of(most), zeros_of(1 + most), zeros_of(1 + most, 1 + most), zeros_of(1 + most))
+    nodes = Nodes(zeros_of(C) - 1, torch.full((2, C), -torch.inf), zeros_of(C, deepest), zeros_of(C))
+    front = Front(zeros_of(top), torch.zeros(2, top), zeros_of(top, deepest), zeros_of(top, deepest), zeros_of(top))
+    level, said, dice = zeros_of(), torch.zeros(2, C), torch.Generator().manual_seed(0)
+    for step in range(deepest):
+        num = 1 if step == 0 else top
+        logp = torch.rand(2, num, top, generator=dice).log().sort(descending=True).values
+        logp[0, 0, -1 if step else 0 :] = -torch.inf  # a banned token, and nothing that is allowed
+        logp[1, 0] = torch.tensor([0.0, *[-torch.inf] * (top - 1)])  # what is certain
+        first, probs = (top + (step - 1) * top**2 if step else 0), logp.exp()
+        if spread is not None:
+            rivals = torch.cat([logp[..., 1:2], logp[..., :1].expand(-1, -1, top - 1)], 2)
+            probs = ((logp - rivals) / spread).sigmoid().nan_to_num()
+        probs = probs.flatten(1)
+        want = np.log(np.maximum(np.interp(probs, middles, chances), 1e-30))
+        weigh(level, chances, said, logp, spread)
+        torch.testing.assert_close(said[:, first : first + num * top], probs)
+        assert np.allclose(np.maximum(logp.flatten(1).numpy(), np.log(1e-30)), want, atol=1e-5)
+        grow(level, nodes, front, torch.randint(99, (2, num, top), generator=dice), logp)
+    choose(torch.tensor([most]), top, nodes, draft)
+    best = Weighed(torch.zeros(2, most), torch.zeros(2, most), zeros_of(most))
+    weighed(nodes, said, top, best)
+    for row in range(2):
+        order = nodes.scores_BC[row].argsort(descending=True, stable=True)[:most]
+        assert torch.equal(best.said_BN[row], said[row, order])
+        assert torch.allclose(best.odds_BN[row], nodes.scores_BC[row, order].exp())
+    branches = Branches(draft.depth_BT, draft.path_BTT)
+    assert best.parents_BN.tolist() == parents_of(DraftTree(draft.tokens_BN, branches))
+
+
+def zeros_of(*shape: int) -> Tensor:
+    return torch.zeros(2, *shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "settings, trees",
+    [
+        ({}, True),
+        ({"max_draft": 2}, True),
+        ({"max_draft": 1}, False),
+        ({"num_draft": 3}, False),
+        ({"tree": "off"}, False),
+    ]
+    + [({"compile": "off"}, False), ({"tree": (2, 2, 4), "compile": "off"}, True)],
+    ids=str,
+)
+def test_models_draft_trees_by_themselves_where_nothing_is_compiled(
+    settings: dict[str, Any], trees: bool, tmp_path: Path
+) -> None:
+    target = str(make_checkpoint(tmp_path / "model"))
+    config = EngineConfig(**{"target": target, "compile": "native", "max_context": 64, **settings})
+    runtime = Runtime(config, ("share",))
+    drafter = runtime._drafters["share"]
+    assert drafter is not None and drafter.trees is trees
+    if "tree" not in settings:  # chains serve other rules of acceptance
+        [answer] = runtime.engine("share").generate(
+            [[1, 2, 3]], SamplingParams(acceptance="rejection", temperature=1.0, max_new_tokens=8, ignore_eos=True)
+        )
+        assert len(answer.token_ids) == 8

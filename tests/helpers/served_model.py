@@ -1,0 +1,79 @@
+"""A server in a thread, with a fake engine, for tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+
+from serve.engine_thread import Model
+from serve.server import Server, listen
+from serve.server_config import Settings
+from tests.helpers.fake_engine import FakeEngine, fake_model
+
+
+class Served:
+    """A running server: its address, its engine, and clients."""
+
+    def __init__(self, url: str, model: Model | None) -> None:
+        self.url, self.model = url, model
+        self.http = httpx.Client(base_url=url, timeout=300)
+        self.status: int | None = None
+
+    @property
+    def engine(self) -> FakeEngine:
+        assert self.model is not None and isinstance(self.model.engine, FakeEngine)
+        return self.model.engine
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, prompt: Any = "the cat", **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", prompt=prompt, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.http.get("/metrics").text.splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def wait(self, what: Callable[[], bool], seconds: float = 300.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.005)
+
+
+@contextmanager
+def served(
+    load: Callable[[], Model] | None = None, settings: dict[str, Any] | None = None, **engine: Any
+) -> Iterator[Served]:
+    """Serve a fake model with these settings, until the end of the block; ready, unless `load` loads."""
+    options = Settings(**{"model_name": "fake", "root": "/models/fake", "mode": "suffix", **(settings or {})})
+    model = None if load else fake_model(max_batch=options.max_batch, **engine)
+    sock, url = listen("127.0.0.1", 0)
+    server = Server(options, load or (lambda: model), sock)  # type: ignore[arg-type, return-value]
+    running = Served(url, model)
+
+    def run() -> None:
+        running.status = server.run()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        if load is None:
+            running.wait(lambda: running.http.get("/health").status_code == 200)
+        yield running
+    finally:
+        running.http.close()
+        server.stop()
+        thread.join(300)
+        assert not thread.is_alive(), "the server hangs"

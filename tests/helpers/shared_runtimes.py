@@ -1,0 +1,59 @@
+"""Folders that all workers of a test run share, each made by the first that needs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+
+class Shared:
+    """Made folders and texts by name."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root / "shared"
+        self._root.mkdir(exist_ok=True)
+
+    def folder(self, name: str, make: Callable[[Path], object]) -> Path:
+        """The folder of that name; `make` writes it where there is none."""
+        folder = self._root / name
+        with FileLock(self._root / f"{name}.lock"):
+            if not folder.exists():
+                partial = self._root / f"{name}.partial"
+                shutil.rmtree(partial, ignore_errors=True)
+                make(partial)
+                partial.rename(folder)
+        return folder
+
+    def checkpoint(self, **sizes: Any) -> Path:
+        """A tiny random model of these sizes."""
+        from tests.helpers.tiny_models import make_checkpoint
+
+        return self.folder(_named("model", sizes), lambda folder: make_checkpoint(folder, **sizes))
+
+    def head(self, target: Path, kind: str, **options: Any) -> Path:
+        """A tiny random head for a checkpoint."""
+        from sharesd.models.loader import decoder_config
+        from tests.helpers.tiny_heads import make_head
+
+        name = _named(f"{target.name}-{kind}", options)
+        return self.folder(name, lambda folder: make_head(folder, decoder_config(target), kind, **options))
+
+    def texts(self, key: Any, decode: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """Reference texts (token ids) of whatever `key` describes in full; `decode` makes them where there are none."""
+        name = _named("texts", key)
+
+        def write(folder: Path) -> None:
+            folder.mkdir()
+            (folder / "texts.json").write_text(json.dumps(decode()))
+
+        return json.loads((self.folder(name, write) / "texts.json").read_text())
+
+
+def _named(kind: str, what: Any) -> str:
+    return f"{kind}-{hashlib.sha256(repr(what).encode()).hexdigest()[:12]}" if what else kind

@@ -1,0 +1,98 @@
+"""`corpus`: texts or earlier answers as a datastore, into which mode suffix looks besides the text itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from sharesd.cli import options
+from sharesd.cli.console import console, loading_bars
+from sharesd.config import SamplingParams
+from sharesd.data.prompt_files import read_prompts
+from train.data.target_answers import BATCH, add_prompt_options, answered, check
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "corpus",
+        help="make a datastore for mode suffix",
+        description="Sort texts, or the target's answers to prompts, for `--mode suffix --corpus FILE`.",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    options.add_model_options(parser)
+    group = parser.add_argument_group("corpus")
+    group.add_argument(
+        "--texts",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="plain text, or JSON Lines whose records have a `text` (answers-MODE.jsonl of a benchmark, for example)",
+    )
+    add_prompt_options(group, required=False)
+    group.add_argument("--out", required=True, metavar="FILE", help="the datastore, a .npy file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build the datastore; returns the exit status."""
+    check(args)
+    out = Path(args.out)
+    if out.suffix != ".npy" or out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"--out is {args.out}; name a .npy file in a folder that is there")
+    if not args.texts and not args.prompts:
+        raise ValueError("there is nothing to make a corpus of; give --texts, --prompts or both")
+    config = replace(options.engine_config(args, modes=("naive",)), max_batch=BATCH)
+    prompts = read_prompts(args.prompts, args.num_prompts) if args.prompts else []
+    given = [text for name in args.texts for text in _texts(Path(name))]
+    with loading_bars() as progress:
+        from sharesd.drafters.suffix.table import build_datastore
+        from sharesd.models.hub import resolve  # torch takes seconds, mistakes should not
+        from sharesd.models.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(resolve(config.target, progress=progress))
+        texts = [tokenizer.encode(text, add_special_tokens=False) for text in given]
+        if prompts:
+            from sharesd.runtime import Runtime
+
+            engine = Runtime(config, ("naive",), progress=progress).engine("naive")
+            found = answered(engine, prompts, SamplingParams(max_new_tokens=args.max_new_tokens), progress=progress)
+            texts += _with_beginnings(found)
+        tokens = [token for text in texts for token in text]
+        build_datastore(tokens, out)
+    console.print(
+        f"{out}: {len(tokens):,} tokens of {len(texts)} texts, {out.stat().st_size / 1e6:.1f} MB",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _with_beginnings(found: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    """The answers, behind the end that all prompts have in common: what a template puts before each answer."""
+    prompts = [prompt for prompt, _ in found]
+    same = (len(set(tokens)) == 1 for tokens in zip(*map(reversed, prompts), strict=False))
+    num = sum(1 for _ in takewhile(bool, same))
+    return [[*prompt[len(prompt) - num :], *answer] for prompt, answer in found]
+
+
+def _texts(path: Path) -> Iterator[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--texts {path} cannot be read ({reason}); give UTF-8 text or JSON Lines") from error
+    if path.suffix != ".jsonl":
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            text = json.loads(line)["text"] if line.strip() else ""
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number} is no JSON record with a `text`; correct or drop it") from error
+        if text:
+            yield str(text)

@@ -1,0 +1,1 @@
+"""Training prompts, answers of the target, and datasets of them."""

@@ -1,0 +1,139 @@
+"""Which tokens of a conversation are the assistant's: what it says, and the end of turn behind that.
+
+Each answer is looked at behind the prompt that the target would read before it gives that answer, whatever the chat
+template makes of earlier turns later on. So nothing is guessed: where a template shows an answer in other words, or
+without an end, the conversation is refused.
+
+Without `{% generation %}` markers an answer is what follows the template's generation prompt. White space which the
+template puts around it counts as said, since the target has to say it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sharesd.data.prompt_files import Message
+from sharesd.models.tokenizer import Tokenizer
+
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Turn(NamedTuple):
+    """An answer, and all that stands before it."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+class Example(NamedTuple):
+    """A sequence to train on."""
+
+    token_ids: list[int]
+    loss_spans: list[tuple[int, int]]
+    """Tokens that the assistant said: [start, end), in order."""
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Example:
+        """One that was read from JSON."""
+        return cls(stored["token_ids"], [(start, end) for start, end in stored["loss_spans"]])
+
+    @property
+    def num_in_loss(self) -> int:
+        """Tokens in the loss."""
+        return sum(end - start for start, end in self.loss_spans)
+
+    def cut(self, max_length: int) -> Example:
+        """Its first `max_length` tokens; perhaps none of them is in the loss."""
+        spans = [(start, min(end, max_length)) for start, end in self.loss_spans if start < max_length]
+        return Example(self.token_ids[:max_length], spans)
+
+
+def join(turns: Iterable[Turn]) -> list[Example]:
+    """Every answer in the loss once: in one sequence as long as each prompt goes on where the answer before ended, else
+    in a further one. (Templates that drop thoughts of earlier turns change what is read before the next answer.)
+    """
+    examples: list[Example] = []
+    for prompt_ids, answer_ids in turns:
+        token_ids = [*prompt_ids, *answer_ids]
+        spans = [(len(prompt_ids), len(token_ids))]
+        before = examples[-1] if examples else None
+        if before and prompt_ids[: len(before.token_ids)] == before.token_ids:
+            examples[-1] = Example(token_ids, before.loss_spans + spans)
+        else:
+            examples.append(Example(token_ids, spans))
+    return examples
+
+
+def masked(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Example]:
+    """The conversation in the chat template; text behind its last answer is left out.
+
+    ValueError, with the reason, where it is not sure which tokens are the assistant's, and where none is.
+    """
+    examples = join(_encoded(tokenizer, *texts) for texts in _answers(tokenizer, messages))
+    if not examples:
+        raise ValueError("the assistant says nothing")
+    return examples
+
+
+def _answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[tuple[str, str, int]]:
+    """Of each answer: the text before it, its own with the end of turn, and its number from 1."""
+    is_marked = bool(MARKER.search(tokenizer.chat_template or ""))
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, place in enumerate(answers, 1):
+        text = tokenizer.render_chat(messages[: place + 1], add_generation_prompt=False)
+        if is_marked:
+            start, end = _marked(tokenizer, messages[: place + 1], text, number)
+        else:
+            prompt = tokenizer.render_chat(messages[:place])
+            if not text.startswith(prompt):
+                raise ValueError(f"the text before answer {number} is not what the chat template asks it with")
+            start = end = len(prompt)
+        stop = re.compile("|".join(re.escape(end) for end in _ends(tokenizer)) or r"(?!)").search(text, start)
+        if stop is None:
+            raise ValueError(f"no end of turn follows answer {number}")
+        said, shown = messages[place]["content"].strip(), text[start : stop.start()]
+        beyond = text[end : stop.start()] if is_marked else ""
+        if beyond.strip() or (said not in shown if is_marked else said != shown.strip()):
+            raise ValueError(f"the chat template shows answer {number} in other words")
+        yield text[:start], text[start : stop.end()], number
+
+
+def _marked(tokenizer: Tokenizer, messages: Sequence[Message], text: str, number: int) -> tuple[int, int]:
+    """Where the last answer begins and ends, by the template's own marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
+
+    found: Any = render_jinja_template(
+        [list(messages)],
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
+        tools=None,
+        documents=None,
+        **tokenizer.special,  # type: ignore[arg-type]
+    )
+    rendered, spans = found  # declared as a str
+    if rendered != [text] or len(spans[0]) != number:
+        raise ValueError(f"the chat template marks {len(spans[0])} of {number} answers")
+    return spans[0][-1]
+
+
+def _ends(tokenizer: Tokenizer) -> list[str]:
+    tokens = (tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids)
+    return [token for token in tokens if token is not None]
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str, answer: str, number: int) -> Turn:
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    token_ids = tokenizer.encode(prompt + answer, add_special_tokens=False)
+    if token_ids[: len(prompt_ids)] != prompt_ids:
+        # The answer's first token would take in the end of the prompt. Whoever has read the prompt cannot say that one.
+        apart = prompt_ids + tokenizer.encode(answer, add_special_tokens=False)
+        if tokenizer.decode(apart, False) != tokenizer.decode(token_ids, False):
+            raise ValueError(f"answer {number} begins within a token of its prompt")
+        token_ids = apart
+    answer_ids = token_ids[len(prompt_ids) :]
+    ends = [place for place, token in enumerate(answer_ids, 1) if token in tokenizer.eos_ids]
+    if ends != [len(answer_ids)]:
+        raise ValueError(f"answer {number} has ends of turn at other places than its end")
+    return Turn(prompt_ids, answer_ids)

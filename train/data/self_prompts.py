@@ -1,0 +1,157 @@
+"""`prompts`: what users may ask the target, as it foretells itself (Magpie: Xu et al. 2024, arXiv 2406.08464).
+
+A model that was trained on conversations knows both sides of them: where a user would speak, it says what users say. So
+there are as many prompts as answers are wanted, and of the kinds that the model was made for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multigpu.journal import Journal, keep_settings, lines_of
+from sharesd.cli import options
+from sharesd.cli.console import console, loading_bars
+from sharesd.config import EngineConfig, SamplingParams
+from sharesd.engine.batch_runner import converse
+from sharesd.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sharesd.engine.engine import Engine
+    from sharesd.engine.outputs import TokenChunk
+    from sharesd.engine.request import Request
+
+FLAG = "--out"
+SHORTEST = 8
+"""Characters of a prompt at least."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "prompts",
+        help="have the target say what users ask, as prompts for `generate`",
+        description="Let the target go on where its chat template has the user speak, and keep what differs.",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    options.add_model_options(parser)
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--out",
+        required=True,
+        metavar="FILE",
+        help="JSON Lines, which `generate --prompts` reads; run it again to go on after an end of any kind",
+    )
+    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="that are said; a few are left out")
+    group.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="longer ones are left out")
+    group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument("--top-p", type=float, default=0.9, metavar="P")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--max-batch", type=int, default=32, metavar="N", help="prompts that are said at once")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Have them said, and write them; returns the exit status."""
+    out = Path(args.out)
+    if out.suffix != ".jsonl" or out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"--out is {args.out}; name a .jsonl file in a folder that is there")
+    if args.num_prompts < 1:
+        raise ValueError(f"--num-prompts is {args.num_prompts}; it must be at least 1")
+    if not args.temperature > 0:
+        raise ValueError(f"--temperature is {args.temperature}, where all prompts are one; raise it")
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    )
+    config = replace(options.engine_config(args, modes=("naive",)), max_batch=args.max_batch)
+    settings, part = (Path(args.out + end) for end in (".settings.json", ".part"))
+    if out.exists() and not settings.exists():
+        raise ValueError(f"{FLAG} is {out}, which is there and has no {settings.name}; name another file")
+    keep_settings(settings, _settings(config, params, args.num_prompts), FLAG)
+    if not out.exists():
+        with Journal(part, FLAG) as journal:
+            _have_said(config, params, args.num_prompts, journal)
+            _write_kept(out, part)
+        part.unlink()
+    console.print(
+        f"{out}: {sum(1 for _ in lines_of(out)):,} different prompts of {args.num_prompts:,} that were said",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _have_said(config: EngineConfig, params: SamplingParams, num: int, journal: Journal) -> None:
+    """Write down what is said, as it comes; what the journal has already is not said again."""
+    done = {json.loads(line)["index"] for _, line in lines_of(journal.path)}
+    left = iter([index for index in range(num) if index not in done])
+    with loading_bars() as progress:
+        from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+
+        engine = Runtime(config, ("naive",), progress=progress).engine("naive", warm=params)
+        begin = before_user(engine.tokenizer)
+
+        def take(wait: bool) -> tuple[int, _Prompt] | None:
+            index = next(left, None)
+            return None if index is None else (index, _Prompt(begin, params, index))
+
+        progress("prompts", len(done), num)
+        for number, (index, prompt, mistake) in enumerate(converse(engine, take), 1 + len(done)):
+            if mistake is not None:
+                raise mistake
+            journal.add({"index": index, "text": prompt.said.text, "ended": prompt.said.finish_reason == "stop"})
+            progress("prompts", number, num)
+
+
+def _write_kept(out: Path, journal: Path) -> None:
+    """Those that ended, differ and are not too short, in the order of their numbers."""
+    said = sorted((json.loads(line) for _, line in lines_of(journal)), key=lambda one: one["index"])
+    kept = dict.fromkeys(text for one in said if one["ended"] and len(text := one["text"].strip()) >= SHORTEST)
+    draft = out.with_name(f".{out.name}.draft")
+    draft.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept), encoding="utf-8")
+    os.replace(draft, out)
+
+
+class _Prompt:
+    """One that is being said. What it says depends on its number and the seed alone."""
+
+    goes_on = False
+
+    def __init__(self, begin: list[int], params: SamplingParams, index: int) -> None:
+        from sharesd.engine.outputs import Completion
+
+        self._begin, self._params, self._index = begin, params, index
+        self.said = Completion()
+
+    def ask(self, engine: Engine) -> Request:
+        return engine.add(self._begin, self._params, self._index)
+
+    def take(self, chunk: TokenChunk) -> None:
+        self.said.add(chunk)
+
+
+def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[str, Any]:
+    """What is said depends on these."""
+    return {
+        "num_prompts": num,
+        "target": config.target,
+        "dtype": config.dtype,
+        "compile": config.compile,
+        "exact": config.exact,
+        "max_context": config.max_context,
+        "sampling": asdict(params),
+    }
+
+
+def before_user(tokenizer: Tokenizer) -> list[int]:
+    """The tokens of the chat template before what the user says first. ValueError where there are none."""
+    mark = "<what the user says>"
+    text = tokenizer.render_chat([{"role": "user", "content": mark}])
+    before = tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)
+    if not before:
+        raise ValueError("the chat template has nothing before what users say, which would tell the target to ask")
+    return before

@@ -1,0 +1,68 @@
+"""The target's answers to prompts: what tables and corpora are made of."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sharesd.models.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from sharesd.config import SamplingParams
+    from sharesd.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+NUM_PROMPTS, MAX_NEW_TOKENS = 400, 160
+BATCH = 8
+"""Prompts that are answered together."""
+
+
+def add_prompt_options(group: Any, *, required: bool) -> None:
+    """Which prompts are answered, and how long the answers are."""
+    group.add_argument("--prompts", nargs="+", required=required, metavar="FILE", help="JSON or JSON Lines")
+    group.add_argument(
+        "--num-prompts",
+        type=int,
+        default=NUM_PROMPTS,
+        metavar="N",
+        help="prompts of each file that are answered, drawn at random (all, where it holds fewer)",
+    )
+    group.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="tokens per answer")
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError for numbers that mean nothing."""
+    for name in ("num_prompts", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+
+
+def answered(
+    engine: Engine, prompts: Sequence[str], params: SamplingParams, *, progress: Progress = silent
+) -> list[tuple[list[int], list[int]]]:
+    """Token ids of every prompt and of its answer.
+
+    Prompts that leave no room for one in the context are left out, with a warning; ValueError if none is left.
+    """
+    asked = [
+        ids for ids in map(engine.tokenizer.ask, prompts) if len(ids) + params.max_new_tokens <= engine.max_context
+    ]
+    if not asked:
+        raise ValueError(
+            f"no prompt leaves room for {params.max_new_tokens} new tokens in a context of {engine.max_context}; "
+            "raise --max-context or lower --max-new-tokens"
+        )
+    if len(asked) < len(prompts):
+        log.warning(
+            "%d of %d prompts are too long for the context and left out", len(prompts) - len(asked), len(prompts)
+        )
+    found = []
+    for first in range(0, len(asked), engine.cache.batch):
+        progress("answering prompts", first, len(asked))
+        group = asked[first : first + engine.cache.batch]
+        found += [(ids, done.token_ids) for ids, done in zip(group, engine.generate(group, params), strict=True)]
+    progress("answering prompts", len(asked), len(asked))
+    return found

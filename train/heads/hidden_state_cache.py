@@ -1,0 +1,102 @@
+"""Hidden states of texts on disk, so that the target reads each text once and not in every epoch.
+
+A folder of safetensors shards, which are memory-mapped: [N, F] for each text of N tokens, in the target's dtype, under
+a digest of its tokens. So they are found again whatever the order and the split, and more answers may join them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from itertools import count
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from train.data.shards import keep_settings
+
+SHARD = 2**27
+"""Bytes of a shard, about: so many are in memory until they are written."""
+
+
+class StateStore:
+    """States that were stored, and those that are added."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        """`settings`: what states depend on beside the tokens. ValueError where those in the folder depend on something
+        else, or cannot be read.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        keep_settings(folder, settings)
+        self._folder, self._new, self._bytes = folder, dict[str, Tensor](), 0
+        self._stored: dict[str, Any] = {}
+        self.find()
+
+    def find(self) -> None:
+        """What other processes have written, too."""
+        for path in sorted(self._folder.glob("states-*.safetensors")):
+            self._open(path)
+
+    def __contains__(self, tokens_N: Tensor) -> bool:
+        """Whether states of a text are known."""
+        key = _key(tokens_N)
+        return key in self._stored or key in self._new
+
+    def get(self, tokens_N: Tensor) -> Tensor | None:
+        """States [N, F] of a text, where they are known."""
+        key = _key(tokens_N)
+        if key in self._stored:
+            return self._stored[key].get_tensor(key)
+        return self._new.get(key)
+
+    def add(self, tokens_N: Tensor, states_NF: Tensor) -> None:
+        """Keep what is not known yet."""
+        self._new[_key(tokens_N)] = states_NF.cpu()
+        self._bytes += states_NF.nbytes
+        if self._bytes >= SHARD:
+            self.flush()
+
+    def flush(self) -> None:
+        """All that was added is on the disk."""
+        if not self._new:
+            return
+        draft = self._folder / f".draft-{uuid4().hex}"  # processes of several machines may have the same number
+        save_file(self._new, draft)
+        for number in count(len(list(self._folder.glob("states-*.safetensors")))):
+            path = self._folder / f"states-{number:05d}.safetensors"
+            try:
+                os.link(draft, path)  # unlike a rename it never replaces what another process has written
+                break
+            except FileExistsError:
+                continue
+        draft.unlink()
+        self._new, self._bytes = {}, 0
+        self._open(path)
+
+    def _open(self, path: Path) -> None:
+        try:
+            shard = safe_open(path, "pt")
+        except Exception as error:  # SafetensorError is no subclass of anything narrower
+            raise ValueError(f"{path} cannot be read ({error}); remove it") from error
+        self._stored |= dict.fromkeys(shard.keys(), shard)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """ValueError where a disk cannot take so many bytes more."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise ValueError(
+            f"--states {folder} would take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; give another "
+            "folder, fewer answers or a smaller --max-length, or leave --states out"
+        )
+
+
+def _key(tokens_N: Tensor) -> str:
+    return hashlib.sha256(tokens_N.to("cpu", torch.int64).numpy().tobytes()).hexdigest()[:32]

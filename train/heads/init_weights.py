@@ -1,0 +1,132 @@
+"""What a head begins with: the target's last block, which reads the deepest features as they are; GLIDE, which reads
+tokens, looks into each layer as that does. EAGLE begins as a linear map (`closed_form.py`): its block reads as the
+last one does, and adds nothing yet.
+
+Legend: N tokens, D hidden size, K draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.glide.head import Glide
+from sharesd.drafters.heads.checkpoint import new_head
+from sharesd.drafters.heads.config import ARCHITECTURES, GLIDE, GLIDE_LAYERS, LAYER_IDS, HeadConfig, Kind
+from sharesd.drafters.heads.head import FeatureHead, Head
+from sharesd.drafters.parallel.head import Parallel
+from sharesd.models.decoder import Block, Decoder
+
+
+@torch.no_grad()
+def initial_head(
+    kind: Kind,
+    target_raw: dict[str, Any],
+    target: Decoder,
+    *,
+    ids_K: Tensor | None = None,
+    taps: tuple[int, ...] = (),
+    **changes: Any,
+) -> Head:
+    """A head in the target's dtype, with the draft tokens `ids` (None: all) and, but for EAGLE-1, other depths than
+    usual, or for GLIDE other layers. `changes` of the config.
+
+    The embedding of the next token has no weight yet, and masks differ from the root's place by their position alone.
+    Call it while the target has its plain linears.
+    """
+    if taps:
+        changes |= {GLIDE: {GLIDE_LAYERS: list(taps)}} if kind == "glide" else {LAYER_IDS: list(taps)}
+    num_draft_tokens = None if ids_K is None else len(ids_K)
+    config = HeadConfig.new(kind, target_raw, draft_vocab_size=num_draft_tokens, **changes)
+    head = new_head(config, target, ids_K=ids_K)
+    (last, *upper), D = target.blocks[-len(head.blocks) :], config.block.hidden_size
+    assert isinstance(last, Block)
+    attn_norm_D, mlp_norm_D = (norm.get_parameter("weight") for norm in (last.attn_norm, last.mlp_norm))
+    block = head.block
+    for parameter in head.parameters():
+        parameter.zero_()
+    for to, weight in (
+        (block.mlp.gate_up, last.mlp.gate_up),
+        (block.attn.o, last.attn.o),
+        (block.mlp.down, last.mlp.down),
+    ):
+        to.weight.copy_(weight.weight)
+    for to, block_of_target in zip(head.blocks[1:], upper, strict=True):
+        to.load_state_dict(block_of_target.state_dict())
+    if isinstance(head, FeatureHead):
+        head.fc.weight[:, -D:] = torch.eye(D)  # the features lie behind the embedding, the deepest ones last
+    if isinstance(head, Glide):
+        _begin_as_layers(head, target)
+    elif isinstance(head, Eagle3):
+        block.attn.qkv.weight[:, D:] = last.attn.qkv.weight
+        head.embed_norm.weight.fill_(1)
+        head.state_norm.weight.copy_(attn_norm_D)
+        block.mlp_norm.weight.copy_(mlp_norm_D)
+        head.norm.weight.copy_(target.norm.weight)
+    else:
+        dice, values = torch.Generator().manual_seed(0), block.attn.num_kv_heads * block.attn.head_dim
+        block.attn.qkv.weight.copy_(last.attn.qkv.weight * attn_norm_D)  # there is no norm to hold these
+        for weight in (block.attn.qkv.weight[-values:], block.mlp.gate_up.weight):
+            weight.copy_(torch.randn(weight.shape, generator=dice) * D**-0.5)
+        block.mlp_norm.weight.fill_(1)
+        block.attn.o.weight.zero_(), block.mlp.down.weight.zero_()
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(target.head.weight if ids_K is None else target.head.weight[ids_K])
+    return head
+
+
+@torch.no_grad()
+def with_masks(head: Eagle3, target: Decoder, draft_length: int) -> Parallel:
+    """An EAGLE-3 head that guesses so many tokens in one pass: its guesses of the next one are what they were, and
+    masks differ from the root's place by their position alone.
+    """
+    raw = {**head.config.raw, "architectures": [ARCHITECTURES["parallel"]], "draft_length": draft_length}
+    config = HeadConfig.of(raw, "parallel", target.config)
+    ids_K = None if head.ids is None else head.get_buffer("ids")
+    one = new_head(config, target, ids_K=ids_K, own_embed=head.embed is not None, fc_bias=head.fc.bias is not None)
+    assert isinstance(one, Parallel)
+    given = dict(head.named_parameters())
+    for name, parameter in one.named_parameters():
+        parameter.copy_(given[name]) if name in given else parameter.zero_()
+    return one
+
+
+def _begin_as_layers(head: Glide, target: Decoder) -> None:
+    """Self-attention is that of the first block, which reads embeddings, too; all else is the last block's, and each
+    cross-attention that of its layer.
+    """
+    first, last, block = target.blocks[0], target.blocks[-1], head.block
+    assert isinstance(first, Block) and isinstance(last, Block)
+    block.attn.qkv.weight.copy_(first.attn.qkv.weight)
+    block.attn.o.weight.copy_(first.attn.o.weight)
+    for to, norm in (
+        (block.attn_norm, first.attn_norm),
+        (block.cross_norm, last.attn_norm),
+        (block.mlp_norm, last.mlp_norm),
+        (head.norm, target.norm),
+    ):
+        to.weight.copy_(norm.get_parameter("weight"))
+    for cross in block.cross:
+        layer = target.blocks[cross.layer]
+        assert isinstance(layer, Block)
+        cross.q.weight.copy_(layer.attn.qkv.weight[: len(cross.q.weight)])
+        cross.o.weight.copy_(layer.attn.o.weight)
+        if cross.q_norm is not None and layer.attn.q_norm is not None:
+            cross.q_norm.weight.copy_(layer.attn.q_norm.weight)
+
+
+def most_frequent(rows: Iterable[dict[str, Tensor]], vocab_size: int, num: int) -> Tensor:
+    """Ids [num], ascending, of the tokens that the assistant says most often in packed rows; of equals the lower ones.
+
+    ValueError for more than there are.
+    """
+    if not 0 < num <= vocab_size:
+        raise ValueError(f"--draft-vocab is {num} and the target knows {vocab_size} tokens; give 1 to {vocab_size}")
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        counts_V += row["token_ids"][row["loss_mask"]].bincount(minlength=vocab_size)
+    return counts_V.sort(descending=True, stable=True).indices[:num].sort().values

@@ -1,0 +1,308 @@
+"""A training from its folder of answers to its folder of heads: everything put together."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sharesd.config import DType, EngineConfig, Mode, SamplingParams
+from sharesd.devices.selection import device_of, warn_untried
+from sharesd.drafters.eagle.head import Eagle
+from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.heads.checkpoint import load_head, new_head
+from sharesd.drafters.heads.config import Kind, mode_of
+from sharesd.models.checkpoint import read_config
+from sharesd.models.decoder import Decoder
+from sharesd.models.hub import resolve
+from sharesd.models.loader import load_decoder
+from sharesd.models.progress import Progress
+from sharesd.runtime import Runtime
+from sharesd.speculation.cost_model import Costs
+from train.data.packed_dataset import PackedRows, read_split
+from train.data.shards import keep_settings
+from train.heads.checkpoint import BEST, LAST, read_state, write_head, write_state
+from train.heads.distributed import ALONE, Processes
+from train.heads.draft_decoder import Draft, Learner, initial_draft
+from train.heads.evaluate import Acceptance, acceptance, best_chain
+from train.heads.hidden_state_cache import StateStore
+from train.heads.init_weights import initial_head, most_frequent, with_masks
+from train.heads.least_squares_init import begin_linear
+from train.heads.losses import Teacher
+from train.heads.metrics_log import Journal
+from train.heads.teacher import FrozenTarget, Lesson
+from train.heads.trainer import Recipe, Trainer
+
+FITTED = 64
+"""Rows at most that a linear start is fitted to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is trained, on what, and how it is measured."""
+
+    kind: Kind | Literal["draft"]
+    init: Path | None = None
+    """A trained head that it begins as, with its draft tokens and taps; None = the target's last block."""
+    data: Path
+    target: str | None
+    dtype: DType = "auto"
+    """Of the target, and of the heads that are written."""
+    device: str = "auto"
+    threads: int
+    """Always the same ones, on which the bits of sums depend."""
+    max_length: int = 1024
+    seed: int = 0
+    draft_vocab: int | None = None
+    """Tokens that the head can guess; None = all."""
+    taps: tuple[int, ...] = ()
+    """EAGLE-3: depths that it reads. GLIDE: layers of the target that it looks into. None = the usual ones."""
+    held_out: float = 0.05
+    """Share of prompts to measure with."""
+    chain: int = 5
+    """Guesses per chain that are measured."""
+    draft_length: int = 1
+    """`parallel`: tokens that one pass guesses."""
+    layers: int = 1
+    """`parallel`, `draft`: blocks."""
+    hidden_size: int | None = None
+    """`draft`: None = half of the target's, in whole 64."""
+
+
+class Session:
+    """A trainer, and what measures and keeps its head. Each of several processes has one; process 0 writes."""
+
+    journal: Journal
+    """Process 0 alone has it, and `costs`."""
+    costs: Costs
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Callable[[PackedRows], Recipe],
+        progress: Progress,
+        processes: Processes = ALONE,
+    ) -> None:
+        """`recipe` may depend on how many rows there are. Writes nothing. ValueError for what does not fit together."""
+        self.task, self.processes = task, processes
+        self.split = read_split(task.data, task.max_length, task.held_out)
+        for places, purpose, remedy in (
+            (self.split.train, "train on", "lower it"),
+            (self.split.held_out, "measure with", "raise it, or add answers"),
+        ):
+            if not places:
+                raise ValueError(f"--held-out {task.held_out} leaves no answers to {purpose}; {remedy}")
+        self.rows = PackedRows(self.split.train, task.max_length, seed=task.seed)
+        self._held_out = PackedRows(self.split.held_out, task.max_length, shuffle=False)
+        self.recipe = recipe(self.rows)
+        folder = resolve(task.target, progress=progress)
+        dtype = torch.bfloat16 if task.dtype == "auto" else getattr(torch, task.dtype)
+        device = device_of(task.device)
+        warn_untried(device)
+        target = load_decoder(folder, dtype=dtype, device=device, progress=progress)
+        if task.max_length > target.max_context:
+            raise ValueError(
+                f"--max-length is {task.max_length} and the target takes {target.max_context} tokens; lower it"
+            )
+        self._written = self._first_head(folder, target)
+        """In the dtype that it is used in."""
+        self.head = _twin(self._written, target)
+        weight_VD, ids_K = target.head.weight, None if self._written.ids is None else self._written.get_buffer("ids")
+        products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
+        weight_KD = (weight_VD if ids_K is None else weight_VD[ids_K]).to(products)
+        teacher = Teacher(weight_KD, target.config.final_softcap)
+        head_config = self._written.config
+        target_bytes = sum(parameter.nbytes for parameter in target.parameters())
+        self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.target_layers)
+        self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe, processes)
+        head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
+        self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
+        """Target, teacher, and the head with its gradient and two averages."""
+
+    def _first_head(self, folder: Path, target: Decoder) -> Learner:
+        task = self.task
+        if task.kind == "draft":
+            return initial_draft(folder, target, layers=task.layers, hidden_size=task.hidden_size)
+        if task.init is not None:
+            head = load_head(task.init, target)
+            if (task.kind, head.config.kind) == ("parallel", "eagle3"):
+                assert isinstance(head, Eagle3)
+                return with_masks(head, target, task.draft_length)
+            if head.config.kind != task.kind:
+                raise ValueError(f"--init {task.init} is a head of kind {head.config.kind}, not {task.kind}")
+            if head.config.draft_length < task.draft_length:
+                raise ValueError(
+                    f"--init {task.init} guesses {head.config.draft_length} tokens and --unroll asks for "
+                    f"{task.draft_length}; lower that"
+                )
+            return head
+        ids_K = None
+        if task.draft_vocab is not None:
+            every = map(self.rows.__getitem__, range(len(self.rows)))
+            ids_K = most_frequent(every, target.vocab_size, task.draft_vocab)
+        sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
+        changes = sizes if task.kind == "parallel" else {}
+        return initial_head(task.kind, read_config(folder), target, ids_K=ids_K, taps=task.taps, **changes)
+
+    @property
+    def states_bytes(self) -> int:
+        """Of the target's hidden states of all texts."""
+        tokens = sum(place.length for places in (self.split.train, self.split.held_out) for place in places)
+        return tokens * self.frozen.bytes_per_token
+
+    def begin(self, out: Path, costs: Costs | None, states: Path | None = None) -> None:
+        """Go on with the training in a folder, or begin it there: then the head is measured as it is. `costs` of rounds
+        are measured where they are not given. Hidden states are kept in `states`, if given.
+
+        ValueError where the training depends on something else, the number of processes included.
+        """
+        first = self.processes.first
+        if states is not None:
+            self._open_states(states)
+        if first:
+            out.mkdir(parents=True, exist_ok=True)
+            keep_settings(out, self._settings())
+        state = read_state(out / LAST)  # which process 0 replaces once the others come to the first measures
+        self._out, self._best = out, 0.0
+        if state is not None:
+            self._go_on(state)
+        self._agree(-1 if state is None else self.trainer.step)
+        if first:
+            self.journal = Journal(out, -1 if state is None else self.trainer.step)
+            if state is None:
+                if isinstance(self.head, Eagle) and self.task.init is None:
+                    begin_linear(self.head, self._first_lessons())
+                self._write(out / LAST)
+            self.costs = costs or self._measured_costs()
+        self.processes.follow_first([parameter.detach() for parameter in self.head.parameters()])
+        if state is None:
+            self.check()
+
+    def _open_states(self, folder: Path) -> None:
+        """Of several processes each first reads its share of all texts, so that none is read and kept twice."""
+        depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
+        depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
+        if self.head.config.target_layers:
+            depends["layers"] = self.head.config.target_layers
+        if not self.processes.first:
+            self.processes.wait()
+        store = self.frozen.store = StateStore(folder, depends)
+        if self.processes.first:
+            self.processes.wait()
+        if self.processes.number > 1:
+            for rows in (self.rows, self._held_out):
+                for number in self.processes.share(range(len(rows))):
+                    self.frozen.keep(rows[number])
+            store.flush()
+            self.processes.wait()
+            store.find()
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        before, number = state.get("processes", 1), self.processes.number
+        if before != number:  # as with threads, the bits of sums depend on it
+            raise ValueError(
+                f"{self._out / LAST} says processes {before} and now it is {number}; go on as before, or give another "
+                "--out-dir"
+            )
+        self.trainer.go_on(state["trainer"])
+        self._best = state["best"]
+
+    def _agree(self, step: int) -> None:
+        """ValueError unless all processes have found the same."""
+        if self.processes.totals([step])[0] != step * self.processes.number:
+            raise ValueError(f"{self._out / LAST} is not the same for all processes; give all of them one folder")
+
+    def _first_lessons(self) -> Iterator[Lesson]:
+        for number in range(min(FITTED, len(self.rows))):
+            yield from self.frozen.lessons(self.rows[number])
+
+    def advance(self) -> dict[str, float]:
+        """One step, which goes into the journal."""
+        started = time.perf_counter()
+        found = self.trainer.advance()
+        if self.processes.first:
+            self.journal.add(self.trainer.step, **found, seconds=round(time.perf_counter() - started, 3))
+        return found
+
+    def check(self) -> None:
+        """Measure with the held-out texts, of which each process takes its share, and write a checkpoint."""
+        rows = map(self._held_out.__getitem__, self.processes.share(range(len(self._held_out))))
+        found = acceptance(self.head, self.frozen, rows, self.task.chain)
+        found = Acceptance(self.processes.totals(found.reached), self.processes.totals(found.accepted))
+        if self.processes.first:
+            self._keep(found)
+
+    def _keep(self, found: Acceptance) -> None:
+        """In the journal, and with it the head as it is."""
+        length, speed_up = best_chain(found.taus, self.costs)
+        values: dict[str, Any] = {
+            "rates": found.rates,
+            "tau": found.taus[-1],
+            "speed_up": speed_up,
+            "best_length": length,
+        }
+        self.journal.add(self.trainer.step, **values)
+        self.journal.draw()
+        self._write(self._out / LAST)
+        if values["tau"] > self._best:
+            self._best = values["tau"]
+            write_head(self._written, self._out / BEST)
+        state = {"trainer": self.trainer.state(), "best": self._best, "processes": self.processes.number}
+        write_state(state, self._out / LAST)
+
+    def close(self) -> None:
+        """All that was found is on the disk."""
+        if self.processes.first:
+            self.journal.close()
+        if self.frozen.store is not None:
+            self.frozen.store.flush()
+
+    @torch.no_grad()
+    def _write(self, folder: Path) -> None:
+        for slot, parameter in zip(self._written.parameters(), self.head.parameters(), strict=True):
+            slot.copy_(parameter)
+        write_head(self._written, folder)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the trained head depends on."""
+        task = {name: value for name, value in asdict(self.task).items() if name not in ("device", "chain")}
+        task["init"] = None if self.task.init is None else str(self.task.init)
+        sizes = {"answers": len(self.split.train), "held_out_answers": len(self.split.held_out)}
+        return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe)}
+
+    def _measured_costs(self) -> Costs:
+        """Of rounds with this head on this machine, as the engine measures them."""
+        task, trained = self.task, str(self._out / LAST)
+        mode: Mode = "classic" if task.kind == "draft" else mode_of(task.kind)
+        config = EngineConfig(
+            target=task.target,
+            mode=mode,
+            heads=() if mode == "classic" else (trained,),
+            draft=trained if mode == "classic" else None,
+            dtype=task.dtype,
+            device=task.device,
+            threads=task.threads,
+            max_draft=task.chain,
+        )
+        params = SamplingParams()
+        return Runtime(config).engine(mode, warm=params).way(params).policy.costs
+
+
+def _twin(head: Learner, target: Any) -> Learner:
+    """The head in the dtype of lessons, whose parameters learn."""
+    if isinstance(head, Draft):
+        wide = torch.promote_types(head.decoder.embed.weight.dtype, torch.float32)
+        return copy.deepcopy(head).to(wide).requires_grad_(True)
+    wide = torch.promote_types(head.place["dtype"], torch.float32)
+    ids_K = None if head.ids is None else head.get_buffer("ids")
+    twin = new_head(head.config, target, ids_K=ids_K, own_lm_head=head.own_lm_head).to(wide)
+    found = head.state_dict()
+    if found.keys() != twin.state_dict().keys():
+        raise ValueError(f"a head with {', '.join(found)} cannot be gone on with; give one that was trained here")
+    twin.load_state_dict(found)
+    return twin
