@@ -22,18 +22,33 @@ def write(tensor: Tensor, numbers: Sequence) -> None:
 
 
 class HostCopies:
-    """Places in the host's memory onto which tensors are copied again and again; pinned, where these are on a GPU."""
+    """Places in the host's memory onto which tensors are copied again and again; pinned, where these are on a GPU.
+
+    Each has room for two copies: one of the round before may not have been read yet.
+    """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, torch.Size], Tensor] = {}
+        self._places: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, torch.Size], list[Tensor]] = {}
+        self._turn = 0
 
-    def copied(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of what is known by this name, which is whole once the device has come so far."""
+    def turn(self) -> None:
+        """Leave the copies of this round alone in the next."""
+        self._turn = 1 - self._turn
+
+    def copied(self, name: str, tensor: Tensor, times: int = 1) -> Tensor:
+        """Copy of what has this name, which is whole once the device has come so far.
+
+        There is one place for each name, with room for `times` as many numbers as the first tensor of it has.
+        """
         key = name, tensor.shape
-        if key not in self._places:
-            pinned = tensor.device.type == "cuda"
-            self._places[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        return self._places[key].copy_(tensor, non_blocking=True)
+        if key not in self._views:
+            num, place = tensor.numel(), self._places.get(name)
+            if place is None or place.shape[1] < num:
+                pinned = tensor.device.type == "cuda"
+                place = self._places[name] = torch.empty(2, num * times, dtype=tensor.dtype, pin_memory=pinned)
+            self._views[key] = [half[:num].view(tensor.shape) for half in place]
+        return self._views[key][self._turn].copy_(tensor, non_blocking=True)
 
 
 def copied(tensor: Tensor) -> Tensor:

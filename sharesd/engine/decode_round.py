@@ -103,7 +103,7 @@ class Round:
         graphs are for drafts alone. `meanwhile` has drafts guess on while the target waits for weights.
         """
         self._meanwhile = meanwhile
-        self._host = [HostCopies(), HostCopies()]  # of two rounds that are on their way
+        self._host = HostCopies()
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.drafting = drafting
         self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
@@ -137,11 +137,13 @@ class Round:
         """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made. They stay
         until the round after the next is fetched.
         """
-        self._host.reverse()
-        here, (counted_BX, logprobs_BT, top_BTk, num_rows, is_tree) = self._host[0], result
-        top = None if top_BTk is None else (here.copied("ids", top_BTk[0]), here.copied("logprobs of ids", top_BTk[1]))
-        logprobs_BT = None if logprobs_BT is None else here.copied("logprobs", logprobs_BT)
-        return RoundResult(here.copied("counted", counted_BX), logprobs_BT, top, num_rows, is_tree)
+        self._host.turn()
+        counted_BX, logprobs_BT, top_BTk, num_rows, is_tree = result
+        copied, times = self._host.copied, -(-(1 + self._buffers.most) // num_rows)  # of the largest draft
+        top = None if top_BTk is None else (copied("ids", top_BTk[0], times), copied("top", top_BTk[1], times))
+        logprobs_BT = None if logprobs_BT is None else copied("logprobs", logprobs_BT, times)
+        counted_BX = copied("counted", counted_BX, times if is_tree else 2 * times)  # trees have a path, too
+        return RoundResult(counted_BX, logprobs_BT, top, num_rows, is_tree)
 
     def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[..., RoundResult]:
         """Verifies whatever lies in this draft; where there are grammars in two parts, with masks in between."""
