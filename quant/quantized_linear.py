@@ -12,6 +12,7 @@ Legend: N output features, K input features, M rows, G groups of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -107,15 +108,18 @@ class GemliteLinear(LowLinear):
         self.bits = weight.bits
         gemlite = lazy_import("gemlite")
         helper, device = gemlite.helper, weight.q.device
-        if weight.bits == 8:
-            gemlite.set_native_atomic_bfp16(False)  # parts of a sum, rounded each, lose what 8 bits gain
-            packed = helper.A16W8_INT8(device=device, dtype=dtype).from_weights(
-                _int8_codes(weight), bias=None, scales=weight.scale
-            )
-        else:
-            packed = helper.A16Wn(device=device, dtype=dtype).from_weights(
-                weight.q, weight.scale, weight.zero, weight.bits, weight.group_size
-            )
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        ):  # Triton launches on the current one
+            if weight.bits == 8:
+                gemlite.set_native_atomic_bfp16(False)  # parts of a sum, rounded each, lose what 8 bits gain
+                packed = helper.A16W8_INT8(device=device, dtype=dtype).from_weights(
+                    _int8_codes(weight), bias=None, scales=weight.scale
+                )
+            else:
+                packed = helper.A16Wn(device=device, dtype=dtype).from_weights(
+                    weight.q, weight.scale, weight.zero, weight.bits, weight.group_size
+                )
         # Own the tensors: gemlite's module binds its forward to itself and does not survive a copy.
         per_group = (weight.scale.shape[1], weight.q.shape[0])
         tensors = [
