@@ -12,6 +12,7 @@ neither takes runs plain tensor operations.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from functools import lru_cache, partial
@@ -27,6 +28,7 @@ from compile.op_registry import LIBRARY, on_cuda, runs_triton
 from compile.rotary import rotate
 from compile.sight import CHUNK, SINKS
 
+log = logging.getLogger(__name__)
 SLOT_MULTIPLE = 32
 """The CPU kernel reads slots in blocks of this size."""
 MAX_HEAD = 512
@@ -37,6 +39,12 @@ MAX_STEP = 64
 """Most rows of a chain that the CUDA kernels read; more are a prompt, for which large matrix products are quicker."""
 FLASH_HEAD = (8, 256)
 """Head sizes that flash attention takes: multiples of the first number, up to the second."""
+FLASH_PLACES = (
+    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+    *("dropout_p", "is_causal", "return_debug_mask"),
+)
+FLASH_NAMES = {"scale", "window_size_left", "window_size_right", "seqused_k"}
+"""Arguments that torch's operator is given, by place and by name."""
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -137,7 +145,25 @@ def flash_reads(device: torch.device, dtype: torch.dtype, head_size: int, softca
 
 def has_flash(device: torch.device) -> bool:
     """True where this GPU and this torch have flash attention."""
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+    has = KNOWS_FLASH and torch.backends.cuda.is_flash_attention_available()
+    return has and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _knows_flash() -> bool:
+    """True if torch's private operator takes what `_flash` gives."""
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    taken = [] if operator is None else [argument.name for argument in operator.default._schema.arguments]
+    return tuple(taken[: len(FLASH_PLACES)]) == FLASH_PLACES and set(taken) >= FLASH_NAMES
+
+
+KNOWS_FLASH = _knows_flash()
+
+
+@lru_cache
+def warn_unknown_flash() -> None:
+    """Warn, once in a process, if prompts run SDPA for want of a flash attention that is known."""
+    if not KNOWS_FLASH:
+        log.warning("torch %s has another flash attention: prompts run SDPA, which takes more time", torch.__version__)
 
 
 def attend(

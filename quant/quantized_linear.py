@@ -108,9 +108,8 @@ class GemliteLinear(LowLinear):
         self.bits = weight.bits
         gemlite = lazy_import("gemlite")
         helper, device = gemlite.helper, weight.q.device
-        with (
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        ):  # Triton launches on the current one
+        # Triton launches on the device that is current.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             if weight.bits == 8:
                 gemlite.set_native_atomic_bfp16(False)  # parts of a sum, rounded each, lose what 8 bits gain
                 packed = helper.A16W8_INT8(device=device, dtype=dtype).from_weights(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from compile.adaptive_threads import CREW
-from compile.attention import reads_live_slots
+from compile.attention import reads_live_slots, warn_unknown_flash
 from compile.cpp_extension import cache_root, keep_compiled, kernels_version, prepare
 from compile.cuda import gemm_config
 from compile.cuda_graphs import Graphs
@@ -301,6 +301,7 @@ class Runtime:
         if self.device.type == "cuda":
             if leads:
                 warn_untried(self.device)
+                warn_unknown_flash()
             use(self.device)
         self.dtype = dtype_of(config.dtype, self.device)
         chosen = choose_kernels(config.kernels, self.device, self.dtype)

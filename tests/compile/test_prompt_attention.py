@@ -6,6 +6,7 @@ Legend: T new tokens, H query heads, K key/value heads, S slots, d head size.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,30 @@ def test_old_gpus_have_no_flash_attention(monkeypatch: pytest.MonkeyPatch) -> No
     for capability, has in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert attention.has_flash(torch.device("cuda", 0)) is has
+
+
+@pytest.mark.parametrize("named", [None, "another"])
+def test_another_torch_has_sdpa_and_one_warning(
+    named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator that is missing, and one with an argument of another name."""
+    taken = [*attention.FLASH_PLACES, *sorted(attention.FLASH_NAMES - {"seqused_k"}), named]
+    schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in taken])
+    operators = (
+        {} if named is None else {"_flash_attention_forward": SimpleNamespace(default=SimpleNamespace(_schema=schema))}
+    )
+    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace(**operators))
+    assert not attention._knows_flash()
+    monkeypatch.setattr(attention, "KNOWS_FLASH", False)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not flash_reads(torch.device("cuda", 0), torch.bfloat16, 128, 0.0)
+    attention.warn_unknown_flash.cache_clear()
+    for _ in range(2):
+        attention.warn_unknown_flash()
+    assert [record.message for record in caplog.records if "SDPA" in record.message] == [
+        f"torch {torch.__version__} has another flash attention: prompts run SDPA, which takes more time"
+    ]
 
 
 def test_masks_take_groups_of_heads_without_copies_of_keys() -> None:
