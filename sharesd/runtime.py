@@ -73,6 +73,7 @@ from sharesd.parallel.pipeline_stages import StagedBlocks
 from sharesd.parallel.tp_driver import LeadingModel, follow
 from sharesd.parallel.tp_setup import leave, meet
 from sharesd.speculation.calibration import spread_of
+from sharesd.speculation.draft_policy import WORTHWHILE
 from sharesd.speculation.draft_tree import Shape, chains, ladder, looking_back, shapes_of, slots_to_go_on
 from sharesd.weights.backend import home_of
 from sharesd.weights.draft_heads import TrainedHeads, num_bytes
@@ -630,7 +631,8 @@ class Runtime:
             return (given,)
         # Where attention masks what it does not need, and reads it all the same, a window gains nothing.
         gains = isinstance(target, Decoder) and reads_live_slots(self.device, self.dtype, target.config.head_dim)
-        return (0, DRAFT_WINDOW) if given == "auto" and gains else (0,)
+        long_enough = self.max_context >= WORTHWHILE * DRAFT_WINDOW
+        return (0, DRAFT_WINDOW) if given == "auto" and gains and long_enough else (0,)
 
     def _draft_split(self, folder: Path) -> Split | None:
         """Where a second model is, if that has been asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import FIRST_ALPHAS, Policy
 from sharesd.speculation.draft_tree import PLAIN, Shape, chain
+
+Drafts = dict[tuple[Kind, int, int], tuple[DraftBuffers, dict[object, Any]]]
+"""Where drafts lie, and what drafters keep (`Drafting.kept`), by kind of drafts and rows."""
 
 
 class Way:
@@ -37,8 +41,9 @@ class Way:
         graphs: Graphs | None,
         ahead: bool,
         gumbel: Callable[..., Tensor],
+        drafts: Drafts,
     ) -> None:
-        """As `Engine` has them."""
+        """As `Engine` has them. `drafts`: of all ways, which share those that are replayed."""
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
         self._sampling, self._state, self._gumbel = sampling, state, gumbel
         self._widths, self._graphs, self._offloaded, self._meanwhile = widths, graphs, offloaded, meanwhile
@@ -56,6 +61,7 @@ class Way:
             stops=graphs is None and cache.lengths.device.type == "cpu" and not ahead,
         )
         self._from_tables = drafter is not None and drafter.on_host
+        self._drafts = drafts if graphs is not None else {}
         self._on_cpu = cache.lengths.device.type == "cpu"
         self._rounds: dict[tuple[int, int], Round] = {}
 
@@ -73,9 +79,12 @@ class Way:
 
     def _new_round(self, first: int, end: int) -> Round:
         sampler = Sampler(self._kind, self._sampling.span(first, end), gumbel=self._gumbel)
-        buffers = DraftBuffers(end - first, self._most, self._target.vocab_size, self._cache.lengths.device)
+        place, device = (self._kind.of_drafts(), first, end), self._cache.lengths.device
+        if place not in self._drafts:
+            self._drafts[place] = DraftBuffers(end - first, self._most, self._target.vocab_size, device), {}
+        buffers, kept = self._drafts[place]
         state, cache = self._state.rows(first, end), self._cache.rows(first, end)
-        drafting = Drafting(first, end, sampler, state.root_B, buffers, self.policy, self._graphs)
+        drafting = Drafting(first, end, sampler, state.root_B, buffers, self.policy, self._graphs, kept)
         # What waits for weights that travel can't be captured: their copies are others each time.
         eager = self._offloaded
         return Round(

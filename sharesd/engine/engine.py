@@ -28,7 +28,7 @@ from sharesd.devices.host_buffers import write
 from sharesd.devices.selection import use
 from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_round import Masks, Meanwhile, Round, RoundResult, RowState
-from sharesd.engine.decode_variant import Way
+from sharesd.engine.decode_variant import Drafts, Way
 from sharesd.engine.grammar_mask import allowed
 from sharesd.engine.outputs import Completion, Source, TokenChunk
 from sharesd.engine.prefill_scheduler import Reader
@@ -165,6 +165,7 @@ class Engine:
         )
         self._has_read = False  # in this step
         self._ways: dict[Kind, Way] = {}
+        self._drafts: Drafts = {}
         self._slots = Slots(cache, reread=reread, span=self._span)
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=(*target.eos_ids, *tokenizer.eos_ids))
         self._waiting: deque[Request] = deque()
@@ -658,6 +659,7 @@ class Engine:
                 graphs=self.graphs,
                 ahead=self.ahead,
                 gumbel=self.gumbel,
+                drafts=self._drafts,
             )
             known = next((other.policy for other in reversed(self._ways.values()) if other.policy.live.known), None)
             if known is not None:  # sampling takes little of the time

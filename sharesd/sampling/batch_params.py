@@ -75,12 +75,16 @@ class Kind(NamedTuple):
 
     def rounded(self) -> Kind:
         """One of few for each acceptance, which can do this and more: for rounds that are captured in advance. Grammars
-        are kept apart: rounds that have none wait for no masks.
+        are kept apart: rounds that have none wait for no masks. With `match` what is adjusted can be sampled, too.
         """
         adjusted = self.penalized or self.biased
         most = MOST_TOP_LOGPROBS if self.logprobs else 0
-        sampled, constrained = self.sampled, self.constrained
+        sampled, constrained = self.sampled or (adjusted and self.acceptance == "match"), self.constrained
         return Kind(sampled, sampled, adjusted, adjusted, constrained, self.logprobs, most, self.acceptance)
+
+    def of_drafts(self) -> Kind:
+        """Kind of the drafts of such rounds: what the target alone does is left out."""
+        return self._replace(constrained=False, logprobs=False, top_logprobs=0)
 
 
 class TokenCounts:

@@ -249,8 +249,16 @@ def test_kind_is_the_union_of_what_rows_ask_for() -> None:
 
 def test_replayed_rounds_have_few_kinds() -> None:
     kinds = {placed([params], V, replayed=True)[0] for params in REQUESTS}
-    assert kinds == {Kind(sampled, sampled, more, more) for sampled in (False, True) for more in (False, True)}
+    assert kinds == {Kind(), Kind(True, True), Kind(True, True, True, True)}, "what is adjusted can be sampled, too"
     assert placed([SamplingParams(logprobs=True)], V, replayed=True)[0].top_logprobs == 20
+    apart = Kind(penalized=True, acceptance="block").rounded()
+    assert not apart.sampled, "others than `match` look at distributions, which differ where rows are sampled"
+
+
+def test_kinds_that_differ_in_what_the_target_does_share_drafts() -> None:
+    asks = [SamplingParams(), SamplingParams(logprobs=True, top_logprobs=3), SamplingParams(temperature=1.0)]
+    greedy, told, sampled = (Kind.of(params).rounded().of_drafts() for params in asks)
+    assert greedy == told == greedy._replace(constrained=True).of_drafts() != sampled
 
 
 def test_other_acceptance_is_for_rows_that_are_sampled_alike() -> None:

@@ -47,6 +47,17 @@ def test_one_of_eight_replays_what_one_of_one_does(mode: Mode, found: Found) -> 
     assert eight["megabytes"] < 64
 
 
+def test_a_server_captures_rounds_of_each_kind_and_drafts_once(shared: Shared) -> None:
+    """Rounds: greedy, sampled, adjusted, each with log-probabilities or not; drafts depend on the first three alone."""
+    target = shared.checkpoint(hidden=128, layers=2)
+    options = {"target": str(target), "device": "cuda", "max_context": 512, "num_draft": 4, "max_batch": 8}
+    [outcome] = run([partial(decoded, EngineConfig(mode="share", **options), "share", each_kind=True)])
+    assert not outcome.trouble, outcome.trouble
+    plain_and_full, first_and_next, sizes = 2, 2, 4
+    assert outcome.value["captures"] == (6 * plain_and_full + 3 * first_and_next) * sizes
+    assert outcome.value["after"] == 0 and outcome.value["megabytes"] < 64
+
+
 def test_rounds_of_kernels_that_are_not_ours_have_all_rows(found: Found) -> None:
     """Though the check of rows says that they could have fewer."""
     theirs = found["naive", 8, "torch"]
