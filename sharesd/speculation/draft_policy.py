@@ -122,7 +122,10 @@ class Policy:
         self._plain_rounds, self._patience = 0, FIRST_TRY
         self._trying, self._until_check = 0, 0  # rounds that are left of a try, and until it is looked what pays
         self._since_plain = 0  # rounds since the last plain one
-        self._look_gain, self._look_s, self._num_looks = 1.0, 0.0, 0  # running means: share gained, seconds taken
+        self._look_gain, self._num_looks = 1.0, 0  # running mean of the share gained
+        self.look_s = 0.0
+        """Seconds that a look takes, a running mean."""
+        self._last, self._dropped = PLAIN, 0.0  # draft of a model beside tables; running share of those dropped
         self._rest, self._until_look = PAUSE[0], 0  # rounds from look to look; until the next
         self._looked = False  # in this round
         self._drafted = False  # by a model: else there is no evidence that could fade
@@ -306,9 +309,28 @@ class Policy:
         """Tables were asked: thanks to them the draft promises so much more, as a share, than what it would be."""
         self._look_gain += (max(0.0, gain) - self._look_gain) / LOOKS
 
+    def early_shape(self) -> Shape:
+        """Draft to launch before tables are asked, so that a GPU need not wait for them: one like the last.
+
+        PLAIN if such drafts are dropped, since tables promise more, so often that this takes longer than asking.
+        """
+        last = self._last
+        fits = self._bearable(last) if self.pinned is None else self.pinned[:2] == last[:2]
+        if not (last.nodes and fits and self.live.known):
+            return PLAIN
+        return last if self._dropped * self.live.draft(last) * self.live.drift <= self.look_s else PLAIN
+
+    def chose(self, shape: Shape, early: bool) -> None:
+        """A model drafts this in the coming round. `early`: a draft was launched before tables were asked."""
+        if self._last.nodes:
+            self._dropped += ((not shape.nodes) - self._dropped) / LOOKS
+        if early and not shape.nodes:
+            self._looked = False  # the time of what is dropped is not that of a look
+        self._last = shape
+
     def _look_cost(self) -> float:
         """Share of a plain step that a look takes."""
-        return self._look_s / (self.live.step(1) * self.live.drift) if self.live.known else 0.0
+        return self.look_s / (self.live.step(1) * self.live.drift) if self.live.known else 0.0
 
     def best_shape(self) -> Shape:
         """The draft that promises most tokens per second, be it more than a plain step or not."""
@@ -474,7 +496,7 @@ class Policy:
             promises.learn(guessed, self._worth[min(guessed, len(self._worth) - 1)] if guessed else 0.0, held)
         if self._looked and not shape.nodes:
             self._num_looks = min(LOOKS, self._num_looks + 1)
-            self._look_s += (draft_s - self._look_s) / self._num_looks
+            self.look_s += (draft_s - self.look_s) / self._num_looks
         if tree.kept:  # which says nothing of what guessing takes
             draft_s = self.live.draft(shape) * self.live.drift
         drafting_s = draft_s - tree.missed * self.costs.read * self.live.drift

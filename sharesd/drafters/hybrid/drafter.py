@@ -81,6 +81,10 @@ class HybridDrafter:
         looks = policy.looks()
         if not looks and self.model_drafter is None:
             return _no_nodes(drafting)
+        early = None
+        if looks and self.model_drafter is not None and drafting.graphs is not None:
+            shape_ahead = policy.early_shape()
+            early = self._model_draft(drafting, shape_ahead) if shape_ahead.nodes else None
         num_nodes, rate = 0, policy.rate_of_shape(PLAIN)
         if looks:
             self._read()
@@ -92,10 +96,9 @@ class HybridDrafter:
         if self.model_drafter is not None:
             policy.known_place = num_nodes > 0
             model = policy.next_shape(beside=rate if num_nodes else None)
+            policy.chose(model, early is not None)
             if model.nodes:
-                self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
-                self._idle, self._woven = 0, False
-                draft = self.model_drafter.draft(drafting, model)
+                draft = early or self._model_draft(drafting, model)
                 if looks and not other_rule:
                     return self._fill_up(drafting, draft, guesses)
                 return draft
@@ -110,6 +113,13 @@ class HybridDrafter:
         if not num_nodes:
             return _no_nodes(drafting)
         return pack([_of(guesses, row) for row in rows], num_nodes, self._names)
+
+    def _model_draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
+        """A draft of the model alone."""
+        assert self.model_drafter is not None
+        self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
+        self._idle, self._woven = 0, False
+        return self.model_drafter.draft(drafting, shape)
 
     def _fill_up(self, drafting: Drafting, draft: DraftTree, guesses: Mapping[int, Guess]) -> DraftTree:
         """A model's draft with nodes of the tables, where that pays: after the root, and after its best chain."""
