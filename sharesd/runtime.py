@@ -676,6 +676,7 @@ class Runtime:
             weight_bytes=num_bytes(model),
             top=top,
             spread=None if self.config.draft_model is not None else spread_of(self.config.quant.bits),
+            graphs=self._graphs if isinstance(model, Decoder) and isinstance(self.target, Decoder) else None,
         )
 
     def _keeper(self, mode: Mode) -> Callable[[Stats], None] | None:

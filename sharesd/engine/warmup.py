@@ -20,6 +20,7 @@ import torch
 from compile.cuda_graphs import WARM_CALLS
 from sharesd.config import SamplingParams
 from sharesd.drafters.base import Drafter, Drafting
+from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.speculation.cost_model import Costs
@@ -149,6 +150,19 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
             verify(round_, model.draft(round_.drafting, shape))
         if engine.num_draft:
             verify(round_, DraftTree(torch.zeros(rows, 1, dtype=torch.int64)))
+    if isinstance(model, ClassicDrafter):
+        _capture_reading(model)
+
+
+def _capture_reading(model: ClassicDrafter) -> None:
+    """Read what a model missed until that is replayed, behind each row's text, which stays."""
+    cache = model.cache
+    held, lengths_B = list(cache.held), cache.lengths.clone()
+    for row, _ in product(range(cache.batch), range(1 + WARM_CALLS)):
+        cache.held[row] = list(held[row])
+        model.catch_up({row: [*held[row], 0, 0]}, idle=True)
+    cache.held[:] = held
+    cache.lengths.copy_(lengths_B)
 
 
 @torch.inference_mode()

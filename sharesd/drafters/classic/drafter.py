@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from compile.attention import MAX_STEP
+from compile.cuda_graphs import Graphs, Replayed
+from sharesd.devices.host_buffers import write
 from sharesd.drafters.base import NOTHING, Drafting
 from sharesd.drafters.draft_stepper import ModelGuesser
 from sharesd.drafters.tree_draft import ModelDraft
@@ -41,9 +45,10 @@ class ClassicDrafter:
         weight_bytes: int,
         top: int = 1,
         spread: float | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """`top` is the number of nodes that a tree expands on each level, and of their children. `spread`: see
-        Guesser.
+        Guesser. `graphs` capture how missed tokens are read.
         """
         self.model, self.shapes, self._top, self._weight_bytes = model, shapes, top, weight_bytes
         self._spread = spread
@@ -52,6 +57,9 @@ class ClassicDrafter:
         self.cache = model.new_cache(batch, slots)
         self.cache.lengths.fill_(1)  # rows without a text have a token before the root, too
         self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
+        self._graphs = graphs if slots >= MAX_STEP else None
+        self._chunk = self._before_B.new_zeros(MAX_STEP + 3)  # tokens, the first one's place, their end, the last one
+        self._chunks: dict[int, Replayed[None]] = {}  # by row
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         shared = self.cache.shared(tokens) if reuse else [0] * self.cache.batch
@@ -69,12 +77,33 @@ class ClassicDrafter:
         self.cache.held[row] = list(tokens)
         self._before_B[row : row + 1].fill_(tokens[-1])
 
+    def _read_missed(self, row: int, tokens: list[int]) -> None:
+        """`read` in chunks of one size, each a replay."""
+        held, num_read = self.cache.held[row], len(self.cache.held[row])
+        if row not in self._chunks:
+            self._chunks[row] = Replayed(partial(self._read_chunk, row), self._graphs)
+        while num_read < len(tokens):
+            first, end = min(num_read, self.cache.slots - MAX_STEP), min(num_read + MAX_STEP, len(tokens))
+            padding = [0] * (MAX_STEP - (end - first))
+            write(self._chunk, [*tokens[first:end], *padding, first, end, tokens[end - 1]])
+            self._chunks[row]()
+            num_read = end
+        held += tokens[len(held) :]
+
+    def _read_chunk(self, row: int) -> None:
+        view, (tokens_T, first_1, end_1, last_1) = self.cache.rows(row, row + 1), self._chunk.split([MAX_STEP, 1, 1, 1])
+        view.lengths.copy_(first_1)
+        self.model.forward(tokens_T[None], view, torch.zeros_like(first_1)[None])
+        view.lengths.copy_(end_1)
+        self._before_B[row : row + 1].copy_(last_1)
+
     def missed(self, texts: Mapping[int, list[int]]) -> int:
         return 0  # it waits for rounds in which nothing is missing (`reads`)
 
     def rehearse(self, drafting: Drafting, num: int) -> bool:
         return False
 
+    @torch.inference_mode()
     def catch_up(
         self,
         texts: Mapping[int, list[int]],
@@ -84,8 +113,10 @@ class ClassicDrafter:
     ) -> None:
         for row, text in texts.items():
             held = self.cache.held[row]
-            if idle:
-                self.read(row, text[:-1])  # all but the root
+            if idle and self._graphs is not None and len(held) < len(text) - 1:
+                self._read_missed(row, text[:-1])  # all but the root
+            elif idle:
+                self.read(row, text[:-1])
             else:
                 held += text[len(held) : -2]
 
