@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +18,7 @@ from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
 from tests.stand_in.plausible import counts, driver, in_rounds, install
 
 if TYPE_CHECKING:
+    from multigpu.data_parallel import Numbered, Tasks
     from sharesd.runtime import Runtime
 
 Counted = dict[str, float]
@@ -41,8 +46,33 @@ def decode(
     runtime = load(config, modes, results.get("rows_agree", True), resident)
     found = count(runtime, mode, params, joins=joins, each_kind=each_kind)
     taken = [driver().fake_peak(device) for device in range(torch.cuda.device_count())]
-    planned = runtime.plan.device_bytes if runtime.plan else 0
-    return found | {"taken": max(taken), "planned": planned, "pinned": driver().fake_pinned()}
+    plan, memory = runtime.plan, {"taken": max(taken), "pinned": driver().fake_pinned()}
+    if plan is not None:
+        memory |= {"planned": plan.device_bytes, "to pin": (len(plan.from_host) + plan.host_slots) * plan.block}
+    return found | memory | {"registered": driver().fake_registered()}
+
+
+def decode_on_replicas(*arguments: Any, **options: Any) -> Counted:
+    """`decode` in two processes at once, each with a GPU of its own; of both the worse numbers."""
+    from multigpu.data_parallel import spread, start
+    from multigpu.device_assignment import environments
+
+    with tempfile.TemporaryDirectory() as folder:
+        replicas = start("tests.stand_in.decoding:replica", (folder, arguments, options), environments(2, "cuda"))
+        both = [found for _, found in spread(enumerate("ab"), replicas, at_once=1)]
+    least = {name: min(found[name] for found in both) for name in ("captures", "replayed", "drafted")}
+    return {name: max(found[name] for found in both) for name in both[0]} | least
+
+
+def replica(work: tuple[str, tuple, dict[str, Any]], tasks: Tasks) -> Iterator[Numbered]:
+    """What `decode` finds in a process, once both have something to do."""
+    folder, arguments, options = work
+    while (task := tasks.take(wait=True)) is not None:
+        (Path(folder) / os.environ["CUDA_VISIBLE_DEVICES"]).touch()
+        while len(list(Path(folder).iterdir())) < 2:
+            time.sleep(0.05)
+        assert torch.cuda.device_count() == 1
+        yield task[0], decode(*arguments, **options)
 
 
 _loaded: list[tuple[Any, Runtime]] = []

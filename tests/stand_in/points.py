@@ -12,7 +12,7 @@ from sharesd.data import grammar_spec as grammar
 from tests.helpers.covering import covering
 from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_tokenizer import WORDS, make_backend
-from tests.stand_in.decoding import decode
+from tests.stand_in.decoding import decode, decode_on_replicas
 
 MODES: dict[str, tuple[Mode, str, dict[str, Any]]] = {
     **{mode: (mode, "", {}) for mode in ("naive", "share", "classic", "ngram", "suffix", "recycle")},
@@ -56,8 +56,12 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "draft elsewhere": (4, {"device": "cuda", "draft_device": "cuda:1"}),
     "draft behind stages": (4, {"split": SplitConfig(devices=("cuda:0", "cuda:1")), "draft_device": "cuda:2"}),
     "2 ranks": (4, {"device": "cuda", "tensor_parallel": 2}),
+    "4 ranks": (4, {"device": "cuda", "tensor_parallel": 4}),
+    "2 replicas": (4, {"device": "cuda"}),
 }
 """Name -> GPUs of the machine, and options."""
+SLOW_PLACES = ("4 ranks", "2 replicas")
+"""Places of several processes, each of which loads: a few points tell what these places add."""
 HIDDEN, LAYERS = 128, 8
 
 
@@ -84,7 +88,7 @@ class Point(NamedTuple):
     @property
     def captured(self) -> bool:
         """Are rounds replayed from graphs?"""
-        return self.place not in ("offload", "2 ranks")
+        return self.place != "offload" and "ranks" not in self.place
 
     @property
     def always_drafts(self) -> bool:
@@ -110,12 +114,16 @@ class Point(NamedTuple):
 
             options["heads"] = (str(shared.head(target, beside, dtype=torch.bfloat16)),)
         config = EngineConfig(**{**options, **PLACES[self.place][1]})
-        modes: tuple[Mode, ...] = ALONE if self.mode in ALONE and self.place != "offload" else (mode,)  # type: ignore
+        together = self.mode in ALONE and self.place not in ("offload", *SLOW_PLACES)
+        modes: tuple[Mode, ...] = ALONE if together else (mode,)  # type: ignore[assignment]
         if config.draft_device is not None:
             modes = (mode,)
         results = {"ids": _spoken(), "rows_agree": self.place != "rows differ"}
         resident = LAYERS // 2 if self.place == "offload" else None
-        return partial(decode, config, modes, mode, self.params(), joins=bool(self.joins), resident=resident, **results)
+        function = decode_on_replicas if self.place == "2 replicas" else decode
+        return partial(
+            function, config, modes, mode, self.params(), joins=bool(self.joins), resident=resident, **results
+        )
 
 
 def _spoken() -> list[int]:
@@ -129,12 +137,15 @@ def _possible(point: Point) -> bool:
     trees, by_chance = "tree" in options, point.choice in ("rejection", "block")
     if by_chance and (trees or point.grammar):
         return False
-    if point.place == "2 ranks" and mode in ("eagle", "parallel", "glide", "hybrid") and beside:
+    if "ranks" in point.place and mode in ("eagle", "parallel", "glide", "hybrid") and beside:
+        return False
+    few = point.mode in ("naive", "share", "suffix") and point.choice in ("greedy", "top-p")
+    if point.place in SLOW_PLACES and not few:
         return False
     if "stages" in point.place and mode == "glide":
         return False
     if point.place == "offload" and beside:
-        return mode == "classic"
+        return mode in ("classic", "parallel")
     return not point.place.startswith("draft") or mode == "classic"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.stand_in.points import Point, in_order, points
+from tests.stand_in.points import SLOW_PLACES, Point, in_order, points
 from tests.stand_in.worker import Outcome
 
 EVERY_PAIR, EVERY_VALUE = points()
@@ -37,6 +37,7 @@ def check(point: Point, outcome: Outcome) -> None:
         assert found["launched"] <= 2, found  # what a draft brings into its buffers
     if point.place == "offload":
         assert found["taken"] <= found["planned"], found
+        assert found["registered"] == found["to pin"] > 0, found
     if "ranks" in point.place:
         assert found["collectives"] >= 4, found
     # A round waits once, for what came out of it; with grammars for its draft, too.
@@ -50,6 +51,6 @@ class TestOneGpu:
 
 
 class TestSeveralGpus:
-    @chosen("second", "2 stages", "4 stages", "draft elsewhere", "draft behind stages", "2 ranks")
+    @chosen("second", "2 stages", "4 stages", "draft elsewhere", "draft behind stages", "2 ranks", *SLOW_PLACES)
     def test_decodes(self, point: Point, outcome: Outcome) -> None:
         check(point, outcome)
