@@ -100,7 +100,7 @@ def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 sys.path[:0] = {[str(ROOT)]!r}
-from offload import store
+from offload import block_file as store
 from tests.offload.test_offload_store import Path, Writer, _content, _record
 with Writer(Path({str(tmp_path)!r}), _content()) as writer:
     writer.write(0, _record(0))
