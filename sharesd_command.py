@@ -1,4 +1,4 @@
-"""The console command `sharesd`: one name for all programs, each imported when it is named."""
+"""The console command `sharesd`; each subcommand is imported on use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMMANDS = {
     "chat": "talk with a model on the terminal",
     "serve": "serve a model over HTTP, with OpenAI's protocol",
     "train": "train drafters for a model, and prepare their data",
-    "bench": "measure speed: questions, server load, other runtimes, studies",
+    "bench": "measure speed: questions, sweeps, server load, other runtimes",
     "cache": "show or delete what is kept on disk",
     "tune": "find the best quantization of drafts, for --draft-quant auto",
     "verify": "check that all modes give the tokens of plain decoding",
@@ -63,8 +63,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
     if name in ("tune", "verify"):
         from sharesd.cli.parser import program, run_command
 
-        study = "benchmark.studies.calibrate" if name == "tune" else "benchmark.studies.exact"
-        return run_command(program(NAME, "", "COMMAND", {study: name}), [name, *rest])
+        return run_command(program(NAME, "", "COMMAND", {f"sharesd.cli.{name}": name}), [name, *rest])
     from sharesd.cli.main import main as answer
 
     return answer([name, *rest], NAME)

@@ -1,4 +1,4 @@
-"""Everything that can be measured, as subcommands."""
+"""The benchmarks as subcommands: `sharesd bench NAME`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,39 @@ from sharesd.cli.parser import Parser, program, run_command
 PROG = "python -m benchmark"
 COMMANDS = (
     "benchmark.questions.command",
-    "benchmark.peers",
-    "benchmark.serve",
-    "benchmark.studies.widen",
-    "benchmark.studies.exact",
-    "benchmark.studies.offline",
-    "benchmark.gpu",
-    "benchmark.studies.scaling",
-    "benchmark.studies.calibrate",
-    "benchmark.studies.sweep",
-    "benchmark.studies.grid",
-    "benchmark.studies.busy",
-    "benchmark.studies.joins",
-    "benchmark.studies.offload",
-    "benchmark.studies.cluster",
-    "benchmark.studies.multi",
+    "benchmark.sweep",
+    "benchmark.peers.command",
+    "benchmark.serve.command",
+    "benchmark.gpu.command",
+    "benchmark.offline",
+    "benchmark.widen",
 )
+REMOVED = {
+    "scaling": "use sweep --over width=1,2,4,8 --over context=128,2048",
+    "offload": "use mtbench with --cpu-memory-limit or --gpu-memory-limit",
+    "busy": "use sweep --over threads=1,2 beside the other process",
+    "joins": "use serve, which reports the gaps between tokens",
+    "multi": "use mtbench with --devices or --tensor-parallel",
+    "cluster": "use serve --sweep on the machines themselves",
+}
+"""Former commands and what answers their question now."""
+MOVED = {"exact": "verify", "calibrate": "tune"}  # names of commands of `sharesd` that remain here
 
 
 def make_parser(prog: str = PROG) -> Parser:
-    """The parser; `prog` is what the program was started as."""
+    """Return the parser of all benchmarks."""
     return program(prog, "Measure ShareSD.", "BENCHMARK", COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one benchmark; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in REMOVED:
+        print(f"error: the benchmark {argv[0]} was removed; {REMOVED[argv[0]]}", file=sys.stderr)
+        return 2
+    if argv and argv[0] in MOVED:
+        name = argv[0]
+        return run_command(program(prog, "", "BENCHMARK", {f"sharesd.cli.{MOVED[name]}": name}), argv)
     return run_command(make_parser(prog), argv)
 
 

@@ -1,7 +1,4 @@
-"""Times that engines report, held against the clock: figures that disagree with it are refused.
-
-Rounds that are launched before the last one is read overlap. Who counts such time twice reports half the speed.
-"""
+"""Check of times that engines report against the clock: rounds that overlap must not be counted twice."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 from math import fsum
 
-from sharesd.config import SamplingParams
 from sharesd.engine.engine import Engine, Prompt
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
+from sharesd.sampling_params import SamplingParams
 
 MOST, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
 """Share of the time that may be off; seconds of a call that may be counted twice, or lost; seconds of each round."""
@@ -23,7 +20,7 @@ class TimesDiffer(ValueError):
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-    """Answers of `engine.generate`; TimesDiffer where its times are not those that passed."""
+    """Return answers of `engine.generate`; TimesDiffer if its times are not those that passed."""
     started = time.perf_counter()
     done = engine.generate(prompts, params)
     check_times(engine.mode, [engine.stats], time.perf_counter() - started, on_gpu=is_on_gpu(engine))
@@ -31,15 +28,12 @@ def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) 
 
 
 def is_on_gpu(engine: Engine) -> bool:
-    """True where an engine decodes on a GPU."""
+    """Return True if an engine decodes on a GPU."""
     return engine.cache.lengths.device.type == "cuda"
 
 
 def check_times(what: str, counted: Iterable[Stats], wall_s: float, *, on_gpu: bool) -> None:
-    """TimesDiffer unless calls that these stats count took about `wall_s` together.
-
-    More than passed is always wrong. Less than passed is wrong on a GPU alone: on a CPU others may have had it.
-    """
+    """Raise TimesDiffer unless the stats' calls took about `wall_s` together; on a CPU they may have taken less."""
     stats = list(counted)
     said_s = fsum(each.seconds for each in stats)
     slack_s = MOST * wall_s + ROUND_S * sum(each.steps for each in stats)

@@ -1,8 +1,8 @@
-"""How many threads share a step: as many as the process may have, or fewer while somebody else keeps cores busy.
+"""Number of threads that share a step, adapted to other load.
 
-A step's threads meet some two hundred times a token. Where one of them shares its core with another program, all of
-them wait for it, and a step takes two or three times as long as with one thread less. Results do not depend on the
-number: every row has the same bits with any.
+A step's threads meet some two hundred times a token. If another program takes the core of one of them, all wait for it,
+and a step takes two or three times as long as with one thread fewer. Results do not depend on the number: a row has the
+same bits with any.
 """
 
 from __future__ import annotations
@@ -12,101 +12,109 @@ from threading import get_ident
 
 import torch
 
-SUSPICIOUS, WORSE = 0.15, 1.5
-"""Share of a round's time lost to waiting for a thread without a core, from which on fewer threads are tried; and at
-once again where it is so many times what it was when that failed."""
-RECENT = 8
+MAX_LOST_SHARE, RETRY_FACTOR = 0.15, 1.5
+"""Share of a round's time lost to descheduled threads that starts trials.
+
+The factor by which it must exceed the share of the last failed trial for another trial at once.
+"""
+NUM_AVERAGED = 8
 """Rounds over which means run."""
-TRIAL = 4
+MAX_TRIAL = 4
 """Rounds that a trial of another number takes at most."""
-SOON, LATE_UP, LATE_DOWN = 64, 128, 1024
-"""Rounds from a trial that failed to the next, and at most, of more and of fewer threads: they double from one failure
-to the next. That a neighbour has gone shows in a trial only."""
-BETTER = 0.95
+MIN_BACKOFF, MAX_BACKOFF_UP, MAX_BACKOFF_DOWN = 64, 128, 1024
+"""Rounds from a failed trial to the next.
+
+The first number, and the largest upward and downward. They double with each failure. Only a trial shows that another
+program has ended.
+"""
+MAX_TRIAL_TIME = 0.95
 """A trial must take this share of the time at most."""
-HOPELESS = 1.5
-"""A trial ends at the first round that takes so many times as long."""
+ABORT_FACTOR = 1.5
+"""Time of a round, relative to the mean, that ends a trial."""
 
 
-class Crew:
-    """The threads of this process that share steps. `worked` is told of every round and may change their number."""
+class StepThreads:
+    """Number of threads that share this process's steps, adapted after each round."""
 
     def __init__(self) -> None:
         self._lost_ns = ctypes.c_int64(0)
-        self.lost_address = ctypes.addressof(self._lost_ns)
-        """Of an int64: where the kernel adds the nanoseconds that threads waited for one without a core."""
+        self.lost_ns_address = ctypes.addressof(self._lost_ns)
+        """Address of an int64: nanoseconds lost to descheduled threads, added by kernels."""
         self.available = torch.get_num_threads()
         """Threads that the process may have."""
         self._stepper: int | None = None  # the thread that stepped last
         self.reset()
 
     def enter(self) -> None:
-        """The calling thread steps from now on. Numbers of threads are of each thread: it takes over the last one's."""
+        """Hand steps to the calling thread, with its predecessor's number of threads."""
         last, self._stepper = self._stepper, get_ident()
         if last not in (None, self._stepper) and torch.get_num_threads() != self.size:
             torch.set_num_threads(self.size)
 
     def fix(self, size: int | None) -> None:
-        """So many threads from now on, whatever happens; None = as many as are worth it."""
+        """Fix the number of threads, or adapt it again if None."""
         if size is not None or self.fixed:
             self.reset(size, fixed=size is not None)
 
-    def reset(self, most: int | None = None, *, fixed: bool = False) -> None:
-        """Begin anew with `most` threads (default: all available), which stay where the number is `fixed`."""
-        self.most, self.fixed = most or self.available, fixed
-        self.size = self.most
+    def reset(self, max_size: int | None = None, *, fixed: bool = False) -> None:
+        """Start again with `max_size` threads (default: all available), constant if `fixed`."""
+        self.max_size, self.fixed = max_size or self.available, fixed
+        self.size = self.max_size
         """Threads of the coming step."""
         self._lost_share, self._pace = 0.0, 0.0  # running means: of time lost, of seconds for the work of one
-        self._since, self._patience = 0, RECENT  # rounds since the last trial, and until the next
-        self._stride, self._backoff = 1, SOON  # how many fewer are tried; patience once all have failed
-        self._suspected, self._lived_with = 0.0, 0.0  # share lost when a trial began, and when the last one failed
+        self._since, self._patience = 0, NUM_AVERAGED  # rounds since the last trial, and until the next
+        self._stride, self._backoff = 1, MIN_BACKOFF  # how many fewer are tried; patience once all have failed
+        self._share_before_trial, self._tolerated_share = (
+            0.0,
+            0.0,
+        )  # share lost when a trial began, and when the last one failed
         self._before: int | None = None  # during a trial: the number that it is compared with
         self._trial: list[float] = []
-        torch.set_num_threads(self.most)
+        torch.set_num_threads(self.max_size)
 
-    def worked(self, seconds: float, work: float = 1.0) -> None:
-        """A round took so long; `work` is what it was expected to take, in any unit that is the same for all rounds."""
+    def record_round(self, seconds: float, work: float = 1.0) -> None:
+        """Record a round's time; `work` is its expected time in any unit."""
         lost, self._lost_ns.value = self._lost_ns.value / 1e9, 0
-        if torch.get_num_threads() != self.size:  # somebody has set it
+        if torch.get_num_threads() != self.size:  # set elsewhere
             self.reset(torch.get_num_threads())
-        if self.most == 1 or self.fixed:
+        if self.max_size == 1 or self.fixed:
             return
         pace = seconds / work
         if self._before is not None:
-            self._judge(pace)
+            self._evaluate_trial(pace)
             return
         self._since += 1
-        self._lost_share += (min(1.0, lost / seconds) - self._lost_share) / RECENT
-        self._pace += (pace - self._pace) / min(self._since, RECENT)
-        suspicious = self.size > 1 and self._lost_share > SUSPICIOUS
-        worse = suspicious and self._lost_share > WORSE * self._lived_with
-        if self._since < (RECENT if worse else self._patience):
+        self._lost_share += (min(1.0, lost / seconds) - self._lost_share) / NUM_AVERAGED
+        self._pace += (pace - self._pace) / min(self._since, NUM_AVERAGED)
+        loses_time = self.size > 1 and self._lost_share > MAX_LOST_SHARE
+        worse = loses_time and self._lost_share > RETRY_FACTOR * self._tolerated_share
+        if self._since < (NUM_AVERAGED if worse else self._patience):
             return
-        if suspicious:
-            self._try(max(1, self.size - self._stride))
-        elif self.size < self.most:
-            self._try(self.size + 1)
+        if loses_time:
+            self._start_trial(max(1, self.size - self._stride))
+        elif self.size < self.max_size:
+            self._start_trial(self.size + 1)
 
-    def _try(self, size: int) -> None:
-        self._before, self._trial, self._suspected = self.size, [], self._lost_share
+    def _start_trial(self, size: int) -> None:
+        self._before, self._trial, self._share_before_trial = self.size, [], self._lost_share
         self._set(size)
 
-    def _judge(self, pace: float) -> None:
+    def _evaluate_trial(self, pace: float) -> None:
         assert self._before is not None
         self._trial.append(pace)
-        if len(self._trial) < TRIAL and pace < HOPELESS * self._pace:
+        if len(self._trial) < MAX_TRIAL and pace < ABORT_FACTOR * self._pace:
             return
         tried = self.size
-        if sum(self._trial) / len(self._trial) < BETTER * self._pace:
-            self._patience, self._stride, self._backoff = RECENT, 1, SOON
-            self._lost_share, self._lived_with = 0.0, 0.0
+        if sum(self._trial) / len(self._trial) < MAX_TRIAL_TIME * self._pace:
+            self._patience, self._stride, self._backoff = NUM_AVERAGED, 1, MIN_BACKOFF
+            self._lost_share, self._tolerated_share = 0.0, 0.0
         else:
             self._set(self._before)
-            self._stride *= 2  # where two cores are busy, one thread less gains nothing
-            self._patience = RECENT
+            self._stride *= 2  # with two busy cores one thread fewer gains nothing
+            self._patience = NUM_AVERAGED
             if tried == 1 or tried > self.size:
-                self._patience, self._stride, self._lived_with = self._backoff, 1, self._suspected
-                self._backoff = min(LATE_DOWN if tried < self.size else LATE_UP, 2 * self._backoff)
+                self._patience, self._stride, self._tolerated_share = self._backoff, 1, self._share_before_trial
+                self._backoff = min(MAX_BACKOFF_DOWN if tried < self.size else MAX_BACKOFF_UP, 2 * self._backoff)
         self._before, self._since = None, 0
 
     def _set(self, size: int) -> None:
@@ -114,5 +122,5 @@ class Crew:
         torch.set_num_threads(size)
 
 
-CREW = Crew()
-"""Of this process."""
+STEP_THREADS = StepThreads()
+"""Threads of this process's steps."""

@@ -1,21 +1,16 @@
-"""Attention over a static KV cache: write the new rows, then attend to every live slot.
+"""Attention over a static KV cache: write rows, attend to live slots.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S slots, d head size.
 
-On a CPU keys and values lie as packed weights do (see `linear.pack`), since the kernel multiplies with them: keys
-[B, K, S / L, d / P, L, P] as those of a linear whose outputs are slots, values [B, K, S / P, d, P] as those of one
-whose inputs are slots, with d padded to whole P and L. Everywhere else they are [B, K, S, d].
-
-On a GPU, steps run kernels in Triton (`compile/cuda/attention.py`), and prompts the flash attention of torch; what
-neither takes runs plain tensor operations.
+On a GPU, steps run kernels in Triton (`compile/cuda/attention.py`), and prompts torch's flash attention; tensor
+operations run what neither supports.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,39 +18,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile.cpp_extension import kernel
-from compile.linear import LAYOUT
-from compile.op_registry import LIBRARY, on_cuda, runs_triton
+from compile.kv_layout import CHUNK, SINKS, SLOT_MULTIPLE
+from compile.op_registry import LIBRARY, register_cuda, runs_triton
 from compile.rotary import rotate
-from compile.sight import CHUNK, SINKS
 
 log = logging.getLogger(__name__)
-SLOT_MULTIPLE = 32
-"""The CPU kernel reads slots in blocks of this size."""
 MAX_HEAD = 512
 """Largest head size of the CPU kernel."""
 MAX_HEAD_CUDA = 256
 """Largest head size of the CUDA kernels."""
 MAX_STEP = 64
-"""Most rows of a chain that the CUDA kernels read; more are a prompt, for which large matrix products are quicker."""
+"""Largest number of rows of a step; more are a prompt."""
 FLASH_HEAD = (8, 256)
-"""Head sizes that flash attention takes: multiples of the first number, up to the second."""
+"""Head sizes of flash attention: a divisor, and the largest."""
 FLASH_PLACES = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask"),
 )
 FLASH_NAMES = {"scale", "window_size_left", "window_size_right", "seqused_k"}
-"""Arguments that torch's operator is given, by place and by name."""
+"""Positional and keyword arguments of torch's private operator."""
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_DENSE = torch.contiguous_format
 _SHAPE, _STRIDES = c_int64 * 8, c_int64 * 6
 _ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_int64, c_double)
-_KEEP_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
 
 
 class Norm(Protocol):
-    """An RMSNorm of heads. With `gemma`, its weight multiplies before the cast, else after it."""
+    """RMSNorm of heads; the weight multiplies before the cast if `gemma`."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -67,90 +57,43 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class Branches(NamedTuple):
-    """How new tokens that form trees see each other: each sees its own path and whatever lies below the length."""
+class TreeAttentionMask(NamedTuple):
+    """Mask of draft trees: rows attend to their path and older slots."""
 
     depth_BT: Tensor  # int64: nodes above each row on its path
     path_BTP: Tensor  # int64: their slots, counted from the length, top first, the row's own last; no more is read
 
     def words(self) -> tuple[int, int, int]:
-        """`struct Branches` of the CPU kernels."""
+        """`struct TreeAttentionMask` of the CPU kernels."""
         assert self.depth_BT.is_contiguous() and self.path_BTP.is_contiguous()
         return self.depth_BT.data_ptr(), self.path_BTP.data_ptr(), self.path_BTP.shape[2]
 
 
-def round_slots(slots: int) -> int:
-    """That many slots, or the few more that the CPU kernel wants."""
-    return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
-
-
-def new_kv(
-    batch: int,
-    heads: int,
-    slots: int,
-    size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    plain: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Zeroed keys and values in the layout that `attend` wants on this device, or `plain`. `slots` is rounded up."""
-    k, v = kv_layout(batch, heads, slots, size, dtype, device, plain=plain)
-    return torch.zeros_like(k, device=device), torch.zeros_like(v, device=device)
-
-
-def kv_layout(
-    batch: int,
-    heads: int,
-    slots: int,
-    size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    plain: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Shapes of `new_kv`, on the meta device."""
-    k = torch.empty(batch, heads, round_slots(slots), size, dtype=dtype, device="meta")
-    return (k, k) if plain or device.type != "cpu" else pack_kv(k, k)
-
-
-def pack_kv(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of keys and values [B, K, S, d] in the layout of the CPU kernel."""
-    lanes, pair = LAYOUT[k_BKSd.dtype]
-    keys = F.pad(k_BKSd, (0, -k_BKSd.shape[3] % pair)).unflatten(3, (-1, pair)).unflatten(2, (-1, lanes))
-    values = F.pad(v_BKSd, (0, -v_BKSd.shape[3] % lanes)).unflatten(2, (-1, pair))
-    return keys.transpose(3, 4).clone(memory_format=_DENSE), values.mT.clone(memory_format=_DENSE)
-
-
-def unpack_kv(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Copies of packed keys and values of heads of this size, as [B, K, S, d]."""
-    keys, values = k.transpose(3, 4).flatten(4).flatten(2, 3), v.mT.flatten(2, 3)
-    return keys[..., :size].clone(memory_format=_DENSE), values[..., :size].clone(memory_format=_DENSE)
-
-
 def reads_live_slots(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether steps read nothing but the slots that they see, and give a query's row the same bits whatever T, S, B and
-    its place in a tree."""
+    """Return True if steps read only the slots that they attend to.
+
+    A query's row then has the same bits whatever T, S, B and its place in a tree.
+    """
     if device.type == "cpu":
         return True
     return runs_triton(device) and dtype in _CUDA_DTYPES and head_size <= MAX_HEAD_CUDA
 
 
-def flash_reads(device: torch.device, dtype: torch.dtype, head_size: int, softcap: float) -> bool:
-    """True where prompts, too, read the slots alone that they see, and keys and values once for a group of heads."""
-    step, most = FLASH_HEAD
-    fits = dtype in (torch.bfloat16, torch.float16) and head_size % step == 0 and head_size <= most and not softcap
+def supports_flash(device: torch.device, dtype: torch.dtype, head_size: int, softcap: float) -> bool:
+    """Return True if prompts read only the slots that they attend to."""
+    step, largest = FLASH_HEAD
+    fits = dtype in (torch.bfloat16, torch.float16) and head_size % step == 0 and head_size <= largest and not softcap
     return device.type == "cuda" and fits and has_flash(device)
 
 
 def has_flash(device: torch.device) -> bool:
-    """True where this GPU and this torch have flash attention."""
+    """Return True if this GPU and this torch have flash attention."""
     has = KNOWS_FLASH and torch.backends.cuda.is_flash_attention_available()
     return has and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _knows_flash() -> bool:
-    """True if torch's private operator takes what `_flash` gives."""
+    """Return True if torch's private operator has the expected arguments."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     taken = [] if operator is None else [argument.name for argument in operator.default._schema.arguments]
     return tuple(taken[: len(FLASH_PLACES)]) == FLASH_PLACES and set(taken) >= FLASH_NAMES
@@ -161,7 +104,7 @@ KNOWS_FLASH = _knows_flash()
 
 @lru_cache
 def warn_unknown_flash() -> None:
-    """Warn, once in a process, if prompts run SDPA for want of a flash attention that is known."""
+    """Warn, once per process, if prompts run SDPA since flash attention is unknown."""
     if not KNOWS_FLASH:
         log.warning("torch %s has another flash attention: prompts run SDPA, which takes more time", torch.__version__)
 
@@ -178,48 +121,49 @@ def attend(
     window: int = 0,
     recent: int = 0,
     softcap: float = 0.0,
-    branches: Branches | None = None,
+    tree_mask: TreeAttentionMask | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
-    """Write k and v into slots lengths..lengths+T-1 (in place) and return the attention output [B, T, H, d].
+    """Write k and v in place; return the attention output.
 
-    Query t of a row sees slots <= lengths + t, of those the last `window` only (0 = all). With `recent` (0 = all; for
-    drafts) it sees the first SINKS of these and the last `recent` ones, more of them to the next multiple of CHUNK
-    (Xiao et al. 2023, arXiv 2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before
-    masking (Gemma 2). With `branches` a row is written to the last slot of its path, and sees slots < lengths and its
-    path. Before, queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all
-    positions (rows of padding may lie behind them). Where `reads_live_slots` the result of a query is the same bits
-    whatever T, S, B, the number of threads, and its place in a tree.
+    They go to slots lengths..lengths+T-1; the output is [B, T, H, d]. Query t of a row attends to slots <= lengths + t,
+    of those to the last `window` only (0 = all). With `recent` (0 = all; for drafts) it attends to the first SINKS of
+    these and to the last `recent` ones, more of them to the next multiple of CHUNK (Xiao et al. 2023, arXiv
+    2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before masking (Gemma 2). With
+    `tree_mask` a row is written to the last slot of its path, and attends to slots < lengths and its path. Before,
+    queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all positions, fewer
+    than padding may have. If `reads_live_slots`, a query's result has the same bits whatever T, S, B, the number of
+    threads, and its place in a tree.
     """
     (B, T, _, d), device = q_BTHd.shape, q_BTHd.device
-    is_step = T <= MAX_STEP or branches is not None
+    is_step = T <= MAX_STEP or tree_mask is not None
     has_kernel = device.type == "cpu" or (is_step and reads_live_slots(device, q_BTHd.dtype, d))
     if not has_kernel or device.type == "cpu":  # the CUDA kernels normalise and rotate by themselves
         if norms is not None:
             q_BTHd, k_BTKd, norms = norms[0](q_BTHd), norms[1](k_BTKd), None
         if rotary is not None:
-            turn = turns(rotary, T, lengths_B, branches)
-            q_BTHd, k_BTKd, rotary = rotate(q_BTHd, *turn), rotate(k_BTKd, *turn), None
+            angles = position_angles(rotary, T, lengths_B, tree_mask)
+            q_BTHd, k_BTKd, rotary = rotate(q_BTHd, *angles), rotate(k_BTKd, *angles), None
     new, old, sight = (q_BTHd, k_BTKd, v_BTKd), (k_cache, v_cache, lengths_B), (scale, window, recent, softcap)
     if has_kernel:
-        places = (*(rotary or (None, None)), *old, *(branches or (None, None)))
+        places = (*(rotary or (None, None)), *old, *(tree_mask or (None, None)))
         q_norm, k_norm = norms or (None, None)
         how = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.gemma)
         return torch.ops.sharesd.attend_(*new, *places, *sight, *how)
-    if B == 1 and branches is None and not recent and flash_reads(device, q_BTHd.dtype, d, softcap):
+    if B == 1 and tree_mask is None and not recent and supports_flash(device, q_BTHd.dtype, d, softcap):
         _write(*new[1:], *old[:2], lengths_B[:, None] + torch.arange(T, device=device))
         ends_B = (lengths_B + T).to(torch.int32)
         return torch.ops.sharesd.flash(q_BTHd, k_cache, v_cache, ends_B, scale, window)
-    return attend_reference(*new, *old, scale=scale, window=window, recent=recent, softcap=softcap, branches=branches)
+    return attend_reference(*new, *old, scale=scale, window=window, recent=recent, softcap=softcap, tree_mask=tree_mask)
 
 
-def turns(
-    rotary: tuple[Tensor, Tensor], num_rows: int, lengths_B: Tensor, branches: Branches | None
+def position_angles(
+    rotary: tuple[Tensor, Tensor], num_rows: int, lengths_B: Tensor, tree_mask: TreeAttentionMask | None
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, r] of new tokens' positions."""
-    ahead = torch.arange(num_rows, device=lengths_B.device) if branches is None else branches.depth_BT
-    position_BT = (lengths_B[:, None] + ahead).clamp(0, len(rotary[0]) - 1)  # of padding, which nobody reads
+    ahead = torch.arange(num_rows, device=lengths_B.device) if tree_mask is None else tree_mask.depth_BT
+    position_BT = (lengths_B[:, None] + ahead).clamp(0, len(rotary[0]) - 1)  # of padding, which is never read
     return rotary[0][position_BT], rotary[1][position_BT]
 
 
@@ -235,23 +179,25 @@ def attend_reference(
     window: int = 0,
     recent: int = 0,
     softcap: float = 0.0,
-    branches: Branches | None = None,
+    tree_mask: TreeAttentionMask | None = None,
 ) -> Tensor:
-    """`attend` in plain tensor operations, and the oracle of the kernels. Prompts run it on CUDA where flash attention
-    does not do: there it reads every slot of the cache, so that a chunk's bits depend on its size, its place, and what
-    is before it alone."""
+    """Run `attend` in tensor operations: the oracle of the kernels.
+
+    Prompts on CUDA without flash attention run it, and read every slot of the cache: a chunk's bits depend on its size,
+    its place and its prefix alone.
+    """
     B, T, H, d = q_BTHd.shape
     K, S = k_cache_BKSd.shape[1:3]
     place_BT = torch.arange(T, device=q_BTHd.device).expand(B, T)
-    if branches is not None:
-        place_BT = branches.path_BTP.gather(2, branches.depth_BT[..., None])[..., 0]
+    if tree_mask is not None:
+        place_BT = tree_mask.path_BTP.gather(2, tree_mask.depth_BT[..., None])[..., 0]
     slots_BT = lengths_B[:, None] + place_BT
     _write(k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, slots_BT)
     slot_S = torch.arange(S, device=q_BTHd.device)
-    if branches is None:
+    if tree_mask is None:
         position_BTS, own_BT1 = slot_S.expand(B, T, S), slots_BT[:, :, None]
     else:
-        depth_BT, path_BTP = branches
+        depth_BT, path_BTP = tree_mask
         depth_P = torch.arange(path_BTP.shape[2], device=q_BTHd.device)
         on_path_BTP = depth_P <= depth_BT[:, :, None]
         places_BTP = (lengths_B[:, None, None] + path_BTP).where(on_path_BTP, slots_BT[:, :, None])
@@ -283,8 +229,10 @@ def attend_reference(
 
 
 def _attend_in_groups(q_BTHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, seen_BTS: Tensor, scale: float) -> Tensor:
-    """Attention [B, T, H, d] with a mask, for kernels that take no groups of heads beside one: heads that share keys
-    become further rows of one head."""
+    """Return masked attention, [B, T, H, d], without groups of heads.
+
+    Heads that share keys become further rows of one head.
+    """
     (T, H), K = q_BTHd.shape[1:3], k_BKSd.shape[1]
     q_BKXd = q_BTHd.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     seen_B1XS = seen_BTS.repeat(1, H // K, 1)[:, None]
@@ -300,14 +248,17 @@ def _write(k_BTKd: Tensor, v_BTKd: Tensor, k_cache_BKSd: Tensor, v_cache_BKSd: T
 
 @lru_cache
 def _bounds(num: int, device: torch.device) -> Tensor:
-    """0 and `num`, where the rows of the only text begin and end."""
+    """Return [0, num], the bounds of the only text's rows."""
     return torch.tensor([0, num], dtype=torch.int32, device=device)
 
 
 def _flash(
     q_1THd: Tensor, k_cache_1KSd: Tensor, v_cache_1KSd: Tensor, ends_1: Tensor, scale: float, window: int
 ) -> Tensor:
-    """Attention of the last rows before `ends` to the slots up to their own, the last `window` of them (0 = all)."""
+    """Return causal attention of a text's last rows within a window.
+
+    `window` 0: all slots.
+    """
     T, S = q_1THd.shape[1], k_cache_1KSd.shape[2]
     q_THd, k_SKd, v_SKd = q_1THd[0], k_cache_1KSd[0].transpose(0, 1), v_cache_1KSd[0].transpose(0, 1)
     found_THd, *_ = torch.ops.aten._flash_attention_forward(
@@ -328,7 +279,7 @@ def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale
     K, S = k_cache.shape[1], k_cache.shape[2] * k_cache.shape[4]
     assert d <= MAX_HEAD, f"head size is {d}"
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
-    depth_at, path_at, P = (None, None, 0) if path is None else Branches(depth, path).words()
+    depth_at, path_at, P = (None, None, 0) if path is None else TreeAttentionMask(depth, path).words()
     out = q.new_empty((B, T, H, d))
     (q0, q1, _, _), (k0, k1, _, _), (v0, v1, _, _) = q.stride(), k.stride(), v.stride()
     kernel("attend", q.dtype, *_ARGTYPES)(
@@ -363,76 +314,8 @@ LIBRARY.define(
     "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False) -> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
-on_cuda("attend_", _attend_cuda)
+register_cuda("attend_", _attend_cuda)
 LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
 LIBRARY.define("flash(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ends, float scale, int window) -> Tensor")
-on_cuda("flash", _flash)
+register_cuda("flash", _flash)
 LIBRARY.impl("flash", lambda q, *rest: q.new_empty(q.shape), "Meta")
-
-
-def row_keeper(
-    keys: Sequence[Tensor], values: Sequence[Tensor], sizes: Sequence[int]
-) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """A function (lengths [B], path [B, T], num [B]): of the rows last written behind the lengths, those of an
-    ascending path become the first `num` ones, in place. Keys and values of all layers, with heads of these sizes, stay
-    where they are.
-    """
-    if runs_triton(keys[0].device):
-        return partial(_keep_in_groups, _alike((*keys, *values)))
-    if keys[0].device.type != "cpu":
-        return partial(_keep_rows, (*keys, *values))
-    layers = len(keys)
-    words = c_int64 * layers
-    addresses = (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values)))
-    heads, head_sizes = words(*(k.shape[1] for k in keys)), words(*sizes)
-    batch, slots = keys[0].shape[0], keys[0].shape[2] * keys[0].shape[4]
-    function = kernel("keep_rows", keys[0].dtype, *_KEEP_ARGTYPES)
-
-    def keep(lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
-        path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
-        places = (lengths_B.data_ptr(), path_BT.data_ptr(), num_B.data_ptr())
-        function(addresses, layers, heads, head_sizes, batch, slots, *places, path_BT.shape[1])
-
-    return keep
-
-
-def _keep_rows(caches: Sequence[Tensor], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
-    rows_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
-    row_T = torch.arange(path_BT.shape[1], device=lengths_B.device)
-    from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
-    for cache in caches:
-        cache[rows_B1, :, lengths_B[:, None] + row_T] = cache[rows_B1, :, from_BT]
-
-
-def _alike(caches: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
-    """Caches of equal shapes, each group with its addresses on the device."""
-    groups: dict[torch.Size, list[Tensor]] = {}
-    for cache in caches:
-        groups.setdefault(cache.shape, []).append(cache)
-    return [(group, torch.ops.sharesd.addresses(group)) for group in groups.values()]
-
-
-def _keep_in_groups(
-    groups: Sequence[tuple[list[Tensor], Tensor]], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
-) -> None:
-    for group, addresses in groups:
-        torch.ops.sharesd.keep_rows_(group, addresses, lengths_B, path_BT, num_B)
-
-
-def _addresses(caches: Sequence[Tensor]) -> Tensor:
-    """Where tensors begin, int64 on their device."""
-    return torch.tensor([cache.data_ptr() for cache in caches], device=caches[0].device)
-
-
-def _keep_cuda(*arguments) -> None:
-    from compile.cuda.kv_compact import move_kept  # imports Triton, which not every machine has
-
-    move_kept(*arguments)
-
-
-LIBRARY.define("keep_rows_(Tensor(a!)[] caches, Tensor addresses, Tensor lengths, Tensor path, Tensor num) -> ()")
-on_cuda("keep_rows_", _keep_cuda)
-LIBRARY.impl("keep_rows_", lambda *_: None, "Meta")
-LIBRARY.define("addresses(Tensor[] caches) -> Tensor")
-on_cuda("addresses", _addresses)
-LIBRARY.impl("addresses", lambda caches: caches[0].new_empty(len(caches), dtype=torch.int64), "Meta")

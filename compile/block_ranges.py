@@ -1,4 +1,4 @@
-"""A stack of blocks runs as ranges: blocks next to each other, with what they wait for before and release after."""
+"""Ranges of neighbouring blocks of a decoder, with hooks before and after."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-HandOver = Callable[[Tensor, Any, Any], tuple[Tensor, Any, Any]]
-"""(residual stream, cache, branches) -> the same, where the next blocks are."""
+MoveInputs = Callable[[Tensor, Any, Any], tuple[Tensor, Any, Any]]
+"""(residual stream, cache, tree mask) -> the same on the next device."""
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
-class Range(NamedTuple):
+class BlockRange(NamedTuple):
     """Blocks `first` to before `first + num_blocks`, which run together."""
 
     first: int
     num_blocks: int
-    before: Callable[[], None] = _nothing
+    before: Callable[[], None] = _no_op
     """Called when they are about to run: returns when they may."""
-    after: Callable[[], None] = _nothing
-    """Called when they have run, or on a device have been told to."""
-    moves: bool = False
-    """Whether `before` may put their weights somewhere else."""
-    hand_over: HandOver | None = None
-    """Brings what they run with to where they are, if that is elsewhere."""
+    after: Callable[[], None] = _no_op
+    """Called once they have run, or are queued on their device."""
+    moves_weights: bool = False
+    """True if `before` may move their weights to other addresses."""
+    move_inputs: MoveInputs | None = None
+    """Moves their inputs to their device, if that is another one."""
 
 
-Ranges = Callable[[], Iterable[Range]]
-"""How all blocks of a stack run at this call: ranges one behind the other, which make up all of it."""
+BlockRanges = Callable[[], Iterable[BlockRange]]
+"""Returns, at each call, consecutive ranges that make up all blocks."""
 
 
-def first_blocks(ranges: Iterable[Range], num_blocks: int) -> Iterator[Range]:
-    """What makes up the first so many blocks."""
+def limit_ranges(ranges: Iterable[BlockRange], num_blocks: int) -> Iterator[BlockRange]:
+    """Yield the ranges of the first `num_blocks` blocks."""
     for each in ranges:
         if each.first < num_blocks:
             yield each._replace(num_blocks=min(each.num_blocks, num_blocks - each.first))

@@ -1,7 +1,7 @@
-"""Builds the CPU kernels of this package with the system's C++ compiler, once per machine, and loads them.
+"""Build and load this package's CPU kernels with the system's C++ compiler.
 
-There is a library of model kernels for each dtype, and one of those that choose tokens: each is built when it is first
-needed, and a program needs two of them as a rule.
+There is a library of model kernels for each dtype, and one of sampling kernels. Each is built once per machine, at its
+first use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,45 +21,41 @@ from functools import cache
 from pathlib import Path
 from threading import Lock, Thread
 
-import platformdirs
 import torch
+
+from sharesd_files import atomic_path, cache_root
 
 log = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent / "cpu"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
-CHOICE = (
+SAMPLING_OPS = (
     "arg_max",
     "top_k",
     "top_logp",
     "top_p",
     "gumbel",
     "sample",
-    "walk",
-    "grow",
-    "choose",
-    "weigh",
-    "weighed",
-    "keep_places",
-    "find",
+    "accept_path",
+    "expand_tree",
+    "select_nodes",
+    "rescore_children",
+    "best_nodes",
+    "compact_slots",
+    "find_suffixes",
 )
 """Kernels of sampling_ops.cpp; all others are in model_ops.cpp."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
 """SHARESD_CXXFLAGS adds to them, e.g. -fsanitize=address."""
 FORMAT = 2
-"""Of the kept file: the library, then the SHA-256 of it, which loaders of libraries do not look at."""
+"""Version of the file's format: the library, then its SHA-256."""
 
 
-def cache_root() -> Path:
-    """Folder for everything that can be made again: SHARESD_CACHE_DIR, or the platform's cache folder."""
-    return Path(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd"))
+def set_compiler_caches() -> None:
+    """Put caches of Inductor and Triton there, unless the environment names others.
 
-
-def keep_compiled() -> None:
-    """Have Inductor and Triton keep there what they compile, unless the environment names other folders.
-
-    By default that lies in the system's temporary folder, and is compiled anew after each boot.
+    Their default is the system's temporary folder, which is empty after a boot.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_root() / "triton"))
@@ -71,9 +66,9 @@ _locks: defaultdict[str, Lock] = defaultdict(Lock)  # one for each part that is 
 
 @cache
 def library(part: str) -> ctypes.CDLL:
-    """The shared library of a part: `choice`, or the model kernels of a dtype (`bfloat16` ...).
+    """Load the library `sampling_ops`, or that of a dtype's model kernels.
 
-    Raises RuntimeError where no compiler can make it.
+    Raises RuntimeError if no compiler can build it.
     """
     keep_freed_memory()
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -81,7 +76,7 @@ def library(part: str) -> ctypes.CDLL:
         raise RuntimeError(
             "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"
         )
-    source = ("sampling_ops.cpp",) if part == "choice" else ("model_ops.cpp", f"-DDTYPE={part}")
+    source = ("sampling_ops.cpp",) if part == "sampling_ops" else ("model_ops.cpp", f"-DDTYPE={part}")
     flags = (*FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", "")))
     key = hashlib.sha256()
     for file in sorted(SOURCE_FOLDER.iterdir()):
@@ -89,11 +84,11 @@ def library(part: str) -> ctypes.CDLL:
     key.update(repr((FORMAT, source, compiler, flags, platform.machine(), _cpu_features())).encode())
     target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
     with _locks[part]:
-        return _loaded(target) or _built(target, (compiler, *flags), source)
+        return _load(target) or _build(target, (compiler, *flags), source)
 
 
 def prepare(*parts: str) -> None:
-    """Begin to build libraries in the background. Whoever needs one waits for it, and hears what went wrong."""
+    """Start to build libraries in the background; `library` raises their errors."""
 
     def build(part: str) -> None:
         with suppress(RuntimeError):
@@ -103,10 +98,10 @@ def prepare(*parts: str) -> None:
         Thread(target=build, args=(part,), daemon=True).start()
 
 
-def _loaded(target: Path) -> ctypes.CDLL | None:
+def _load(target: Path) -> ctypes.CDLL | None:
     if target.exists():
         try:
-            if _is_sealed(target):  # the system would load, or crash on, whatever begins like a library
+            if _is_intact(target):  # the system would load, or crash on, any file that begins like a library
                 return ctypes.CDLL(str(target))
             log.warning("rebuilding %s, which does not hold what was built", target)
         except OSError as error:
@@ -114,10 +109,8 @@ def _loaded(target: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _built(target: Path, compiler: tuple[str, ...], source: tuple[str, ...]) -> ctypes.CDLL:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / target.name
+def _build(target: Path, compiler: tuple[str, ...], source: tuple[str, ...]) -> ctypes.CDLL:
+    with atomic_path(target) as built:
         command = [*compiler, str(SOURCE_FOLDER / source[0]), *source[1:], "-o", str(built)]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
@@ -129,34 +122,33 @@ def _built(target: Path, compiler: tuple[str, ...], source: tuple[str, ...]) -> 
             raise RuntimeError(f"{compiler[0]} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
         with built.open("ab") as stream:
             stream.write(hashlib.sha256(built.read_bytes()).digest())
-        os.replace(built, target)
     return ctypes.CDLL(str(target))
 
 
-def _is_sealed(library_file: Path) -> bool:
+def _is_intact(library_file: Path) -> bool:
     content, size = library_file.read_bytes(), hashlib.sha256().digest_size
     return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
-_kept = 2**28  # bytes
+_trim_threshold = 2**28  # bytes
 
 
-def keep_freed_memory(most: int = 0) -> None:
-    """Let glibc keep what is freed, up to 256 MiB or `most` bytes, for the next allocation.
+def keep_freed_memory(min_bytes: int = 0) -> None:
+    """Let glibc keep at least 256 MiB of freed memory for reuse.
 
-    A step frees half a megabyte of logits. By default that goes back to the system and returns page by page, zeroed,
+    A step frees half a megabyte of logits. By default that returns to the system and comes back page by page, zeroed,
     which took a tenth of a verify step.
     """
-    global _kept
-    _kept = max(_kept, most)
+    global _trim_threshold
+    _trim_threshold = max(_trim_threshold, min_bytes)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**25)
-        mallopt(_M_TRIM_THRESHOLD, _kept)
+        mallopt(_M_TRIM_THRESHOLD, _trim_threshold)
 
 
-def give_back_freed_memory() -> None:
-    """What glibc keeps of freed memory (see above) goes back to the system: for loading below a limit."""
+def release_freed_memory() -> None:
+    """Return memory that glibc keeps to the system, for low memory limits."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
     if trim is not None:
         trim(0)
@@ -164,13 +156,13 @@ def give_back_freed_memory() -> None:
 
 @cache
 def kernels_version() -> str:
-    """Another one for other kernels: what was measured with the old ones no longer holds."""
+    """Hash of the kernels: measurements of other kernels are void."""
     sources = (file.read_bytes() for file in sorted(SOURCE_FOLDER.iterdir()) if file.is_file())
     return hashlib.sha256(b"".join((*sources, repr(FLAGS).encode()))).hexdigest()[:16]
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on, so that a cache folder shared between machines stays right."""
+    """Features on which -march=native depends: machines may share a cache folder."""
     return (
         repr(sorted(torch.cpu.get_capabilities().items()))
         if hasattr(torch.cpu, "get_capabilities")
@@ -182,6 +174,6 @@ def _cpu_features() -> str:
 def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> Callable[..., None]:
     """The function `name`_`dtype` of its library, e.g. attend_bfloat16."""
     named = str(dtype).removeprefix("torch.")
-    function = getattr(library("choice" if name in CHOICE else named), f"{name}_{named}")
+    function = getattr(library("sampling_ops" if name in SAMPLING_OPS else named), f"{name}_{named}")
     function.argtypes, function.restype = argtypes, None
     return function

@@ -1,7 +1,7 @@
-"""CUDA graphs: a function of persistent tensors is run a few times, captured, and replayed from then on.
+"""CUDA graphs: functions of persistent tensors are captured once, and replayed.
 
-A graph is of one device and calls nothing on the host. So a function may become several, with calls between them
-(`between_graphs`).
+A graph is of one device and calls nothing on the host: a function may become several, with calls between them
+(`call_between_graphs`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WARM_CALLS = 1
-"""Plain calls before the capture: forms are compiled and libraries choose algorithms there."""
+"""Plain calls before the capture: libraries choose algorithms, forms are compiled."""
 
 
 class Graphs:
-    """Captures functions as CUDA graphs, which share one pool of memory.
+    """Captures of functions as CUDA graphs that share one pool of memory.
 
-    A replay may overwrite whatever any graph of the pool has made, but for what the functions returned: nothing else
-    passes from graph to graph, unless it lies in tensors made outside of captures.
+    A replay may overwrite all that graphs of the pool have made, except results of the functions: only tensors made
+    outside of captures pass from graph to graph.
     """
 
     num_captures = 0
@@ -34,16 +34,17 @@ class Graphs:
 
     def __init__(self) -> None:
         self._pool: object | None = None
-        self._streams: dict[int, torch.cuda.Stream] = {}  # of each device one: a pool's memory is that of a stream
-        self._said = False
-        self._dead: list[torch.cuda.CUDAGraph] = []  # of captures that failed: torch's allocator may look at them
+        self._streams: dict[int, torch.cuda.Stream] = {}  # one of each device: a pool's memory is that of a stream
+        self._has_warned = False
+        self._failed: list[torch.cuda.CUDAGraph] = []  # of captures that failed: torch's allocator may still read them
         self.nbytes = 0
-        """Memory that the pool has taken, on all devices; what a graph needs for itself, the driver has besides."""
+        """Bytes of the pool on all devices, without the driver's own."""
 
     def capture(self, function: Callable[[], T]) -> tuple[Callable[[], object], T] | None:
-        """How to replay the function, and its result, which lies where it lies. Runs nothing.
+        """Return a replay of the function, and its result; runs nothing.
 
-        None where it cannot be captured, which is reported once for all. Raises what CUDA says where a device is lost.
+        The result stays in place. Returns None if it cannot be captured, which is logged as a warning once. Raises
+        CUDA's error if a device is lost.
         """
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         try:
@@ -53,11 +54,11 @@ class Graphs:
                 torch.cuda.set_stream(stream)
                 torch.cuda.synchronize()
             log.log(
-                logging.INFO if self._said else logging.WARNING,
+                logging.INFO if self._has_warned else logging.WARNING,
                 "some steps run without CUDA graphs, which is slower: capturing failed (%s)",
                 str(error).strip().partition("\n")[0],
             )
-            self._said = True
+            self._has_warned = True
             return None
         Graphs.num_captures += 1
         return captured
@@ -69,14 +70,14 @@ class Graphs:
 
     @contextmanager
     def _graph(self) -> Iterator[Callable[[], object]]:
-        """What is launched within, on the device that is current, becomes a graph: how to replay it."""
+        """Record launches within as a graph, and yield its replay."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # nothing may lie between two calls
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # there may be no launch between two calls
             # Other threads may take memory meanwhile.
             place = {"pool": self._pool, "stream": self._streams[device], "capture_error_mode": "thread_local"}
             try:
@@ -84,8 +85,8 @@ class Graphs:
                     before = torch.cuda.memory_reserved(device)
                     yield graph.replay
             except BaseException:
-                self._dead.append(graph)
-                with suppress(RuntimeError):  # where it ended in order
+                self._failed.append(graph)
+                with suppress(RuntimeError):  # if it ended in order
                     torch._C._cuda_endAllocateToPool(device, self._pool)  # type: ignore[arg-type]
                 raise
         self.nbytes += torch.cuda.memory_reserved(device) - before
@@ -124,11 +125,11 @@ class _Capture:
 _capture: ContextVar[_Capture | None] = ContextVar("_capture", default=None)
 
 
-def between_graphs(function: Callable[[], object]) -> None:
-    """Call a function that no graph may have in it, like copies to another device, or going on to launch there.
+def call_between_graphs(function: Callable[[], object]) -> None:
+    """Call a function that no graph can contain, between two graphs.
 
-    Within a capture one graph ends before it, and another begins behind it, on the device that is current then. Each
-    replay calls it there again, so it works on tensors that stay in place.
+    Such are copies to another device. Within a capture one graph ends before it, and another begins after it, on the
+    device that is current then. Each replay calls it again, on tensors that stay in place.
     """
     capture = _capture.get()
     if capture is None:
@@ -138,10 +139,10 @@ def between_graphs(function: Callable[[], object]) -> None:
 
 
 class Replayed(Generic[T]):
-    """Calls `function`; where there are `graphs`, as one of them from the second call on.
+    """Function that runs as one of `graphs` from its second call.
 
-    The function takes no arguments, must not synchronise, and works on tensors which stay in place. What it returns is
-    overwritten by the next call.
+    It takes no arguments, must not synchronise, and works on tensors that stay in place. The next call overwrites its
+    result.
     """
 
     def __init__(self, function: Callable[[], T], graphs: Graphs | None) -> None:
@@ -164,7 +165,7 @@ class Replayed(Generic[T]):
 
 @contextmanager
 def no_captures() -> Iterator[None]:
-    """RuntimeError if anything is captured within. Use it after warm-up, whatever the prompts and lengths."""
+    """Raise RuntimeError if anything is captured within; for use after warm-up."""
     before = Graphs.num_captures
     yield
     new = Graphs.num_captures - before

@@ -10,7 +10,7 @@ import torch
 Mark = float | torch.cuda.Event
 
 MARKS = 16
-"""Marks of a GPU that are kept: older ones must not be asked for."""
+"""Marks of a GPU that are kept; older ones are invalid."""
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
         self._stream: torch.cuda.Stream | None = None
 
     def mark(self) -> Mark:
-        """The point that the device has reached once it has done all that was asked of it so far."""
+        """Mark the end of all work given to the device so far."""
         if not self._cuda:
             return time.perf_counter()
         event, stream = next(self._events), self._stream
@@ -38,7 +38,7 @@ class Clock:
             mark.synchronize()
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Time between two marks that the device has passed (the caller has synchronised since)."""
+        """Return the time between two marks that the device has passed."""
         if isinstance(start, float):
             assert isinstance(end, float)
             return end - start

@@ -1,4 +1,4 @@
-"""A linear with what stands before and behind it: one launch where the linear offers that, else one after the other."""
+"""Linear with norm, gate and residual, in one launch if supported."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""Names as checkpoints have them."""
+from compile.activations import ACTIVATIONS
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = dict(
+    zip(ACTIVATIONS, (F.silu, F.gelu, partial(F.gelu, approximate="tanh")), strict=True)
+)
 
 
 def project(
@@ -24,9 +23,9 @@ def project(
     gated: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + linear(norm(x)). With `gated`, an activation's name, of the linear's outputs act(first half) * second.
+    """Return residual + linear(norm(x)), gated by an activation's name if `gated`.
 
-    A linear with a true attribute `fuses` is given all of it.
+    Gated outputs are act(first half) * second half. A linear with a true attribute `fuses` is given all of it.
     """
     if getattr(linear, "fuses", False):
         return linear(x, norm=norm, gated=gated, residual=residual)
@@ -41,9 +40,9 @@ def compose(
     gated: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """What `project` computes, one operation after the other."""
+    """Compute `project` one operation after the other."""
     y = linear(x if norm is None else norm(x))
     if gated:
         gate, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[gated](gate) * up
+        y = _FUNCTIONS[gated](gate) * up
     return y if residual is None else residual + y

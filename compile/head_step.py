@@ -1,6 +1,6 @@
-"""Steps of a trained head, one call of a CPU kernel each (cpu/head_step.h).
+"""Steps of a trained head by a CPU kernel (cpu/head_step.h).
 
-Legend: B rows, T places that are read, F nodes, S slots, P states, D hidden size, X features, K draft tokens.
+Legend: B rows, T positions that are read, F nodes, S slots, P states, D hidden size, X features, K draft tokens.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.cpp_extension import kernel
-from compile.decoder_stack import NativeStack, full_of, linear_words, norm_words
+from compile.decoder_stack import NativeStack, full_precision, linear_words, norm_words
 
 _HeadStep = ctypes.c_int64 * 76
-_Look = ctypes.c_int64 * 23
+_CrossAttention = ctypes.c_int64 * 23
 _NONE = (0,) * 6
 
 
 class NativeHead:
-    """Runs a head of one block. Raises Unsuited where the kernel does not know a linear."""
+    """Head of one block, run by the CPU kernel."""
 
     def __init__(
         self,
         block: Any,
         *,
         tables: tuple[Tensor, Tensor],
-        activation: str,
+        hidden_act: str,
         embed_VD: Tensor,
         lm_head: Any,
         fuse: Any = None,
@@ -42,29 +42,44 @@ class NativeHead:
         normed: bool = False,
         norm: Any = None,
         masks: tuple[Tensor, Tensor] | None = None,
-        looks: Sequence[Any] = (),
-        look_norm: Any = None,
+        cross_attentions: Sequence[Any] = (),
+        cross_norm: Any = None,
     ) -> None:
-        """`fuse` makes a state of a place's features, which are one without it; then embedding and state are
-        normalised, if so wanted, and joined. That is what the queries see, and the state where the residual stream
-        begins (`normed`: the normalised one); or both are what `mix` makes of it. `norm` stands before the LM head.
-        What `masks` add to the root's embedding and state lets a pass guess several tokens.
+        """Describe the head for the kernel; raises KernelUnsupported for other linears.
 
-        A head that `looks` into the target reads tokens alone: its residual stream begins with the embedding. Each
-        look has `layer`, linears `q` and `o`, `q_norm`, `rotary` (cosines, sines) or None, `num_kv_heads`, `head_dim`,
-        `scale` and `window` of that layer; `look_norm` stands before all of them.
+        `fuse` makes a state of a position's features, which are one without it; then embedding and state are
+        normalised, if their norms are given, and joined. Queries read the joined pair, and the residual stream begins
+        with the state (`normed`: the normalised one); or both are the output of `mix`. `norm` stands before the LM
+        head. `masks`, added to the root's embedding and state, let a pass guess several tokens.
+
+        A head with `cross_attentions` reads tokens alone: its residual stream begins with the embedding. Each has
+        `layer`, linears `q` and `o`, `q_norm`, `rotary` (cosines, sines) or None, `num_key_value_heads`,
+        `head_dim`, `scale` and `window` of that layer; `cross_norm` stands before all of them.
         """
-        self._stack = NativeStack([block], tables=[tables], ropes=[0], activation=activation, norm=norm)
-        # Keeps alive what the words point at.
-        self._modules = (fuse, mix, lm_head, embed_norm, state_norm, embed_VD, masks, tuple(looks), look_norm)
+        self._stack = NativeStack([block], tables=[tables], ropes=[0], hidden_act=hidden_act, norm=norm)
+        # Keeps the memory of the words' addresses alive.
+        self._modules = (
+            fuse,
+            mix,
+            lm_head,
+            embed_norm,
+            state_norm,
+            embed_VD,
+            masks,
+            tuple(cross_attentions),
+            cross_norm,
+        )
         self._masks = (0, 0) if masks is None else (masks[0].data_ptr(), masks[1].data_ptr())
         self._embed = embed_VD.data_ptr(), len(embed_VD)
-        linears = (_NONE if linear is None else linear_words(full_of(linear)) for linear in (fuse, mix, lm_head))
+        linears = (_NONE if linear is None else linear_words(full_precision(linear)) for linear in (fuse, mix, lm_head))
         norms = (norm_words(part) for part in (embed_norm, state_norm))
         self._parts = [word for words in (*linears, *norms) for word in words] + [int(normed)]
-        self._num_tokens = full_of(lm_head).out_features
-        self._looks, self._look_norm = [(look, _look_words(look)) for look in looks], norm_words(look_norm)
-        self._look_tables: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of each cache of the target
+        self._num_tokens = full_precision(lm_head).out_features
+        self._crosses, self._cross_norm = (
+            [(cross, _cross_words(cross)) for cross in cross_attentions],
+            norm_words(cross_norm),
+        )
+        self._cross_tables: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of each cache of the target
 
     def read(
         self,
@@ -103,11 +118,13 @@ class NativeHead:
         source = 1, 0 if ends_B is None else ends_B.data_ptr(), features_BSX.data_ptr()
         return self._run((B, num), tokens_BS, cache, None, source, num_kept, **more)
 
-    def go_on(self, tokens_BF: Tensor, states_BPD: Tensor, cache: Any, branches: Branches | None = None) -> Tensor:
-        """See `sharesd.drafters.heads.head.FeatureHead.go_on`."""
+    def step(
+        self, tokens_BF: Tensor, states_BPD: Tensor, cache: Any, tree_mask: TreeAttentionMask | None = None
+    ) -> Tensor:
+        """See `sharesd.drafters.heads.head.FeatureHead.step`."""
         B, F = tokens_BF.shape
-        assert tokens_BF.is_contiguous() and (branches is not None or F == 1)
-        logits_BFK = self._run((B, F), tokens_BF, cache, branches, (0, 0, 0), F, states_BPD)
+        assert tokens_BF.is_contiguous() and (tree_mask is not None or F == 1)
+        logits_BFK = self._run((B, F), tokens_BF, cache, tree_mask, (0, 0, 0), F, states_BPD)
         assert logits_BFK is not None
         return logits_BFK
 
@@ -117,11 +134,13 @@ class NativeHead:
         ends, num_kept = (0, 0) if target is None else (target.lengths.data_ptr(), 1)
         return self._run((len(tokens_BS), num), tokens_BS, cache, None, (1, ends, 0), num_kept, target=target)
 
-    def go_on_with_tokens(self, tokens_BF: Tensor, cache: Any, target: Any, branches: Branches | None = None) -> Tensor:
-        """See `sharesd.drafters.glide.head.Glide.go_on`."""
+    def step_tokens(
+        self, tokens_BF: Tensor, cache: Any, target: Any, tree_mask: TreeAttentionMask | None = None
+    ) -> Tensor:
+        """See `sharesd.drafters.glide.head.Glide.step`."""
         B, F = tokens_BF.shape
-        assert tokens_BF.is_contiguous() and (branches is not None or F == 1)
-        logits_BFK = self._run((B, F), tokens_BF, cache, branches, (0, 0, 0), F, target=target)
+        assert tokens_BF.is_contiguous() and (tree_mask is not None or F == 1)
+        logits_BFK = self._run((B, F), tokens_BF, cache, tree_mask, (0, 0, 0), F, target=target)
         assert logits_BFK is not None
         return logits_BFK
 
@@ -130,7 +149,7 @@ class NativeHead:
         shape: tuple[int, int],
         tokens: Tensor,
         cache: Any,
-        branches: Branches | None,
+        tree_mask: TreeAttentionMask | None,
         source: tuple[int, int, int],
         num_kept: int,
         states_BPD: Tensor | None = None,
@@ -146,14 +165,14 @@ class NativeHead:
         if num_kept:
             logits = torch.empty(shape[0], num_kept, self._num_tokens, dtype=dtype)
         step = _HeadStep(
-            *self._stack.words((*shape, D), cache, branches),
+            *self._stack.words((*shape, D), cache, tree_mask),
             *(tokens.data_ptr(), tokens.stride(0)),
             *self._embed,
             *source,
             *(num_kept, *masks),
             *states,
             *self._parts,
-            *self._looking(target),
+            *self._cross_words_of_target(target),
             0 if logits is None else logits.data_ptr(),
         )
         kernel("run_head", dtype, c_void_p, c_double, c_double, c_double)(
@@ -161,32 +180,34 @@ class NativeHead:
         )
         return logits
 
-    def _looking(self, target: Any) -> tuple[int, ...]:
-        """What `struct HeadStep` says of a target's cache."""
-        if not self._looks:
+    def _cross_words_of_target(self, target: Any) -> tuple[int, ...]:
+        """Return the words of `struct HeadStep` for a target's cache."""
+        if not self._crosses:
             return (0,) * 9
-        if target is None:  # nobody looks, since no logits are wanted
-            return (0, len(self._looks), *self._look_norm, 0, 0, 0, 0, 0)
-        table = self._look_tables.get(target)
+        if target is None:  # no logits: no cross attention
+            return (0, len(self._crosses), *self._cross_norm, 0, 0, 0, 0, 0)
+        table = self._cross_tables.get(target)
         if table is None:
             rows = (
-                (*words[:14], target.k[look.layer].data_ptr(), target.v[look.layer].data_ptr(), *words[14:])
-                for look, words in self._looks
+                (*words[:14], target.k[cross.layer].data_ptr(), target.v[cross.layer].data_ptr(), *words[14:])
+                for cross, words in self._crosses
             )
-            table = self._look_tables[target] = (_Look * len(self._looks))(*(_Look(*row) for row in rows))
-        look = self._looks[0][0]
-        heads = full_of(look.q).out_features // look.head_dim, look.num_kv_heads
-        sizes = *heads, target.slots, look.head_dim
-        return ctypes.addressof(table), len(table), *self._look_norm, target.lengths.data_ptr(), *sizes
+            table = self._cross_tables[target] = (_CrossAttention * len(self._crosses))(
+                *(_CrossAttention(*row) for row in rows)
+            )
+        cross = self._crosses[0][0]
+        heads = full_precision(cross.q).out_features // cross.head_dim, cross.num_key_value_heads
+        sizes = *heads, target.slots, cross.head_dim
+        return ctypes.addressof(table), len(table), *self._cross_norm, target.lengths.data_ptr(), *sizes
 
 
-def _look_words(look: Any) -> list[int]:
+def _cross_words(cross: Any) -> list[int]:
     """The words of `struct Look`, but for the target's cache."""
-    words = [*linear_words(full_of(look.q)), *linear_words(full_of(look.o)), *norm_words(look.q_norm)]
-    if look.rotary is None:
+    words = [*linear_words(full_precision(cross.q)), *linear_words(full_precision(cross.o)), *norm_words(cross.q_norm)]
+    if cross.rotary is None:
         words += [0, 0, 0, 0]
     else:
-        cos_Pr, sin_Pr = look.rotary
+        cos_Pr, sin_Pr = cross.rotary
         words += [cos_Pr.data_ptr(), sin_Pr.data_ptr(), *cos_Pr.shape]
-    eps = 0.0 if look.q_norm is None else look.q_norm.eps
-    return [*words, look.window, *struct.unpack("2q", struct.pack("2d", look.scale, eps))]
+    eps = 0.0 if cross.q_norm is None else cross.q_norm.eps
+    return [*words, cross.window, *struct.unpack("2q", struct.pack("2d", cross.scale, eps))]

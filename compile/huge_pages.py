@@ -1,4 +1,7 @@
-"""Memory on huge pages, for what every step reads: looking up small pages takes up to a fifth of that time."""
+"""Huge pages for memory that every step reads.
+
+Looking up small pages takes up to a fifth of that time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from compile.linear import LowPackedLinear, PackedLinear
+from compile.linear import PackedLinear, QuantizedPackedLinear
 
 HUGE = 2**21
 """Bytes of a huge page."""
@@ -18,11 +21,11 @@ ALIGNMENT = 64
 
 
 def weights_on_huge_pages(model: nn.Module, *, keep: Collection[nn.Module] = ()) -> int:
-    """Move packed weights of a model on the CPU to huge pages; returns their bytes. `keep`: linears whose stay.
+    """Move packed weights to huge pages; returns their bytes.
 
-    Each is given back before the next is copied.
+    The linears `keep` stay. Each is freed before the next is copied.
     """
-    packed = (PackedLinear, LowPackedLinear)
+    packed = (PackedLinear, QuantizedPackedLinear)
     linears = [module for module in model.modules() if isinstance(module, packed) and module not in keep]
     sizes = [linear.weight.to("meta") for linear in linears]
     for linear, moved in zip(linears, zeros_like(sizes), strict=True):
@@ -31,9 +34,10 @@ def weights_on_huge_pages(model: nn.Module, *, keep: Collection[nn.Module] = ())
 
 
 def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros in the layout of dense tensors of the CPU, side by side on huge pages, where the system has such.
+    """Return zeros like CPU tensors, side by side on huge pages.
 
-    Each is a storage of its own: compilers take tensors of one storage for views of one buffer, which they copy whole.
+    Pages are ordinary if the system has no others. Each is a storage of its own: compilers take tensors of one storage
+    for views of one buffer, which they copy whole.
     """
     starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]
     memory, first = _huge_pages(starts[-1])
@@ -46,19 +50,19 @@ def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Zeroed memory [num_bytes] uint8 that begins with a huge page, where the system knows such."""
+    """Zeroed memory [num_bytes] uint8 that begins with a huge page, if available."""
     memory, first = _huge_pages(num_bytes)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=first)
 
 
 def _huge_pages(num_bytes: int) -> tuple[mmap.mmap | bytearray, int]:
-    """Zeroed memory, and where its first huge page begins; behind that are `num_bytes`.
+    """Return zeroed memory, and the offset of its first huge page.
 
-    Where the system has none to give (it is asked, not told), these are ordinary pages, and nothing is lost.
+    At least `num_bytes` follow that. These are ordinary pages if the system has no huge ones.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return bytearray(num_bytes + HUGE), 0
     memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system that knows the word but not the pages
+    with suppress(OSError):  # a system with the constant but without the pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE

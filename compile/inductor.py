@@ -1,9 +1,9 @@
-"""Compilation by Inductor of what a step repeats: one block, reused for all layers, or the whole step.
+"""Inductor's compiled forms of a block or of a whole step.
 
 A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. On a GPU
-pieces of prompts have few sizes, too. Each is compiled once, ahead of time; everything else runs eagerly. Each compiled
-form is a function of its own, whose shapes, structure and constants are known from the key under which it is kept; so
-Dynamo's guards have nothing to tell apart and are left out: a call costs no checks.
+chunks of prompts have few sizes, too. Each is compiled once, ahead of time; everything else runs eagerly. Each compiled
+form is a function of its own, whose key fixes shapes, structure and constants: Dynamo's guards are left out, and a call
+costs no checks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 Step = Callable[..., Tensor]
 
 torch.compiler.config.cache_key_tag += "sharesd: a storage for each tensor"
-# Inductor finds kept code by the shapes of its inputs, whether or not they shared a storage when it was made. Ours no
-# longer do: code that was kept when they did reads beyond their ends, and must not be found.
+# Inductor finds kept code by the shapes of its inputs, whether or not they shared a storage when it was made. These no
+# longer do: older code reads beyond their ends, and must not be found.
 
 
 OPTIONS: dict[str, str | int | bool | Callable] = {
@@ -32,10 +32,10 @@ OPTIONS: dict[str, str | int | bool | Callable] = {
 
 
 class CompiledBlocks:
-    """Runs blocks through a compiled form where the number of tokens is one of `widths`, else plainly.
+    """Blocks that run a compiled form for `widths` of a step.
 
-    Blocks with equal structure (module types, sizes and constants) share a form. `variant` tells forms apart that the
-    structure does not show, such as the position of a precision switch.
+    Blocks with equal structure (module types, sizes and constants) share a form. `variant` distinguishes forms beyond
+    the structure, such as the position of a precision switch.
     """
 
     def __init__(self, widths: set[int], variant: Callable[[], object] = lambda: None) -> None:
@@ -59,7 +59,7 @@ class CompiledBlocks:
 
 
 class CompiledModel:
-    """A causal model whose whole step is one graph for the given widths."""
+    """Causal model with its step as one graph for some widths."""
 
     def __init__(self, model, widths: set[int], variant: Callable[[], object] = lambda: None) -> None:
         self._model, self._widths, self._variant = model, widths, variant
@@ -68,22 +68,22 @@ class CompiledModel:
     def __getattr__(self, name: str):
         return getattr(self._model, name)
 
-    def forward(self, tokens_BT: Tensor, cache, keep_BR: Tensor | None = None, branches=None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, cache, keep_BR: Tensor | None = None, tree_mask=None) -> Tensor:
         """As the model's own forward."""
         if tokens_BT.shape[1] not in self._widths:
-            return self._model.forward(tokens_BT, cache, keep_BR, branches)
-        shapes = (tokens_BT.shape, keep_BR is not None and keep_BR.shape, branches is not None and branches[1].shape)
+            return self._model.forward(tokens_BT, cache, keep_BR, tree_mask)
+        shapes = (tokens_BT.shape, keep_BR is not None and keep_BR.shape, tree_mask is not None and tree_mask[1].shape)
         key = (cache.slots, cache.recent, cache.taps, *shapes, self._variant())
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = compile_step(type(self._model).forward)
-        return form(self._model, tokens_BT, cache, keep_BR, branches)
+        return form(self._model, tokens_BT, cache, keep_BR, tree_mask)
 
 
 class CompiledForms:
-    """Calls a function through a compiled form for each shape of its tensors and each value of what is no tensor.
+    """Function with a compiled form for each shape and value.
 
-    Of caches, which have a `kind`, it is that which counts.
+    The key of a cache is its `kind`.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -121,15 +121,18 @@ def _kind(value: object) -> object:
 
 
 def compile_step(function: Callable) -> Step:
-    """A compiled form of a function that will always be called with tensors of the same shapes, dtypes and layouts."""
-    code = function.__code__.replace()  # Dynamo keeps compiled code by code object: ours must be nobody else's
+    """Compile a function for tensors of constant shapes, dtypes and layouts."""
+    code = function.__code__.replace()  # Dynamo keeps compiled code by code object: each form has its own
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     return torch.compile(own, fullgraph=True, dynamic=False, options=dict(OPTIONS))  # torch takes entries out
 
 
 def structure(module: nn.Module) -> tuple:
-    """What a traced graph of the module depends on, besides its inputs: types, constants, shapes of tensors."""
+    """Return all on which a module's graph depends, besides its inputs.
+
+    Types, constants, and shapes of tensors.
+    """
     parts: list[object] = []
     for name, child in module.named_modules():
         constants = {k: _frozen(v) for k, v in vars(child).items() if _is_constant(v)}
@@ -161,7 +164,7 @@ def _frozen(value: object) -> object:
 
 @contextmanager
 def no_recompiles() -> Iterator[None]:
-    """RuntimeError if anything is compiled within. Use it after warm-up, whatever the prompts and lengths."""
+    """Raise RuntimeError if anything is compiled within; for use after warm-up."""
     from torch._dynamo.utils import counters  # a second to import, which kernels do without
 
     before = counters["stats"]["unique_graphs"]

@@ -1,30 +1,110 @@
-"""What is kept beside keys and values for each place of a text moves with these."""
+"""Move accepted keys, values and features after the length.
+
+Legend: B rows of the batch, S slots, T rows of a tree (the root and its nodes), X numbers of a slot.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
+from compile.op_registry import LIBRARY, register_cuda, runs_triton
+
+_COMPACT_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
 
 
-def keep_places(places_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
-    """Of the rows last written behind the lengths, those of an ascending path become the first `num` ones, in place."""
-    if places_BSX.device.type == "cpu" and places_BSX.is_contiguous():
+def compact_slots(x_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
+    """Move rows of ascending paths to the first slots after lengths.
+
+    `num` [B] rows of `path` [B, T] move, in place.
+    """
+    if x_BSX.device.type == "cpu" and x_BSX.is_contiguous():
         path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
-        (B, S, X), T = places_BSX.shape, path_BT.shape[1]
-        tensors = (part.data_ptr() for part in (places_BSX, lengths_B, path_BT, num_B))
-        function = kernel("keep_places", torch.int64, *[c_void_p] * 4, *[c_int64] * 4)
-        function(*tensors, B, S, T, X * places_BSX.element_size())
+        (B, S, X), T = x_BSX.shape, path_BT.shape[1]
+        tensors = (part.data_ptr() for part in (x_BSX, lengths_B, path_BT, num_B))
+        function = kernel("compact_slots", torch.int64, *[c_void_p] * 4, *[c_int64] * 4)
+        function(*tensors, B, S, T, X * x_BSX.element_size())
     else:
-        keep_places_reference(places_BSX, lengths_B, path_BT, num_B)
+        compact_slots_reference(x_BSX, lengths_B, path_BT, num_B)
 
 
-def keep_places_reference(places_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
-    """`keep_places` in tensor operations."""
+def compact_slots_reference(x_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
+    """`compact_slots` in tensor operations."""
     row_T = torch.arange(path_BT.shape[1], device=lengths_B.device)
     rows_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
     from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
-    places_BSX[rows_B1, lengths_B[:, None] + row_T] = places_BSX[rows_B1, from_BT]
+    x_BSX[rows_B1, lengths_B[:, None] + row_T] = x_BSX[rows_B1, from_BT]
+
+
+def kv_compactor(
+    keys: Sequence[Tensor], values: Sequence[Tensor], sizes: Sequence[int]
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return a function of lengths, path and num that compacts KV.
+
+    Lengths are [B], paths [B, T], numbers [B]. Rows of an ascending path, written after the lengths, become the first
+    `num` of them. Keys and values of all layers, with heads of these sizes, stay at their addresses.
+    """
+    if runs_triton(keys[0].device):
+        return partial(_compact_groups, _group_by_shape((*keys, *values)))
+    if keys[0].device.type != "cpu":
+        return partial(_compact_reference, (*keys, *values))
+    layers = len(keys)
+    words = c_int64 * layers
+    addresses = (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values)))
+    heads, head_sizes = words(*(k.shape[1] for k in keys)), words(*sizes)
+    batch, slots = keys[0].shape[0], keys[0].shape[2] * keys[0].shape[4]
+    function = kernel("compact_kv", keys[0].dtype, *_COMPACT_ARGTYPES)
+
+    def compact(lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
+        path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
+        places = (lengths_B.data_ptr(), path_BT.data_ptr(), num_B.data_ptr())
+        function(addresses, layers, heads, head_sizes, batch, slots, *places, path_BT.shape[1])
+
+    return compact
+
+
+def _compact_reference(caches: Sequence[Tensor], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
+    rows_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
+    row_T = torch.arange(path_BT.shape[1], device=lengths_B.device)
+    from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
+    for cache in caches:
+        cache[rows_B1, :, lengths_B[:, None] + row_T] = cache[rows_B1, :, from_BT]
+
+
+def _group_by_shape(caches: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
+    """Caches of equal shapes, each group with its addresses on the device."""
+    groups: dict[torch.Size, list[Tensor]] = {}
+    for cache in caches:
+        groups.setdefault(cache.shape, []).append(cache)
+    return [(group, torch.ops.sharesd.addresses(group)) for group in groups.values()]
+
+
+def _compact_groups(
+    groups: Sequence[tuple[list[Tensor], Tensor]], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
+) -> None:
+    for group, addresses in groups:
+        torch.ops.sharesd.compact_kv_(group, addresses, lengths_B, path_BT, num_B)
+
+
+def _addresses(caches: Sequence[Tensor]) -> Tensor:
+    """Return the addresses of tensors, int64 on their device."""
+    return torch.tensor([cache.data_ptr() for cache in caches], device=caches[0].device)
+
+
+def _compact_cuda(*arguments) -> None:
+    from compile.cuda.kv_compact import compact_kv  # imports Triton, which not every machine has
+
+    compact_kv(*arguments)
+
+
+LIBRARY.define("compact_kv_(Tensor(a!)[] caches, Tensor addresses, Tensor lengths, Tensor path, Tensor num) -> ()")
+register_cuda("compact_kv_", _compact_cuda)
+LIBRARY.impl("compact_kv_", lambda *_: None, "Meta")
+LIBRARY.define("addresses(Tensor[] caches) -> Tensor")
+register_cuda("addresses", _addresses)
+LIBRARY.impl("addresses", lambda caches: caches[0].new_empty(len(caches), dtype=torch.int64), "Meta")

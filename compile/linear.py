@@ -1,6 +1,6 @@
-"""Linears for few rows on the CPU: packed once, read at the speed of memory, the same bits for a row in any step.
+"""Linears for few rows on the CPU: packed once, batch invariant.
 
-Legend: M rows, N outputs, K inputs, L lanes of a vector, P inputs taken together.
+They run at the speed of memory. Legend: M rows, N outputs, K inputs, L lanes of a vector, P inputs multiplied together.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from compile.cpp_extension import kernel
 from compile.op_registry import LIBRARY
 
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
-_LOW_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
-LOW_INPUTS = 32
+_QUANTIZED_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
+QUANTIZED_INPUT_MULTIPLE = 32
 """Inputs of a low-bit linear come in groups of this size."""
 _PACKED_ROWS = 4096
-"""Rows of a low-bit linear that are packed at a time: a head's are many, and what lies between takes memory."""
+"""Rows packed at a time, to bound the memory of intermediate values."""
 LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1), torch.float64: (8, 1)}
 """L and P of each dtype."""
 
 
 def pack(weight_NK: Tensor) -> Tensor:
-    """The weights in the kernel's order [N / L, K / P, L, P], padded with zeros."""
+    """Pack weights in the kernel's order, padded with zeros.
+
+    The order is [N / L, K / P, L, P].
+    """
     lanes, pair = LAYOUT[weight_NK.dtype]
     N, K = weight_NK.shape
     padded = F.pad(weight_NK, (0, -K % pair, 0, -N % lanes))
@@ -49,7 +52,10 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
-    """Replace every nn.Linear of a model on the CPU by a packed one; returns how many. Frees each before the next."""
+    """Replace every nn.Linear by a packed one; returns their number.
+
+    Each is freed before the next is packed.
+    """
     count = 0
     for parent in model.modules():
         for name, child in parent.named_children():
@@ -84,25 +90,29 @@ LIBRARY.impl("linear", _linear_cpu, "CPU")
 LIBRARY.impl("linear", lambda x, weight, bias, out_features: x.new_empty((*x.shape[:-1], out_features)), "Meta")
 
 
-class LowPackedLinear(nn.Module):
-    """A linear with weights of 4 or 8 bits in the layout of the CPU kernel, which rounds activations to 8 or 16 bits.
+class QuantizedPackedLinear(nn.Module):
+    """Linear with packed weights of 4 or 8 bits.
 
-    w = (code - middle) * scale + offset with one scale and offset (bfloat16) for each group of inputs of an output.
+    Activations are rounded to 8 or 16 bits. w = (code - middle) * scale + offset with one scale and offset (bfloat16)
+    for each group of inputs of an output.
     """
 
     weight: Tensor  # uint8 [N / 16, groups, bytes]: codes, then scales and offsets, of 16 outputs and a group of inputs
 
     def __init__(self, codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, bias_N: Tensor | None, bits: int) -> None:
-        """`codes_NK` is uint8, below 16 with 4 bits; middle is 8 or 128. Inputs must be a multiple of 32."""
+        """Pack `codes_NK`, uint8 below 2^bits; middle is 8 or 128.
+
+        Inputs are a multiple of 32.
+        """
         super().__init__()
-        assert bits in (4, 8) and codes_NK.shape[1] % LOW_INPUTS == 0
+        assert bits in (4, 8) and codes_NK.shape[1] % QUANTIZED_INPUT_MULTIPLE == 0
         self.out_features, self.in_features = codes_NK.shape
         self.bits, self.group_size = bits, self.in_features // scale_NG.shape[1]
         size = -(-self.out_features // 16), scale_NG.shape[1], 16 * (self.group_size * bits // 8 + 4)
         self.register_buffer("weight", codes_NK.new_empty(size))
         parts = zip(*(x.split(_PACKED_ROWS) for x in (codes_NK, scale_NG, offset_NG)), strict=True)
         for place, part in zip(self.weight.split(_PACKED_ROWS // 16), parts, strict=True):
-            place.copy_(_pack_low(*part, bits=bits))
+            place.copy_(_pack_quantized(*part, bits=bits))
         self.register_buffer("bias", bias_N)
 
     @property
@@ -111,12 +121,12 @@ class LowPackedLinear(nn.Module):
         return self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        function = torch.ops.sharesd.low_linear if torch.compiler.is_compiling() else _low_linear_cpu
+        function = torch.ops.sharesd.quantized_linear if torch.compiler.is_compiling() else _quantized_linear_cpu
         return function(x, self.weight, self.bias, self.out_features, self.group_size, self.bits)
 
 
-def _pack_low(codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, *, bits: int) -> Tensor:
-    """Of some rows."""
+def _pack_quantized(codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, *, bits: int) -> Tensor:
+    """Pack some rows."""
     K, groups = codes_NK.shape[1], scale_NG.shape[1]
     codes_NK, scale_NG, offset_NG = (F.pad(x, (0, 0, 0, -len(x) % 16)) for x in (codes_NK, scale_NG, offset_NG))
     if bits == 4:
@@ -131,11 +141,11 @@ def _pack_low(codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, *, bits: in
     return torch.cat([packed.reshape(len(packed), groups, -1), *factors], 2)
 
 
-def _low_linear_cpu(x, weight, bias, out_features, group_size, bits):
+def _quantized_linear_cpu(x, weight, bias, out_features, group_size, bits):
     x = x.contiguous()
     K = x.shape[-1]
     y = x.new_empty((*x.shape[:-1], out_features))
-    kernel("low_linear", x.dtype, *_LOW_ARGTYPES)(
+    kernel("quantized_linear", x.dtype, *_QUANTIZED_ARGTYPES)(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -151,7 +161,9 @@ def _low_linear_cpu(x, weight, bias, out_features, group_size, bits):
 
 
 LIBRARY.define(
-    "low_linear(Tensor x, Tensor weight, Tensor? bias, int out_features, int group_size, int bits) -> Tensor"
+    "quantized_linear(Tensor x, Tensor weight, Tensor? bias, int out_features, int group_size, int bits) -> Tensor"
 )
-LIBRARY.impl("low_linear", _low_linear_cpu, "CPU")
-LIBRARY.impl("low_linear", lambda x, w, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta")
+LIBRARY.impl("quantized_linear", _quantized_linear_cpu, "CPU")
+LIBRARY.impl(
+    "quantized_linear", lambda x, w, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta"
+)

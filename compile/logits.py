@@ -1,11 +1,11 @@
-"""Logits to choose from, by four CUDA kernels: as tensor operations, top-p alone takes some 200 launches."""
+"""Logits processors in four CUDA kernels; tensor operations need some 200 launches."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from compile.op_registry import LIBRARY, on_cuda
+from compile.op_registry import LIBRARY, register_cuda
 
 NUMBERS = (
     "temperature",
@@ -18,8 +18,11 @@ NUMBERS = (
     "noise",
     "seed",
 )
-"""What each row has a number for, in this order. No temperature: 1; no truncation: V, 1 and -inf. `noise` is 0 or 1; it
-and `seed`, whose 64 bits are those of an integer, mean nothing to the kernels."""
+"""Numbers of each row, in this order.
+
+No temperature is 1; no truncation is V, 1 and -inf. Kernels ignore `noise`, 0 or 1, and `seed`, whose 64 bits are those
+of an integer.
+"""
 
 
 def process_logits(
@@ -35,13 +38,14 @@ def process_logits(
     truncated: bool,
     cold: float,
 ) -> Tensor:
-    """Logits [B, T, V] of bfloat16, float16 or float32 with what each row asks for, as float32 (on CUDA).
+    """Apply each row's parameters to logits, in float32, on CUDA.
 
-    In this order: bias (float32), penalties, temperature if `sampled`, top-k, top-p and min-p if `truncated`.
+    Logits are [B, T, V]. In this order: bias (float32), penalties, temperature if `sampled`, top-k, top-p and min-p if
+    `truncated`.
 
-    `numbers_BF` float64, as in NUMBERS. Penalties look at tokens of `prompt_mask` (bool) and at `counts` (int32) of the
-    output, to which row t adds the draft tokens that it sees: those of `seen`, or without that the first N - T + 1 + t.
-    Temperatures below `cold` are applied to logits less their row's largest. Tokens that fall out are at -inf.
+    `numbers_BF` float64, as in NUMBERS. Penalties count tokens of `prompt_mask` (bool) and `counts` (int32) of the
+    output, and row t adds the draft tokens on its path: those of `seen`, or without it the first N - T + 1 + t.
+    Temperatures below `cold` divide logits less their row's largest. Truncated tokens are at -inf.
     """
     return torch.ops.sharesd.process_logits(
         *(logits_BTV, numbers_BF, bias_BV, prompt_mask_BV, counts_BV, draft_BN, seen_BTN),
@@ -59,5 +63,5 @@ LIBRARY.define(
     "process_logits(Tensor logits, Tensor numbers, Tensor? bias, Tensor? prompt_mask, Tensor? counts, Tensor? draft, "
     "Tensor? seen, bool sampled, bool truncated, float cold) -> Tensor"
 )
-on_cuda("process_logits", _process_cuda)
+register_cuda("process_logits", _process_cuda)
 LIBRARY.impl("process_logits", lambda x, *rest: torch.empty_like(x, dtype=torch.float32).contiguous(), "Meta")

@@ -1,8 +1,9 @@
-"""Hashed Gumbel noise in a CPU kernel, and the choice with it: what takes eager tensor operations milliseconds a row.
+"""Hashed Gumbel noise, and sampling with it, in a CPU kernel.
 
-A hash is some rounds of x -> ((x ^ key) * multiplier >> 16) mod 2^32. The keys of tokens are two words by turns, which
-are hashes of the place: of the j-th round the key is the lower or, if j is odd, the upper half of the seed, and the
-j-th salt of the word. The same bits whatever the number of rows and threads.
+Eager tensor operations take milliseconds a row. A hash is some rounds of x -> ((x ^ key) * multiplier >> 16) mod 2^32.
+The keys of tokens are two alternating words, which are hashes of the position: in the j-th round the key is the lower
+or, if j is odd, the upper half of the seed, and the j-th salt of the word. The bits are the same whatever the number of
+rows and threads.
 
 Legend: R rows, V vocabulary, K of its tokens.
 """
@@ -23,19 +24,22 @@ class Hash(NamedTuple):
 
     multipliers: tuple[int, ...]
     salts: tuple[tuple[int, ...], tuple[int, ...]]
-    """Those of each word of the key."""
+    """Salts of each word of the key."""
     rounds: int
-    """Of a token."""
+    """Rounds of a token's hash."""
 
 
 def hashed_gumbel(
     seeds_R: Tensor, places_R: Tensor, vocab_size: int, hashing: Hash, ids_K: Tensor | None = None
 ) -> Tensor:
-    """Noise [R, V] float32 of tokens, or [R, K] of those named; places are int64 below 2^32."""
+    """Return noise of all tokens, or of `ids`, as float32.
+
+    It is [R, V], or [R, K]. `places` are positions, int64 below 2^32.
+    """
     num = vocab_size if ids_K is None else len(ids_K)
     out_RV = torch.empty(len(seeds_R), num)
     kernel("gumbel", torch.float32, *[c_void_p] * 4, *[c_int64] * 2, *[c_void_p] * 2, *[c_int64] * 3)(
-        *_noise_of(seeds_R, places_R, hashing, ids_K),
+        *_noise_arguments(seeds_R, places_R, hashing, ids_K),
         out_RV.data_ptr(),
         len(seeds_R),
         num,
@@ -44,30 +48,31 @@ def hashed_gumbel(
     return out_RV
 
 
-def hashed_choice(
+def hashed_sample(
     logits_RK: Tensor,
-    heat_R: Tensor,
-    noisy_R: Tensor,
+    temperature_R: Tensor,
+    has_noise_R: Tensor,
     seeds_R: Tensor,
     places_R: Tensor,
     hashing: Hash,
     ids_K: Tensor | None = None,
 ) -> Tensor:
-    """Indices [R] int64 of the largest logits / heat + noise, in float32 (float64 stays), the first among equals. Where
-    `noisy` is 0 there is no noise. Both are float64; logits are about the tokens `ids` (None: all).
+    """Return indices of the largest logits / temperature + noise.
 
-    The same as `arg_max` of these sums, of which few are made.
+    They are [R] int64, the first among equals. Sums are float32 (float64 stays). `temperature` and `has_noise` (0:
+    none) are float64; logits are of the tokens `ids` (None: all). Equals `arg_max` of these sums, of which few are
+    made.
     """
     logits_RK = logits_RK.contiguous()
     R, K = logits_RK.shape
-    assert all(x.dtype == torch.float64 and x.is_contiguous() and len(x) == R for x in (heat_R, noisy_R))
+    assert all(x.dtype == torch.float64 and x.is_contiguous() and len(x) == R for x in (temperature_R, has_noise_R))
     assert ids_K is None or len(ids_K) == K
     out_R = torch.empty(R, dtype=torch.int64)
     kernel("sample", logits_RK.dtype, *[c_void_p] * 7, *[c_int64] * 2, *[c_void_p] * 2, *[c_int64] * 3)(
         logits_RK.data_ptr(),
-        heat_R.data_ptr(),
-        noisy_R.data_ptr(),
-        *_noise_of(seeds_R, places_R, hashing, ids_K),
+        temperature_R.data_ptr(),
+        has_noise_R.data_ptr(),
+        *_noise_arguments(seeds_R, places_R, hashing, ids_K),
         out_R.data_ptr(),
         R,
         K,
@@ -76,7 +81,7 @@ def hashed_choice(
     return out_R
 
 
-def _noise_of(seeds_R: Tensor, places_R: Tensor, hashing: Hash, ids_K: Tensor | None) -> tuple[object, ...]:
+def _noise_arguments(seeds_R: Tensor, places_R: Tensor, hashing: Hash, ids_K: Tensor | None) -> tuple[object, ...]:
     multipliers, salts, rounds = hashing
     num_salts = len(salts[0])
     assert len(multipliers) >= max(rounds, num_salts) and seeds_R.is_contiguous() and places_R.is_contiguous()

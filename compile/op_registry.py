@@ -1,4 +1,4 @@
-"""The namespace in which this package registers its operators with torch, so that Inductor can call them."""
+"""Namespace of this package's operators in torch, for calls from Inductor's code."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,26 +12,27 @@ from torch.library import Library
 LIBRARY = Library("sharesd", "DEF")
 
 HAS_TRITON = find_spec("triton") is not None
-"""Whether kernels for GPUs can be compiled: torch brings Triton along on Linux."""
+"""True if kernels for GPUs can be compiled."""
 
 
-_own = HAS_TRITON
+_use_triton = HAS_TRITON
 
 
 def use_own_kernels(use: bool) -> None:
-    """Run our kernels on GPUs from now on, or torch's own: of this process. Models that are loaded stay as they are."""
-    global _own
-    _own = use
+    """Choose our kernels or torch's for models loaded from now on."""
+    global _use_triton
+    _use_triton = use
 
 
 def runs_triton(device: torch.device) -> bool:
-    """True where our kernels in Triton run: everyone asks this."""
-    return device.type == "cuda" and _own
+    """Return True if our kernels in Triton run on a device."""
+    return device.type == "cuda" and _use_triton
 
 
-def on_cuda(name: str, kernel: Callable[..., Any]) -> None:
-    """Registers what runs for an operator on CUDA. It is called with the device of its first argument, a tensor or a
-    list of them, as the current one: that is where Triton launches.
+def register_cuda(name: str, kernel: Callable[..., Any]) -> None:
+    """Register a CUDA kernel that runs on its first argument's device.
+
+    Triton launches on the current device. The first argument is a tensor or a list of tensors.
     """
 
     @wraps(kernel)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rotate(x_BTNd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
-    """Rotate the first 2r entries of every head, in halves (GPT-NeoX order); the rest passes through."""
+    """Rotate the first 2r entries of every head, in halves (GPT-NeoX order)."""
     r = cos_BTr.shape[-1]
     cos, sin = cos_BTr[:, :, None], sin_BTr[:, :, None]
     a, b, rest = x_BTNd[..., :r], x_BTNd[..., r : 2 * r], x_BTNd[..., 2 * r :]

@@ -1,4 +1,4 @@
-"""The largest logits of each row, or those that hold most of its mass, by CPU kernels that are quicker than torch."""
+"""Largest logits and top-p of each row, by CPU kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compile.cpp_extension import kernel
 
 
 def top_k(logits_RV: Tensor, k: int) -> Tensor:
-    """Indices [R, k] int64 of the k largest, largest first; among equals the lower index first (on a CPU)."""
+    """Return indices [R, k] of the largest, lower index among equals."""
     if logits_RV.device.type != "cpu":
         return logits_RV.topk(k).indices
     logits_RV = logits_RV.contiguous()
@@ -23,7 +23,10 @@ def top_k(logits_RV: Tensor, k: int) -> Tensor:
 
 
 def top_logp(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same, and their log probabilities [R, k] under the softmax of each row, float32 (float64 stays)."""
+    """Return `top_k`, and log probabilities under each row's softmax.
+
+    These are float32 (float64 stays).
+    """
     if logits_RV.device.type != "cpu":
         return top_logp_reference(logits_RV, k)
     logits_RV = logits_RV.contiguous()
@@ -43,8 +46,9 @@ def top_logp_reference(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_p(logits_RV: Tensor, p_R: Tensor) -> Tensor:
-    """Logits of float32 or float64 on a CPU, with -inf at tokens that are less likely than those that hold a share `p`
-    (float64) of the mass, as `sharesd.sampling.logits_processors` has it.
+    """Return logits on a CPU with -inf outside the top p.
+
+    `p` (float64) is the share of the mass, as in `sharesd.sampling.logits_processors`.
     """
     logits_RV, out_RV = logits_RV.contiguous(), torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
     R, V = logits_RV.shape
@@ -55,7 +59,10 @@ def top_p(logits_RV: Tensor, p_R: Tensor) -> Tensor:
 
 
 def arg_max(x: Tensor) -> Tensor:
-    """Index of the largest along the last dimension, the first among equals (on a CPU). NaN never wins."""
+    """Return the last dimension's index of the largest, first among equals.
+
+    NaN is never the largest on a CPU.
+    """
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return x.argmax(-1)
     x = x.contiguous()

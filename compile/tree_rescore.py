@@ -1,7 +1,7 @@
-"""Draft trees on which a policy decides while they grow, which takes a CPU no time: nodes are scored by what experience
-makes of what the model says, and the policy is told what came of it.
+"""Calibrated scores of draft trees while they are expanded, on a CPU.
 
-Legend as in `compile.tree_expand`; R ranges of what a model says.
+A policy decides after each level: it takes a CPU no time. Legend as in `compile.tree_expand`; R ranges of the model's
+probabilities.
 """
 
 from __future__ import annotations
@@ -16,30 +16,37 @@ from compile.cpp_extension import kernel
 from compile.tree_expand import Nodes, addresses
 
 
-class Weighed(NamedTuple):
+class BestNodes(NamedTuple):
     """The N best nodes, best first."""
 
-    said_BN: Tensor  # float32: what the model says of it behind the parent
-    odds_BN: Tensor  # float32: the estimated probability that the path is accepted
+    draft_probs_BN: Tensor  # float32: the model's probability after the parent
+    accept_probs_BN: Tensor  # float32: the estimated probability that the path is accepted
     parents_BN: Tensor  # int64: -1 = the root
 
 
-def weigh(level_B: Tensor, chances: Tensor, said_BC: Tensor, logp_BFk: Tensor, spread: float | None = None) -> None:
-    """Children of the coming level: what the model says of each is noted, and gives way to what that is worth.
+def rescore_children(
+    level_B: Tensor,
+    calibrated_probs: Tensor,
+    draft_probs_BC: Tensor,
+    logp_BFk: Tensor,
+    logit_noise: float | None = None,
+) -> None:
+    """Replace log probabilities of the next level's children by calibrated ones.
 
-    It says probabilities; or, with `spread`, how likely it is that errors of this spread leave a child before the best
-    other one, or put it there. `chances` [R + 1] float32 are what 0, and the middles of R equal ranges, are worth; all
-    between is interpolated. `logp` (best first) is contiguous float32 and changed in place.
+    The model's probabilities are kept in `draft_probs`; or, with `logit_noise`, the probability that errors of this
+    spread leave a child before the best other one, or put it there. `calibrated_probs` [R + 1] float32 are those of 0
+    and of the middles of R equal ranges; all between is interpolated. `logp` (best first) is contiguous float32 and
+    changed in place.
     """
-    (B, F, k), C = logp_BFk.shape, said_BC.shape[1]
-    tensors = (level_B.data_ptr(), chances.data_ptr(), said_BC.data_ptr(), logp_BFk.data_ptr())
-    kernel("weigh", torch.float32, *[c_void_p] * 4, *[c_int64] * 5, c_double)(
-        *tensors, len(chances) - 1, B, F, k, C, spread or 0.0
+    (B, F, k), C = logp_BFk.shape, draft_probs_BC.shape[1]
+    tensors = (level_B.data_ptr(), calibrated_probs.data_ptr(), draft_probs_BC.data_ptr(), logp_BFk.data_ptr())
+    kernel("rescore_children", torch.float32, *[c_void_p] * 4, *[c_int64] * 5, c_double)(
+        *tensors, len(calibrated_probs) - 1, B, F, k, C, logit_noise or 0.0
     )
 
 
-def weighed(nodes: Nodes, said_BC: Tensor, top: int, best: Weighed) -> None:
-    """Note the best nodes, in the order in which `choose` has them; `top` is k."""
+def record_best_nodes(nodes: Nodes, draft_probs_BC: Tensor, top: int, best: BestNodes) -> None:
+    """Record the best nodes, in the order of `select_nodes`; `top` is k."""
     sizes = (*nodes.ancestors_BCD.shape, best.parents_BN.shape[1])
-    tensors = (addresses(nodes), said_BC.data_ptr(), *(part.data_ptr() for part in best))
-    kernel("weighed", torch.float32, *[c_void_p] * 5, *[c_int64] * 5)(*tensors, top, *sizes)
+    tensors = (addresses(nodes), draft_probs_BC.data_ptr(), *(part.data_ptr() for part in best))
+    kernel("best_nodes", torch.float32, *[c_void_p] * 5, *[c_int64] * 5)(*tensors, top, *sizes)

@@ -1,4 +1,7 @@
-"""The walk through draft trees, by a kernel: as small tensor operations it takes 3 % of a round on a CPU."""
+"""Accepted path through a draft, by a kernel.
+
+Small tensor operations take 3 % of a round on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +10,52 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, on_cuda, runs_triton
+from compile.op_registry import LIBRARY, register_cuda, runs_triton
 
 
-def walks(device: torch.device, *, chains: bool = False) -> bool:
-    """Whether `walk` has a kernel there, for trees or for chains."""
+def has_accept_kernel(device: torch.device, *, chains: bool = False) -> bool:
+    """Return True if `accept_path` has a kernel for this device."""
     return runs_triton(device) or (device.type == "cpu" and not chains)
 
 
-def walk(tokens_BN: Tensor, branches: Branches | None, target_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the root to the child that equals the target's choice, as long as there is one (where it `walks`). Without
-    branches, drafts are chains.
+def accept_path(
+    tokens_BN: Tensor, tree_mask: TreeAttentionMask | None, target_BT: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the accepted path: children that equal the target's tokens.
 
-    Returns (num [B], tokens [B, T], rows [B, T]): how many rows were kept, the target's choice after each, the rows.
-    Behind those the last row is repeated.
+    Without a tree mask, drafts are chains. Needs `has_accept_kernel`.
+
+    Returns (num [B], tokens [B, T], rows [B, T]): the number of accepted rows, the target's token after each, the rows,
+    of which the last is repeated.
     """
     T = target_BT.shape[1]
     if target_BT.device.type == "cpu":
-        assert branches is not None
-        out = _walk_cpu(tokens_BN.contiguous(), branches, target_BT.contiguous())
+        assert tree_mask is not None
+        out = _accept_path_cpu(tokens_BN.contiguous(), tree_mask, target_BT.contiguous())
     else:
-        out = torch.ops.sharesd.walk(tokens_BN, *(branches or (None, None)), target_BT)
+        out = torch.ops.sharesd.accept_path(tokens_BN, *(tree_mask or (None, None)), target_BT)
     return out[:, 0], out[:, 1 : 1 + T], out[:, 1 + T :]
 
 
-def _walk_cpu(tokens_BN: Tensor, branches: Branches, target_BT: Tensor) -> Tensor:
+def _accept_path_cpu(tokens_BN: Tensor, tree_mask: TreeAttentionMask, target_BT: Tensor) -> Tensor:
     B, T = target_BT.shape
     out = torch.empty(B, 1 + 2 * T, dtype=torch.int64)
-    function = kernel("walk", torch.int64, *[c_void_p] * 5, *[c_int64] * 3)
-    depth_at, path_at, P = branches.words()
+    function = kernel("accept_path", torch.int64, *[c_void_p] * 5, *[c_int64] * 3)
+    depth_at, path_at, P = tree_mask.words()
     function(tokens_BN.data_ptr(), depth_at, path_at, target_BT.data_ptr(), out.data_ptr(), B, T, P)
     return out
 
 
-def _walk_cuda(*arguments) -> Tensor:
-    from compile.cuda.tree_verify import walk_drafts  # imports Triton, which not every machine has
+def _accept_path_cuda(*arguments) -> Tensor:
+    from compile.cuda.tree_verify import accept_path  # imports Triton, which not every machine has
 
-    return walk_drafts(*arguments)
+    return accept_path(*arguments)
 
 
-LIBRARY.define("walk(Tensor tokens, Tensor? depth, Tensor? path, Tensor target) -> Tensor")
-on_cuda("walk", _walk_cuda)
-LIBRARY.impl("walk", lambda tokens, depth, path, target: target.new_empty(len(target), 1 + 2 * target.shape[1]), "Meta")
+LIBRARY.define("accept_path(Tensor tokens, Tensor? depth, Tensor? path, Tensor target) -> Tensor")
+register_cuda("accept_path", _accept_path_cuda)
+LIBRARY.impl(
+    "accept_path", lambda tokens, depth, path, target: target.new_empty(len(target), 1 + 2 * target.shape[1]), "Meta"
+)

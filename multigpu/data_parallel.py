@@ -1,8 +1,8 @@
 """Replicas: processes that take tasks from one queue until all are done.
 
-What a replica does is a function, named `module:function`, that each of them calls with the same settings. It takes
-numbered tasks, several at once if it likes, and yields the result of each. Whatever a dead replica held goes to the
-others, and every result is handed out once.
+A replica runs a function, named `module:function`, which all call with the same settings. It takes numbered tasks,
+several at once if it can, and yields the result of each. Tasks of a dead replica go to the others, and every result is
+returned once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ log = logging.getLogger(__name__)
 
 Numbered = tuple[int, Any]
 """The number of a task, and the task or its result."""
-GRACE_S = 10.0
-"""How long a replica that has nothing left to do, or says that it ends, may take to end."""
+GRACE_SECONDS = 10.0
+"""Seconds that a replica may take to end."""
 
 
-class Tasks(Protocol):
-    """Where work comes from: what a replica's function gets, besides its settings."""
+class TaskQueue(Protocol):
+    """Source of tasks for a replica's function."""
 
     def take(self, wait: bool) -> Numbered | None:
-        """The next task. None: there is none at the moment, or, with `wait`, there will be none any more."""
+        """Return the next task, or None if there is none now.
+
+        With `wait`, None: there will be no more.
+        """
         ...
 
 
-class OwnTasks:
+class LocalTaskQueue:
     """Tasks of a process that does all of them itself."""
 
     def __init__(self, tasks: Iterable[Numbered]) -> None:
@@ -57,8 +60,8 @@ class Replica:
     name: str
     connection: Connection
     process: BaseProcess | None = None
-    """None where somebody else has started it."""
-    held: dict[int, Any] = field(default_factory=dict)
+    """None if started by another program."""
+    assigned: dict[int, Any] = field(default_factory=dict)
     """Tasks that it has not answered yet, by number."""
     ready: bool = False
 
@@ -67,20 +70,20 @@ class _Ready(NamedTuple):
     """Said once: what comes before tasks (loading a model, say) is done."""
 
 
-class _Ended(NamedTuple):
+class _Exit(NamedTuple):
     """The last words of a replica."""
 
     reason: str
-    mistake: bool = False
+    is_bad_request: bool = False
     """It refused its settings, as all others would."""
 
 
 def start(work: str, settings: Any, environments: Sequence[Mapping[str, str]]) -> list[Replica]:
-    """Processes on this machine, one with each of these variables in its environment, besides our own."""
+    """Start processes on this machine, one for each given environment."""
     spawn, replicas = get_context("spawn"), []
     for number, environment in enumerate(environments, 1):
         ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_begin, args=(theirs, work, pickle.dumps(settings)), daemon=True)
+        process = spawn.Process(target=_run_replica, args=(theirs, work, pickle.dumps(settings)), daemon=True)
         with _environment(environment):  # libraries read it when they are loaded
             process.start()
         theirs.close()  # so that ours ends with the process
@@ -88,11 +91,12 @@ def start(work: str, settings: Any, environments: Sequence[Mapping[str, str]]) -
     return replicas
 
 
-def spread(tasks: Iterable[Numbered], replicas: Sequence[Replica], *, at_once: int) -> Iterator[Numbered]:
-    """Results as they come, in any order. A replica holds `at_once` tasks at most, and no more than its fair part.
+def run_tasks(tasks: Iterable[Numbered], replicas: Sequence[Replica], *, max_assigned: int) -> Iterator[Numbered]:
+    """Yield results in any order; replicas end with the iterator.
 
-    ValueError, with its text, where a replica's function raises one: it would elsewhere, too. A replica that ends in
-    any other way is told in the log; RuntimeError where none is left. The replicas end with the iterator.
+    A replica has at most `max_assigned` tasks, and at most its fair share. Raises ValueError, with its text, if a
+    replica's function raises one, as all would. Any other end of a replica is logged; raises RuntimeError if none is
+    left.
     """
     waiting, living = deque(tasks), {replica.connection: replica for replica in replicas}
     left, done = len(waiting), False
@@ -104,36 +108,39 @@ def spread(tasks: Iterable[Numbered], replicas: Sequence[Replica], *, at_once: i
                 try:
                     message = connection.recv()
                 except (EOFError, OSError):
-                    message = _Ended("")
+                    message = _Exit("")
                 if isinstance(message, _Ready):
                     replica.ready = True
-                elif isinstance(message, _Ended):
+                elif isinstance(message, _Exit):
                     del living[connection]
-                    _bury(replica, message, living)
-                    waiting.extendleft(reversed(replica.held.items()))
+                    _on_replica_exit(replica, message, living)
+                    waiting.extendleft(reversed(replica.assigned.items()))
                 else:
                     result = message
-                    del replica.held[message[0]]
+                    del replica.assigned[message[0]]
                     left -= 1
                 for other in living.values():
-                    _hand_out(waiting, other, min(at_once, -(-left // len(living))))
+                    _assign(waiting, other, min(max_assigned, -(-left // len(living))))
                 if result is not None:
                     yield result
         done = True
     finally:
-        _end(living.values(), done)
+        _shut_down(living.values(), done)
 
 
 def serve(connection: Connection, work: str, settings: Any) -> int:
-    """Do this work for whoever is at the other end; returns the exit status. Ends the process if that one dies."""
+    """Work for the process at the other end; returns the exit status.
+
+    Ends this process if the other end dies.
+    """
     try:
-        for numbered in function_of(work)(settings, _SharedTasks(connection)):
+        for numbered in function_of(work)(settings, RemoteTaskQueue(connection)):
             connection.send(numbered)
-    except Exception as error:  # of any kind: the other end is told, and says it
+    except Exception as error:  # of any kind: the other end reports it
         log.debug("where it happened", exc_info=True)
         text = " ".join(str(error).split())
-        mistake = isinstance(error, ValueError)
-        connection.send(_Ended(text if mistake else f"{type(error).__name__}: {text}", mistake))
+        is_bad_request = isinstance(error, ValueError)
+        connection.send(_Exit(text if is_bad_request else f"{type(error).__name__}: {text}", is_bad_request))
         return 1
     return 0
 
@@ -144,13 +151,13 @@ def function_of(work: str) -> Callable[..., Iterator[Numbered]]:
     return getattr(importlib.import_module(module), name)
 
 
-class _SharedTasks:
+class RemoteTaskQueue:
     """Tasks from the other end of a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._ready, self._ended = connection, False, False
-        self._came = queue.SimpleQueue[Numbered | None]()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._received = queue.SimpleQueue[Numbered | None]()
+        threading.Thread(target=self._receive, daemon=True).start()
 
     def take(self, wait: bool) -> Numbered | None:
         if not self._ready:
@@ -160,67 +167,69 @@ class _SharedTasks:
         if self._ended:
             return None
         try:
-            task = self._came.get(wait)
+            task = self._received.get(wait)
         except queue.Empty:
             return None
         self._ended = task is None
         return task
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         task: Numbered | None = (0, None)
         while task is not None:
             try:
                 task = self._connection.recv()
             except (EOFError, OSError):
                 print("error: the process that hands out the tasks is gone", file=sys.stderr, flush=True)
-                os._exit(1)  # whatever is being computed, nobody wants it
-            self._came.put(task)
+                os._exit(1)  # no result is needed any more
+            self._received.put(task)
 
 
-def _begin(connection: Connection, work: str, settings: bytes) -> None:
+def _run_replica(connection: Connection, work: str, settings: bytes) -> None:
     """A replica's life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     sys.exit(serve(connection, work, pickle.loads(settings)))
 
 
-def _hand_out(waiting: deque[Numbered], replica: Replica, most: int) -> None:
-    while waiting and replica.ready and len(replica.held) < most:
+def _assign(waiting: deque[Numbered], replica: Replica, max_assigned: int) -> None:
+    while waiting and replica.ready and len(replica.assigned) < max_assigned:
         number, task = waiting.popleft()
-        replica.held[number] = task
-        with suppress(OSError):  # it has died, and the connection will say so
+        replica.assigned[number] = task
+        with suppress(OSError):  # it has died: its connection closes
             replica.connection.send((number, task))
 
 
-def _bury(replica: Replica, last: _Ended, living: Mapping[Connection, Replica]) -> None:
-    """Say how a replica ended; raises where nobody can go on."""
+def _on_replica_exit(replica: Replica, last: _Exit, living: Mapping[Connection, Replica]) -> None:
+    """Log the end of a replica; raises if none is left."""
     replica.connection.close()
-    if last.mistake:
+    if last.is_bad_request:
         raise ValueError(last.reason)
     how = last.reason or _status(replica.process)
     if replica.process is not None:
         replica.process.kill()
-    held = ", ".join(map(str, sorted(replica.held))) or "none"
+    assigned = ", ".join(map(str, sorted(replica.assigned))) or "none"
     if not living:
         raise RuntimeError(
-            f"no replica is left: {replica.name} ended ({how}) while it held tasks {held} (counted from 0), and all "
-            "others before; results so far are kept, and the same command goes on"
+            f"no replica is left: {replica.name} ended ({how}) while it held tasks {assigned} (counted from 0), and "
+            "all others before; results so far are kept, and the same command goes on"
         )
-    log.warning("%s ended (%s); tasks that it held go to the others: %s", replica.name, how, held)
+    log.warning("%s ended (%s); tasks that it held go to the others: %s", replica.name, how, assigned)
 
 
 def _status(process: BaseProcess | None) -> str:
     if process is None:
         return "its connection is gone"
-    process.join(GRACE_S)
+    process.join(GRACE_SECONDS)
     code = process.exitcode
     if code is None:
         return "its connection is gone"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
 
 
-def _end(replicas: Iterable[Replica], done: bool) -> None:
-    """Let them end where all is `done`. Else, and where they are still loading, kill those that are ours; the others
-    hear that nobody is there."""
+def _shut_down(replicas: Iterable[Replica], done: bool) -> None:
+    """End replicas whose work is `done`; kill our others.
+
+    Replicas on other machines lose their connection.
+    """
     replicas = list(replicas)
     for replica in replicas:
         with suppress(OSError):
@@ -230,7 +239,7 @@ def _end(replicas: Iterable[Replica], done: bool) -> None:
                 replica.process.kill()
     for replica in replicas:
         if replica.process is not None:
-            replica.process.join(GRACE_S)
+            replica.process.join(GRACE_SECONDS)
             replica.process.kill()
             replica.process.join()
         replica.connection.close()

@@ -1,4 +1,4 @@
-"""Which devices each process gets: one of the GPUs that this process may see, or its part of the CPU's cores."""
+"""Devices of each process: a visible GPU, or a share of cores."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def environments(count: int, device: str) -> list[dict[str, str]]:
-    """The environments of `count` replicas on this machine: a GPU of its own for each where `device` (cpu, cuda, or
-    auto: cuda where there is one) is that, and its part of the cores.
+    """Return environments of `count` replicas: a GPU and cores each.
 
-    ValueError where there are fewer GPUs than replicas, or `device` names one of them for several replicas.
+    `device` is cpu, cuda, or auto: cuda if there is one. Raises ValueError if there are fewer GPUs than replicas, or if
+    `device` names one of them for several replicas.
     """
     if count < 1:
         raise ValueError(f"--replicas is {count}; it must be at least 1")
@@ -26,16 +26,16 @@ def environments(count: int, device: str) -> list[dict[str, str]]:
     gpus = visible_gpus(device)
     if gpus and len(gpus) < count:
         raise ValueError(f"--replicas is {count} and there are {len(gpus)} GPUs; give no more, or --device cpu")
-    return [variables | gpu_alone(gpus, number) for number, variables in enumerate(found)]
+    return [variables | gpu_environment(gpus, number) for number, variables in enumerate(found)]
 
 
-def gpu_alone(gpus: Sequence[str], number: int) -> dict[str, str]:
-    """The environment in which one of these GPUs is the only one; where there are none, nothing changes."""
+def gpu_environment(gpus: Sequence[str], number: int) -> dict[str, str]:
+    """Return the environment with this GPU alone; empty without GPUs."""
     return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
 
 
 def visible_gpus(device: str) -> list[str]:
-    """Names, as CUDA_VISIBLE_DEVICES has them, of the GPUs that this process may use; none where `device` is cpu."""
+    """Return CUDA_VISIBLE_DEVICES names of usable GPUs; none if `device` is cpu."""
     if device == "cpu":
         return []
     import torch  # which takes seconds

@@ -1,6 +1,6 @@
-"""How processes that wait for each other hear that one of them has ended: a connection from each to rank 0.
+"""Detection of ended ranks: a connection from each rank to rank 0.
 
-A collective operation does not tell: gloo says that some connection was closed, and NCCL waits forever.
+A collective operation does not detect them: gloo reports some closed connection, and NCCL waits forever.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import contextmanager, suppress
 from signal import Signals
 from threading import Event, Lock, Thread
 
-PATIENCE = 120.0
+JOIN_SECONDS = 120.0
 """Seconds in which all processes must have come."""
-GRACE = 3.0
-"""Seconds in which the main thread should notice that a rank has ended; else the process is ended."""
+GRACE_SECONDS = 3.0
+"""Seconds for the main thread to notice an ended rank."""
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
-"""Seconds until a silent connection is tested, and between tests, and tests: a machine that is gone says nothing."""
-LOST = 3
+"""Test of silent connections: seconds before, seconds between, and number."""
+EXIT_RANK_LOST = 3
 """Exit status of a process that ends because another one did."""
 
 
@@ -29,40 +29,41 @@ class RankLost(RuntimeError):
     """Another rank has ended; the message says which and why."""
 
 
-class Lifeline:
+class FailureDetector:
     """One for each process of a group."""
 
     def __init__(self, rank: int, lines: Mapping[int, socket.socket], children: Mapping[int, subprocess.Popen]) -> None:
-        """`lines` lead to other ranks: those of rank 0 to all, of others to rank 0. `children`: ranks that this process
-        has started.
+        """`lines`: rank 0's connections to all, others' to rank 0.
+
+        `children`: ranks that this process has started.
         """
-        self.rank, self._lines, self._children = rank, dict(lines), dict(children)
+        self.rank, self._connections, self._children = rank, dict(lines), dict(children)
         self._lost: str | None = None
-        self._known, self._told = Event(), Event()  # that a rank has ended: at all, to the main thread
+        self._has_lost_rank, self._has_raised = Event(), Event()  # a rank has ended; the main thread has raised that
         self._lock, self._closed = Lock(), False
-        for other, line in self._lines.items():
-            Thread(target=self._listen, args=(other, line), daemon=True).start()
+        for other, line in self._connections.items():
+            Thread(target=self._receive, args=(other, line), daemon=True).start()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around what waits for other ranks: RankLost where one has ended, before or meanwhile."""
+        """Raise RankLost if another rank ends before or during the block."""
         self._check()
         try:
             yield
         except RuntimeError as error:
-            if not self._known.wait(GRACE):
+            if not self._has_lost_rank.wait(GRACE_SECONDS):
                 raise
-            self._told.set()
+            self._has_raised.set()
             raise RankLost(self._lost) from error
 
     def _check(self) -> None:
         if self._lost is not None:
-            self._told.set()
+            self._has_raised.set()
             raise RankLost(self._lost)
 
     def fail(self, reason: str) -> None:
-        """This rank ends, for this reason: the others shall say so."""
-        self._say(f"failed {reason}")
+        """Report to other ranks that this one ends, and the reason."""
+        self._send(f"failed {reason}")
 
     def close(self) -> None:
         """All goes well, and the others may end."""
@@ -70,64 +71,64 @@ class Lifeline:
             if self._closed:
                 return
             self._closed = True
-        self._say("bye")
-        for line in self._lines.values():
+        self._send("bye")
+        for line in self._connections.values():
             with suppress(OSError):
                 line.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + GRACE_SECONDS
         for child in self._children.values():
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))
 
-    def _say(self, line: str, but: int = -1) -> None:
-        for other, connection in self._lines.items():
+    def _send(self, line: str, but: int = -1) -> None:
+        for other, connection in self._connections.items():
             if other != but:
                 with suppress(OSError):
                     connection.sendall(f"{' '.join(line.split())}\n".encode())
 
-    def _listen(self, other: int, line: socket.socket) -> None:
-        said = ""
+    def _receive(self, other: int, line: socket.socket) -> None:
+        received = ""
         with suppress(OSError), line.makefile(encoding="utf-8", errors="replace") as lines:
-            said = next(iter(lines), "").strip()
-        word, _, rest = said.partition(" ")
+            received = next(iter(lines), "").strip()
+        word, _, rest = received.partition(" ")
         if self._closed:
             return
         if word == "bye":
             if other == 0:
-                os._exit(0)  # wherever it waits: for the next step, which will not come
+                os._exit(0)  # it waits for a step that will not come
             return
-        if word == "lost":  # of a third one, which rank 0 speaks of
-            os._exit(LOST)
-        self._lose(other, f"rank {other} has ended: {rest if word == 'failed' else self._why(other)}")
+        if word == "lost":  # of a third rank, reported by rank 0
+            os._exit(EXIT_RANK_LOST)
+        self._on_rank_lost(other, f"rank {other} has ended: {rest if word == 'failed' else self._describe_end(other)}")
 
-    def _why(self, other: int) -> str:
+    def _describe_end(self, other: int) -> str:
         child = self._children.get(other)
         if child is None:
             return "it was killed, or its machine is gone"
         with suppress(subprocess.TimeoutExpired):
-            return ended_how(child.wait(GRACE))
+            return describe_exit(child.wait(GRACE_SECONDS))
         return "it closed its connection"
 
-    def _lose(self, other: int, message: str) -> None:
+    def _on_rank_lost(self, other: int, message: str) -> None:
         with self._lock:
             if self._lost is not None or self._closed:
                 return
             self._lost = message
-        self._known.set()
-        self._say("lost", but=other)
-        if not self._told.wait(GRACE):  # the main thread waits within an operation, or for somebody to say something
-            if self.rank <= 1:  # of others that are left nobody, or rank 1, has lost rank 0
+        self._has_lost_rank.set()
+        self._send("lost", but=other)
+        if not self._has_raised.wait(GRACE_SECONDS):  # the main thread waits within an operation
+            if self.rank <= 1:  # one message: rank 0's, or rank 1's if rank 0 is lost
                 print(f"error: {message}", file=sys.stderr, flush=True)
-            os._exit(LOST)
+            os._exit(EXIT_RANK_LOST)
 
 
-def ended_how(status: int) -> str:
+def describe_exit(status: int) -> str:
     """An exit status in words."""
     return f"killed by signal {-status} ({Signals(-status).name})" if status < 0 else f"exit status {status}"
 
 
 def keep_alive(line: socket.socket) -> None:
-    """Have the system notice within seconds that the other side's machine is gone."""
+    """Let the system notice within seconds that the other machine is gone."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):  # of Linux

@@ -1,4 +1,4 @@
-"""What a run that may be killed at any moment leaves on disk and goes on with: whole lines, and what they depend on."""
+"""Files of runs that may be killed: whole lines, and settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from sharesd_files import atomic_path, sync_folder
+
 
 class Journal:
     """A file of JSON Lines that this process alone adds to.
@@ -18,7 +20,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, flag: str) -> None:
-        """ValueError where another process writes it, with the `flag` that names another place."""
+        """Open the file; raises ValueError, naming `flag`, if another process writes it."""
         self.path = path
         self._file = path.open("ab+")
         try:
@@ -44,8 +46,8 @@ class Journal:
         self._file.close()
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins (bytes), and the line; a last one that was cut off is left out."""
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each complete line and its offset in bytes."""
     offset = 0
     with path.open("rb") as file:
         for line in file:
@@ -56,35 +58,29 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def write_in_order(path: Path, journal: Path, num: int) -> None:
-    """The lines of a journal by their `index`, 0 to `num` - 1, in a file that is there as a whole or not at all.
+    """Write a journal's lines by `index`, 0 to `num` - 1, atomically.
 
-    RuntimeError unless each is there once.
+    Raises RuntimeError unless each index occurs once.
     """
     places: dict[int, int] = {}
-    for offset, line in lines_of(journal):
+    for offset, line in read_lines(journal):
         index = json.loads(line)["index"]
         if index in places or not 0 <= index < num:
             raise RuntimeError(f"{journal} has a line of index {index} too many; remove the line")
         places[index] = offset
     if len(places) < num:
         raise RuntimeError(f"{journal} has {len(places)} of {num} lines")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with journal.open("rb") as lines, draft.open("wb") as file:
-            for index in range(num):
-                lines.seek(places[index])
-                file.write(lines.readline())
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        sync_folder(path.parent)
-    finally:
-        draft.unlink(missing_ok=True)
+    with atomic_path(path, durable=True) as fresh, journal.open("rb") as lines, fresh.open("wb") as file:
+        for index in range(num):
+            lines.seek(places[index])
+            file.write(lines.readline())
 
 
 def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
-    """Write down what results depend on; ValueError, with the `flag` that names another place, where those that are
-    there depend on something else."""
+    """Write the settings of results; raises ValueError if the file has others.
+
+    The message names `flag`, the option for another place.
+    """
     text = json.dumps(settings, indent=2)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("w", encoding="utf-8") as file:
@@ -107,7 +103,7 @@ def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """What was written down; ValueError where it cannot be read."""
+    """Read settings; raises ValueError if the file is unreadable."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -115,17 +111,8 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def lock(file: IO[bytes], path: Path, kind: int, flag: str) -> None:
-    """Take a lock of this kind (of fcntl); ValueError where another process has one."""
+    """Take a lock (of fcntl); raises ValueError if another process has one."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another process writes {path}; wait for its end, or give another {flag}") from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Names that were made or replaced in a folder are on the disk when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

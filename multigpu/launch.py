@@ -1,6 +1,7 @@
-"""From one process to a group of them: started by torchrun, or by rank 0 itself on its own machine.
+"""Start of a group of processes, by torchrun or by rank 0.
 
-Environment variables are those of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+Rank 0 starts ranks on its own machine. Environment variables are those of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from multigpu.failure_detector import PATIENCE, Lifeline, RankLost, ended_how, keep_alive
+from multigpu.failure_detector import JOIN_SECONDS, FailureDetector, RankLost, describe_exit, keep_alive
 from multigpu.process_group import ProcessGroup
 
 
 def launched_rank() -> int | None:
-    """The rank that a launcher gave this process; None where there was no launcher."""
+    """Return the rank from the launcher, or None without a launcher."""
     return (
         int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() else None
     )
 
 
-def num_sharing(size: int) -> int:
-    """Ranks of a group of this size that share the cores of this machine; 1 where these are shared out already."""
+def num_ranks_sharing_cores(size: int) -> int:
+    """Return the ranks among which this machine's cores are divided.
+
+    It is 1 if a launcher has divided them.
+    """
     return 1 if "OMP_NUM_THREADS" in os.environ else int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def local_device(device: torch.device, size: int) -> torch.device:
-    """The device of this process, in a group of this size: a GPU of its own, or the CPU.
+    """Return this process's device: a GPU of its own, or the CPU.
 
-    ValueError where there are fewer GPUs than ranks on this machine.
+    Raises ValueError if there are fewer GPUs than ranks on this machine.
     """
     if device.type == "cpu":
         return device
@@ -46,22 +50,23 @@ def local_device(device: torch.device, size: int) -> torch.device:
 
 
 def join(kind: torch.device) -> ProcessGroup:
-    """The group of the launcher that started this process, on devices of this kind. Raises RuntimeError where others do
-    not come in time, and as `local_device`.
+    """Join the launcher's group, on devices of this kind.
+
+    Raises RuntimeError if other ranks are late, and the errors of `local_device`.
     """
     _check_alone()
-    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
     return _connected(rank, size, store, local_device(kind, size), os.environ["MASTER_ADDR"], {})
 
 
 def spawn(size: int, command: Sequence[str], device: torch.device) -> ProcessGroup:
-    """A group of this process, as rank 0, and of others on this machine that run `command`, which shall `join`.
+    """Start other ranks on this machine by `command`, which must `join`.
 
-    Raises RankLost where one ends before it has come.
+    Returns the group of this process, as rank 0. Raises RankLost if a rank ends before it has joined.
     """
     _check_alone()
     host = "127.0.0.1"
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_SECONDS))
     shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": store.port}
     children = {}
     for rank in range(1, size):
@@ -91,8 +96,8 @@ def _connected(
     children: Mapping[int, subprocess.Popen],
 ) -> ProcessGroup:
     if rank:
-        port = int(store.get("sharesd/lifeline"))
-        line = socket.create_connection((host, port), timeout=PATIENCE)
+        port = int(store.get("sharesd/failure_detector"))
+        line = socket.create_connection((host, port), timeout=JOIN_SECONDS)
         line.settimeout(None)
         line.sendall(rank.to_bytes(4, "big"))
         lines = {0: line}
@@ -100,7 +105,7 @@ def _connected(
         lines = _accepted(size, store, host, children)
     for line in lines.values():
         keep_alive(line)
-    return ProcessGroup(rank, size, store, Lifeline(rank, lines, children), device)
+    return ProcessGroup(rank, size, store, FailureDetector(rank, lines, children), device)
 
 
 def _accepted(
@@ -108,21 +113,21 @@ def _accepted(
 ) -> dict[int, socket.socket]:
     """Rank 0's connections to all others."""
     lines: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + JOIN_SECONDS
     with socket.create_server((host, 0)) as server:
         server.settimeout(0.2)
-        store.set("sharesd/lifeline", str(server.getsockname()[1]))
+        store.set("sharesd/failure_detector", str(server.getsockname()[1]))
         while len(lines) < size - 1:
             for rank, child in children.items():
                 status = child.poll()
                 if status is not None and rank not in lines:
-                    raise RankLost(f"rank {rank} has ended before it had begun: {ended_how(status)}")
+                    raise RankLost(f"rank {rank} has ended before it had begun: {describe_exit(status)}")
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(1, size) if rank not in lines)
-                raise RankLost(f"ranks {missing} of {size} have not come within {PATIENCE:.0f} s")
+                raise RankLost(f"ranks {missing} of {size} have not come within {JOIN_SECONDS:.0f} s")
             with suppress(TimeoutError):
                 line, _ = server.accept()
-                line.settimeout(PATIENCE)
+                line.settimeout(JOIN_SECONDS)
                 lines[int.from_bytes(_received(line.recv, 4), "big")] = line
                 line.settimeout(None)
     return lines

@@ -1,6 +1,6 @@
-"""Processes that a launcher (torchrun, accelerate launch) has started, as replicas: the first hands out the tasks.
+"""Processes of a launcher (torchrun, accelerate) as replicas of rank 0.
 
-Launchers end all processes when one dies; the same command goes on then.
+Launchers end all processes if one dies; the same command resumes then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Any
 
 from multigpu.data_parallel import Replica, serve, start
-from multigpu.device_assignment import gpu_alone, visible_gpus
+from multigpu.device_assignment import gpu_environment, visible_gpus
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -20,7 +20,7 @@ _KEY = "multigpu.launcher_replicas"
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's number and how many there are, as launchers say; ValueError where that cannot be."""
+    """Return rank and number of processes; raises ValueError if they are invalid."""
     try:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError:
@@ -34,9 +34,9 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def replicas(work: str, settings: Any, device: str, *, needed: bool) -> list[Replica]:
-    """For rank 0: a replica of its own, and all other ranks, which must call `help_first`. Waits for them.
+    """Return rank 0's own replica and one for each other rank.
 
-    With `needed` false there is nothing to do: the other ranks hear so and end.
+    Waits for the others, which must call `serve_rank_0`. If not `needed`, there is nothing to do, and the others end.
     """
     _, world = rank_and_world()
     own = start(work, settings, [_environment(device)]) if needed else []
@@ -53,8 +53,8 @@ def replicas(work: str, settings: Any, device: str, *, needed: bool) -> list[Rep
     return [*own, *others] if needed else []
 
 
-def help_first(work: str, settings: Any, device: str) -> int:
-    """For all other ranks: do this work for rank 0; returns the exit status."""
+def serve_rank_0(work: str, settings: Any, device: str) -> int:
+    """Work for rank 0 on any other rank; returns the exit status."""
     os.environ.update(_environment(device))
     host, port, secret = json.loads(_store().get(_KEY))
     with Client((host, port), authkey=bytes.fromhex(secret)) as connection:
@@ -63,11 +63,11 @@ def help_first(work: str, settings: Any, device: str) -> int:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Of this rank's replica: its place on its machine tells which GPU; cores are the launcher's affair."""
+    """Return the environment of this rank's GPU, without cores."""
     local, gpus = int(os.environ.get("LOCAL_RANK", "0")), visible_gpus(device)
     if gpus and local >= len(gpus):
         raise ValueError(f"LOCAL_RANK is {local} and there are {len(gpus)} GPUs; launch as many processes on a machine")
-    return gpu_alone(gpus, local)
+    return gpu_environment(gpus, local)
 
 
 def _store() -> Store:

@@ -1,7 +1,7 @@
-"""A pipeline in one process: the blocks of a model in stages, each with its weights and KV on a device of its own.
+"""Pipeline in one process: stages of blocks on devices of their own.
 
-It is there for models that one device does not hold. A token goes through the stages one after the other, and takes as
-long as on one device, and a hop more for each stage.
+It serves models that one device cannot hold. A token passes through the stages in turn, which takes as long as on one
+device, and a hop for each stage.
 """
 
 from __future__ import annotations
@@ -29,55 +29,63 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Where each part of a model is: the embedding on the first stage, the last norm and the head on the last."""
+class PipelinePlan:
+    """Devices of all parts of a model.
+
+    The embedding is on the first stage, the last norm and the head on the last.
+    """
 
     stages: tuple[Stage, ...]
-    apart: torch.device | None = None
-    """Where tokens come from, and logits go, if that is not the last stage."""
-    hop_seconds: float = 0.0
-    """What each hop is held back, to see what slower links do."""
+    caller_device: torch.device | None = None
+    """Device of tokens and logits, if that is not the last stage's."""
+    simulated_latency_s: float = 0.0
+    """Simulated latency of each hop."""
 
     @classmethod
-    def of(cls, devices: Sequence[torch.device], num_blocks: Sequence[int], hop_seconds: float = 0.0) -> Split:
+    def of(
+        cls, devices: Sequence[torch.device], num_blocks: Sequence[int], simulated_latency_s: float = 0.0
+    ) -> PipelinePlan:
         """Stages on these devices, with so many blocks each."""
         ends = accumulate(num_blocks, initial=0)
         parts = zip(devices, pairwise(ends), strict=True)
-        return cls(tuple(Stage(device, first, end - first) for device, (first, end) in parts), hop_seconds=hop_seconds)
+        return cls(
+            tuple(Stage(device, first, end - first) for device, (first, end) in parts),
+            simulated_latency_s=simulated_latency_s,
+        )
 
     @property
-    def home(self) -> torch.device:
-        """Where tokens are chosen, and lengths are: that of the last stage, if it is not `apart`."""
-        return self.apart or self.stages[-1].device
+    def output_device(self) -> torch.device:
+        """Device of tokens and lengths: the last stage's, unless another is given."""
+        return self.caller_device or self.stages[-1].device
 
     @property
-    def hands_over(self) -> bool:
-        """Whether anything goes from a device to another, or would if stages that share a device had one each."""
-        return len(self.stages) > 1 or self.apart is not None
+    def crosses_devices(self) -> bool:
+        """True if any tensor crosses devices or stages that share one."""
+        return len(self.stages) > 1 or self.caller_device is not None
 
     def device_of(self, block: int) -> torch.device:
-        """Where a block is."""
+        """Return the device of a block."""
         return next(stage.device for stage in self.stages if block in stage.blocks)
 
-    def is_home(self, stage: int) -> bool:
-        """Whether a stage is where tokens are chosen."""
-        return self.apart is None and stage == len(self.stages) - 1
+    def is_output_stage(self, stage: int) -> bool:
+        """Return True if tokens are chosen on this stage."""
+        return self.caller_device is None and stage == len(self.stages) - 1
 
 
 class DoesNotFit(ValueError):
-    """No split stays within the limits. The message shows the one that comes nearest."""
+    """No assignment of blocks fits; the message shows the nearest one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class PipelineSizes:
     """Bytes of what stages hold."""
 
     blocks: tuple[int, ...]
-    """Of each block: weights at full precision, quantized ones, and KV."""
+    """Bytes of each block: full-precision and quantized weights, and KV."""
     first: int = 0
-    """Of the first stage: the embedding."""
+    """Bytes of the first stage alone: the embedding."""
     last: int = 0
-    """Of the last one: norm, head, logits, and what drafts there."""
+    """Bytes of the last stage alone: norm, head, logits, and drafter."""
     beside: Mapping[int, int] | None = None
     """Number of a stage -> what else it holds."""
 
@@ -87,11 +95,11 @@ class Sizes:
         return sum(self.blocks[first:end]) + ends + (self.beside or {}).get(stage, 0)
 
 
-def shares(sizes: Sizes, limits: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:
-    """How many blocks each stage gets, one at least, in order: so that the fullest one is as empty as can be.
+def balance_blocks(sizes: PipelineSizes, limits: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:
+    """Assign blocks to stages in order, balanced, at least one each.
 
     `limits`: bytes that stages may hold, all of them finite, or none (then they share evenly); `names` are for errors.
-    Raises ValueError where there are more stages than blocks, and DoesNotFit where a stage would hold more than it may.
+    Raises ValueError if there are more stages than blocks, and DoesNotFit if a stage exceeds its limit.
     """
     num_stages, num_blocks = len(limits), len(sizes.blocks)
     if num_stages > num_blocks:
@@ -122,8 +130,8 @@ def shares(sizes: Sizes, limits: Sequence[float], names: Sequence[str]) -> tuple
     return chosen
 
 
-def from_map(places: Mapping[str, str | int], num_blocks: int) -> tuple[list[str], tuple[int, ...]]:
-    """Devices and numbers of blocks from a map as accelerate writes it: names of modules -> devices.
+def parse_device_map(places: Mapping[str, str | int], num_blocks: int) -> tuple[list[str], tuple[int, ...]]:
+    """Parse accelerate's map of modules to devices into devices and block counts.
 
     Raises ValueError for blocks without a device, stages that are not contiguous, and ends that are not with the blocks
     next to them.

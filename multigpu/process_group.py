@@ -1,6 +1,6 @@
-"""Ranks that run one model together, and what they exchange: processes (gloo on CPUs, NCCL on GPUs) or threads.
+"""Ranks that run one model together: processes (gloo, NCCL) or threads.
 
-Rank 0 leads. The way over NCCL is written to torch's documentation and has never run: it takes several GPUs.
+Rank 0 leads. The path over NCCL is written to torch's documentation and has never run: it takes several GPUs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu.failure_detector import Lifeline, RankLost
+from multigpu.failure_detector import FailureDetector, RankLost
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 FOREVER = timedelta(days=365)
-"""Ranks wait for the next step however long nobody asks for one; the lifeline tells of those that have ended."""
+"""Timeout of collectives; the failure detector finds ended ranks."""
 
 
 class Group(Protocol):
-    """All ranks call the same methods in the same order. Each raises RankLost where another rank has ended."""
+    """Collectives, called in the same order by all ranks.
+
+    Each raises RankLost if another rank has ended.
+    """
 
     rank: int
     size: int
@@ -37,7 +40,7 @@ class Group(Protocol):
         ...
 
     def broadcast_object(self, value: Any = None) -> Any:
-        """What rank 0 gives: anything that can be pickled, or with threads anything."""
+        """Return rank 0's value, which can be pickled if between processes."""
         ...
 
     def barrier(self) -> None:
@@ -45,22 +48,28 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """Rank 0 needs the others no more: they raise RankLost, or end if they are processes. May be called twice."""
+        """End the group: other ranks raise RankLost, or end if processes.
+
+        May be called twice.
+        """
         ...
 
 
 class ThreadGroup:
-    """Ranks that are threads of one process, for tests, and for several ranks on one GPU, which NCCL refuses."""
+    """Ranks as threads of one process, for tests and for one GPU.
 
-    def __init__(self, rank: int, size: int, meeting: Barrier, desk: list[Any]) -> None:
+    NCCL refuses several ranks on one GPU.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Barrier, board: list[Any]) -> None:
         self.rank, self.size = rank, size
-        self._meeting, self._desk = meeting, desk
+        self._meeting, self._board = meeting, board
 
     @classmethod
     def new(cls, size: int) -> list[ThreadGroup]:
         """One for each rank."""
-        meeting, desk = Barrier(size), [None] * size
-        return [cls(rank, size, meeting, desk) for rank in range(size)]
+        meeting, board = Barrier(size), [None] * size
+        return [cls(rank, size, meeting, board) for rank in range(size)]
 
     def all_gather(self, part: Tensor, parts: Tensor) -> None:
         self._exchange(part, lambda given: [parts[rank].copy_(other) for rank, other in enumerate(given)])
@@ -78,11 +87,11 @@ class ThreadGroup:
         self._meeting.abort()
 
     def _exchange(self, given: Any, take: Callable[[list[Any]], Any]) -> Any:
-        """Lay something on the desk and take what is needed of what all have laid there."""
+        """Exchange values through the board, and take from all."""
         try:
-            self._desk[self.rank] = given
+            self._board[self.rank] = given
             self._meeting.wait()
-            taken = take(self._desk)
+            taken = take(self._board)
             self._meeting.wait()
             return taken
         except BrokenBarrierError:
@@ -90,43 +99,45 @@ class ThreadGroup:
 
 
 class ProcessGroup:
-    """Ranks that are processes: tensors on CPUs go through gloo, those on GPUs through NCCL."""
+    """Ranks as processes: CPU tensors go through gloo, GPU tensors through NCCL."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, lifeline: Lifeline, device: torch.device) -> None:
-        """`store` is where all ranks meet. One group at a time may exist in a process."""
-        self.rank, self.size, self._lifeline = rank, size, lifeline
+    def __init__(
+        self, rank: int, size: int, store: dist.Store, failure_detector: FailureDetector, device: torch.device
+    ) -> None:
+        """`store` is the ranks' rendezvous; a process has at most one group."""
+        self.rank, self.size, self._failure_detector = rank, size, failure_detector
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        with lifeline.watched():
+        with failure_detector.watched():
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=FOREVER)
             if device.type != "cpu":  # NCCL connects at its first call, which takes long
                 self.all_gather(torch.zeros(1, device=device), torch.zeros(size, 1, device=device))
 
     def all_gather(self, part: Tensor, parts: Tensor) -> None:
-        with self._lifeline.watched():  # as bytes, whatever the backend knows of dtypes
+        with self._failure_detector.watched():  # as bytes: backends do not support all dtypes
             _all_gather(_bytes(parts), _bytes(part))
 
     def broadcast(self, tensor: Tensor) -> None:
-        with self._lifeline.watched():
+        with self._failure_detector.watched():
             dist.broadcast(tensor, src=0)
 
     def broadcast_object(self, value: Any = None) -> Any:
         values = [value]
-        with self._lifeline.watched():
+        with self._failure_detector.watched():
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def barrier(self) -> None:
-        with self._lifeline.watched():
+        with self._failure_detector.watched():
             dist.barrier()
 
     def fail(self, reason: str) -> None:
-        """This rank ends, for this reason: the others shall say so."""
-        self._lifeline.fail(reason)
+        """Report to other ranks that this one ends, and the reason."""
+        self._failure_detector.fail(reason)
 
     def close(self) -> None:
-        self._lifeline.close()
+        self._failure_detector.close()
         if dist.is_initialized():
-            with suppress(RuntimeError):  # others may have gone first
+            with suppress(RuntimeError):  # other ranks may have ended first
                 dist.destroy_process_group()
 
 

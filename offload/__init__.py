@@ -1,0 +1,1 @@
+"""Offloading: plans, files of blocks, and prefetching through links. Imports no other package of the project."""

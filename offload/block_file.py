@@ -2,7 +2,7 @@
 
     header   JSON: format, what the weights are, the layout of a record, the number of blocks; padded to whole pages
     table    for each block 8 bytes: 1 where its record is there, and the CRC-32 of it; padded to whole pages
-    records  behind each other, in the order of the blocks
+    records  one after the other, in the order of the blocks
 
 A file has its name only when it is whole. Until then it is a `.part`, to which any later start adds what is missing:
 a record is on the disk before the table says so.
@@ -18,7 +18,6 @@ import shutil
 import struct
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from offload.block_layout import PAGE, Layout
 from offload.planner import show_bytes
 from offload.transfer import LinkError
+from sharesd_files import sync_folder
 
 FORMAT = 1
 """Raise it when the file's form changes."""
@@ -36,12 +36,12 @@ _MARGIN_BYTES = 64 * 10**6
 
 
 class StoreError(ValueError, LinkError):
-    """A file that cannot be used; the message names it and says what to do. Streams may find it out late."""
+    """File that cannot be used; the message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where a block lies in the file."""
+    """Offset of a block's record."""
 
     block: int
     offset: int
@@ -52,12 +52,12 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a file holds: the same content is the same file."""
+    """Content of a file; equal contents have the same file."""
 
     what: Mapping[str, object]
-    """All that decides about the weights' values and order, in terms of JSON."""
+    """Everything that decides the weights' values and order, as JSON."""
     layout: Layout
-    """Of each record."""
+    """Layout of each record."""
     num_blocks: int
 
     @property
@@ -88,12 +88,12 @@ class Content:
         return self.first_record + self.num_blocks * self.layout.record_bytes
 
     def offset(self, block: int) -> int:
-        """Where the record of a block begins."""
+        """Return the offset of a block's record."""
         return self.first_record + block * self.layout.record_bytes
 
 
 class Store:
-    """A whole file, for reading."""
+    """Complete file, for reading."""
 
     def __init__(self, path: Path, content: Content, checksums: list[int]) -> None:
         self.path, self.layout = path, content.layout
@@ -101,7 +101,10 @@ class Store:
         self.records = tuple(Record(i, content.offset(i), size, checksum) for i, checksum in enumerate(checksums))
 
     def read(self, block: int, slot: Tensor) -> None:
-        """Read a record into memory of the host (uint8 [record_bytes]) and compare its checksum. Raises StoreError."""
+        """Read a record into host memory (uint8 [record_bytes]) and compare its checksum.
+
+        Raises StoreError.
+        """
         record, memory, done = self.records[block], slot.numpy().data, 0
         with self.path.open("rb", buffering=0) as file:
             while done < record.nbytes:
@@ -113,7 +116,7 @@ class Store:
         self.check(block, slot)
 
     def check(self, block: int, slot: Tensor) -> None:
-        """Raises StoreError unless a slot of the host's memory holds what was stored for a block."""
+        """Raise StoreError unless a slot in host memory holds a block's stored record."""
         if _checksum(slot) != self.records[block].checksum:
             raise StoreError(
                 f"{self.path} is damaged: block {block} does not have its checksum; delete it, and it will be written "
@@ -122,9 +125,9 @@ class Store:
 
 
 def open_store(folder: Path, content: Content) -> Store | None:
-    """The file with this content in a folder; None where there is none. Raises StoreError where it cannot be used.
+    """Return the file with this content in a folder; None if there is none.
 
-    Records are compared with their checksums when they are read, not here.
+    StoreError if the file is unusable. Checksums of records are compared when they are read.
     """
     path = content.path(folder)
     try:
@@ -145,10 +148,13 @@ def open_store(folder: Path, content: Content) -> Store | None:
 
 
 class Writer:
-    """Writes what is missing of a store, block by block: a context manager. `finish` when nothing is missing."""
+    """Writes the missing blocks of a file; a context manager, ended by `finish`."""
 
     def __init__(self, folder: Path, content: Content) -> None:
-        """Raises StoreError where the disk has no room for what is missing, or another process is writing the same."""
+        """Begin or continue a file.
+
+        StoreError if the disk has no room, or another process writes the same file.
+        """
         self._content = content
         self._path = content.path(folder)
         self._part = self._path.with_suffix(".part")
@@ -171,7 +177,7 @@ class Writer:
         os.close(self._file)
 
     def write(self, block: int, slot: Tensor) -> None:
-        """Write a block's record (uint8 [record_bytes], in the host's memory). When this returns, it is on the disk."""
+        """Write a block's record (uint8 [record_bytes] in host memory) to the disk, durably."""
         assert block in self.missing and slot.nbytes == self._content.layout.record_bytes
         offset = self._content.offset(block)
         _write(self._file, slot.numpy().data, offset)
@@ -186,10 +192,7 @@ class Writer:
         checksums = [checksum for _, checksum in _read_table(self._file, self._content)]
         os.fsync(self._file)
         self._part.replace(self._path)
-        with suppress(OSError):  # some file systems do not sync folders
-            folder = os.open(self._path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+        sync_folder(self._path.parent)
         return Store(self._path, self._content, checksums)
 
     def _lock(self) -> None:
@@ -199,7 +202,7 @@ class Writer:
             raise StoreError(f"{self._part} is being written by another process; wait for it") from None
 
     def _begun(self) -> list[tuple[int, int]]:
-        """The table of what an earlier start has written; of a new file, where there is none, or of another form."""
+        """Return the table of an earlier start; of a new file if there is none, or of another form."""
         content = self._content
         whole = os.fstat(self._file).st_size == content.nbytes
         if whole and os.pread(self._file, len(content.header), 0) == content.header:

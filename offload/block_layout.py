@@ -1,4 +1,4 @@
-"""Where each tensor of a block lies in its record: one contiguous buffer that is stored, moved and used as it is."""
+"""Layout of a block's record: one contiguous buffer that is stored, moved and used as it is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 PAGE = 4096
-"""Records are a multiple of this long, and begin at one: direct reads from a disk ask for it."""
+"""Size and alignment of records, in bytes; direct reads from a disk require it."""
 ALIGNMENT = 64
-"""Tensors of a record begin at a multiple of this: a line of a processor's cache."""
+"""Alignment of a record's tensors, in bytes: a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tensor of a record, dense."""
+    """Dense tensor of a record."""
 
     name: str
     """Path of the tensor in its block, e.g. `attn.qkv.weight`."""
@@ -35,13 +35,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of a record, in order of their offsets. All blocks of a model that travel have the same."""
+    """Tensors of a record, in order of their offsets; the same for all offloaded blocks."""
 
     places: tuple[Place, ...]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """For tensors of these names, shapes and dtypes (whose values are not read), in this order."""
+        """Return the layout of tensors in this order; their values are not read."""
         places: list[Place] = []
         end = 0
         for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ class Layout:
         return _round_up(max((place.offset + place.nbytes for place in self.places), default=0), PAGE)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """For files that say what they hold."""
+        """Return the layout for the header of a file."""
         return [
             {"name": p.name, "offset": p.offset, "shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
             for p in self.places
@@ -64,13 +64,16 @@ class Layout:
 
 
 def views(slot: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The tensors of the record that a slot (uint8 [record_bytes], any device) holds: name -> view of its memory."""
+    """Return views of a slot's tensors by name.
+
+    The slot is uint8 [record_bytes], on any device.
+    """
     assert slot.dtype == torch.uint8 and slot.shape == (layout.record_bytes,) and slot.is_contiguous()
     return {p.name: slot[p.offset : p.offset + p.nbytes].view(p.dtype).view(p.shape) for p in layout.places}
 
 
 def fill(slot: Tensor, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of a block into a slot, with zeros between them and behind the last."""
+    """Copy the tensors of a block into a slot, and zeros into the gaps."""
     end = 0
     for place, view in zip(layout.places, views(slot, layout).values(), strict=True):
         slot[end : place.offset].zero_()

@@ -1,4 +1,7 @@
-"""From a file into the host's memory: a few threads read pieces of records, past the page cache if that is faster."""
+"""Link from a file to host memory: threads read pieces of records.
+
+Reads bypass the page cache if that is faster.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from torch import Tensor
 from offload.transfer import Copy, LinkError, host_memory
 
 PAGE = 4096
-"""Direct reads begin and end at multiples of it, in the file and in memory."""
+"""Alignment of direct reads, in the file and in memory."""
 PIECE = 2**22
 """Bytes that a thread reads at a time."""
 THREADS = 4
 PROBE_BYTES = 2**26
-"""Bytes, at most, that are read to find out which way is faster."""
+"""Most bytes that are read to compare direct and ordinary reads."""
 
 
 class _Piece(NamedTuple):
@@ -39,9 +42,9 @@ class DiskLink:
     def __init__(
         self, path: Path, offsets: Mapping[int, int], *, direct: bool | None = None, threads: int = THREADS
     ) -> None:
-        """`offsets`: where the record of each block begins in the file, at a multiple of `PAGE`.
+        """Open a file; LinkError if that fails.
 
-        Raises LinkError where the file cannot be opened (for direct reads, if they were asked for).
+        `offsets`: first byte of each block's record in the file, a multiple of `PAGE`.
         """
         if direct is None:
             direct = faster_direct(path)
@@ -62,7 +65,7 @@ class DiskLink:
             return self._busy_s + (time.perf_counter() - self._open_since if self._num_open else 0.0)
 
     def mark(self) -> None:
-        """Nothing: on a CPU all has been computed that was asked for."""
+        """No mark: on a CPU, computation has ended when the host continues."""
 
     def start(self, block: int, slot: Tensor, after: None = None) -> Copy:
         assert slot.data_ptr() % PAGE == 0 and slot.nbytes % PAGE == 0
@@ -140,9 +143,10 @@ class _FileCopy:
 
 
 def read_rate(path: Path, *, direct: bool, num_bytes: int = PROBE_BYTES, threads: int = THREADS) -> float:
-    """Bytes per second that a link to this file reads, from its beginning; LinkError where it cannot.
+    """Return the bytes per second of reading a file from its beginning.
 
-    What the page cache holds of them is dropped before, so that a disk is measured, not memory.
+    The page cache of these bytes is dropped before, so that a disk is measured, not memory. LinkError if the file
+    cannot be read.
     """
     num_bytes = min(num_bytes, path.stat().st_size) // PAGE * PAGE
     if not num_bytes:
@@ -159,7 +163,10 @@ def read_rate(path: Path, *, direct: bool, num_bytes: int = PROBE_BYTES, threads
 
 
 def faster_direct(path: Path) -> bool:
-    """Whether direct reads of this file are at least as fast as ordinary ones; False where there are none."""
+    """Return if direct reads of a file are as fast as ordinary ones.
+
+    False if the file system has none.
+    """
     try:
         return read_rate(path, direct=True) >= read_rate(path, direct=False)
     except LinkError:

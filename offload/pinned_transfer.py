@@ -1,7 +1,7 @@
-"""From pinned memory of the host to a CUDA device: copies on a stream of their own, with events in both directions.
+"""Link from pinned host memory to a CUDA device.
 
-The host waits for nothing: computation waits for a copy by an event, and a copy into a slot that was in use waits for
-the computation by another one. It has never run on a GPU; tests run it on a device that is made up.
+Copies run on a stream of their own. Computation waits for a copy by an event, and a copy into a slot in use waits for
+computation by another; the host never waits. Tested on a made-up device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from offload.transfer import Copy, host_memory
 
 PROBES, PROBE_BYTES = 4, 2**27
-"""Copies that tell how fast a link is, and the bytes of each."""
+"""Copies that measure a link, and the bytes of each."""
 
 
 class PinnedMemory:
-    """Memory of the host, uint8 [num_bytes], page-locked at exactly this size (torch itself pins powers of two).
+    """Page-locked host memory, uint8 [num_bytes].
 
-    It is unlocked before it is freed, at the latest when nobody knows this object any more; copies from it must have
-    ended by then.
+    torch itself would pin powers of two. The memory is unlocked before it is freed, at the latest with this object;
+    copies from it must have ended by then.
     """
 
     def __init__(self, num_bytes: int, *, cuda: Any = torch.cuda) -> None:
@@ -38,7 +38,7 @@ class PinnedMemory:
                 "locked memory (ulimit -l), or set a lower --cpu-memory-limit"
             )
         self.close = weakref.finalize(self, _unlock, cudart, self.tensor)
-        """Unlock the memory; nothing may copy from it any more. RuntimeError where CUDA refuses."""
+        """Unlock the memory, once no copy reads it. RuntimeError if CUDA refuses."""
 
 
 def _unlock(cudart: Any, memory: Tensor) -> None:
@@ -48,10 +48,10 @@ def _unlock(cudart: Any, memory: Tensor) -> None:
 
 
 class CudaLink:
-    """One flat copy for each record, from the host's pinned memory into slots of the current device."""
+    """Link with one flat copy per record into slots of the current device."""
 
     def __init__(self, records: Mapping[int, PinnedMemory], *, cuda: Any = torch.cuda) -> None:
-        """Takes the record of each block over, and gives its memory back when it is closed."""
+        """Take over the record of each block; `close` frees them."""
         self._records, self._cuda = records, cuda
         self._stream = cuda.Stream()
         self._under_way: deque[tuple[Any, Any]] = deque()  # beginning and end of copies not yet counted
@@ -101,7 +101,7 @@ class _EventCopy:
 
 
 def link_rate(device: torch.device, *, num_bytes: int = PROBE_BYTES, cuda: Any = torch.cuda) -> float:
-    """Bytes per second from pinned memory to a device, which is the current one."""
+    """Return the bytes per second from pinned memory to the current device."""
     slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     link = CudaLink({0: PinnedMemory(num_bytes, cuda=cuda)}, cuda=cuda)
     try:

@@ -1,8 +1,7 @@
-"""Blocks whose weights do not stay: they come through a link into a few slots, in the order in which they are used.
+"""Prefetching of offloaded blocks into a few slots, in the order of their use.
 
-Each pass uses the same blocks in the same order, so what comes next is known: as soon as a slot is free, the next block
-that none holds is on its way, beyond the end of a pass too. While others compute (a drafter), the first blocks of the
-next pass arrive.
+Each pass uses the same blocks in the same order. As soon as a slot is free, the next block that no slot holds is
+fetched, beyond the end of a pass too: while a drafter computes, the first blocks of the next pass arrive.
 """
 
 from __future__ import annotations
@@ -28,25 +27,24 @@ class _Coming(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """What a stream has done since it was made."""
+class TransferStats:
+    """Transfers since a prefetcher was made."""
 
     num_bytes: int
     """Bytes of the records whose copies were started."""
     waited_s: float
-    """Seconds that computation waited for a block (on a device: the host, which never does)."""
+    """Seconds that the host waited for a block; 0 on a device."""
     busy_s: float
     """Seconds in which the link moved something."""
     elapsed_s: float
     """Seconds in all."""
 
-    def since(self, before: Traffic) -> Traffic:
-        """What came after an earlier moment."""
-        return Traffic(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
+    def since(self, before: TransferStats) -> TransferStats:
+        """Return the difference to an earlier value."""
+        return TransferStats(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
 
-    def __add__(self, other: Traffic) -> Traffic:
-        """Both, one after the other."""
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+    def __add__(self, other: TransferStats) -> TransferStats:
+        return TransferStats(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     @property
     def utilisation(self) -> float:
@@ -54,8 +52,8 @@ class Traffic:
         return min(1.0, self.busy_s / self.elapsed_s) if self.elapsed_s > 0 else 0.0
 
 
-class Stream:
-    """Brings blocks into slots ahead of their use. For one thread."""
+class Prefetcher:
+    """Fetches blocks into slots ahead of their use. For one thread."""
 
     def __init__(
         self,
@@ -65,10 +63,11 @@ class Stream:
         *,
         check: Callable[[int, Tensor], None] | None = None,
     ) -> None:
-        """`blocks` in the order of their use; `slots` uint8 [record bytes], of which one does, and two let copies and
-        computation overlap. More than there are blocks are not used. Takes the link over, and begins at once.
+        """Take over the link, and begin to fetch.
 
-        `check` gets each block and its slot when it is first used, and raises LinkError if that is not what was stored.
+        `blocks`: in the order of their use. `slots`: uint8 [record bytes]; one suffices, two let copies and computation
+        overlap. `check` gets each block and its slot at the first use, and raises LinkError if the record is not what
+        was stored.
         """
         if not blocks or not slots or len(set(blocks)) < len(blocks):
             raise ValueError(
@@ -87,10 +86,10 @@ class Stream:
         self._fill(self.blocks[0], dict.fromkeys(range(len(self.slots))))
 
     def need(self, block: int) -> int:
-        """The number of the slot in which the block lies, from now until `done`. Waits for it, if it is not in use yet.
+        """Return the slot of a block, valid until `done`; wait for the block if necessary.
 
-        A block that is not next in order begins another pass: what was in use is not any more. Raises LinkError where
-        it does not arrive; the next pass tries again.
+        A block that is not next in order begins another pass, which ends all uses. LinkError if the block does not
+        arrive; the next pass tries again.
         """
         for held in self._held:
             if held.block == block:
@@ -118,8 +117,9 @@ class Stream:
 
     @contextmanager
     def meanwhile(self, work: Callable[[], bool] | None) -> Iterator[None]:
-        """Within the block, where a needed one is awaited on the host, `work` does something else, a piece at a call;
-        False: there is no more. A piece that would last longer than that block was awaited the last time is not begun.
+        """Run `work` in pieces while the host waits for a block.
+
+        `work` returns False if there is no more. A piece longer than the block's last wait is not begun.
         """
         self._meanwhile, self._piece_s = work, 0.0
         try:
@@ -135,16 +135,16 @@ class Stream:
             self._piece_s, now = time.perf_counter() - now, time.perf_counter()
 
     def done(self, block: int) -> None:
-        """The block which was needed first among those in use is not needed any more: its slot gets another one."""
+        """Release the first block in use; its slot gets another block."""
         assert self._held and self._held[0].block == block, f"block {block} is not the first in use"
         held = self._held.popleft()
         last = self._coming[-1] if self._coming else (self._held or [held])[-1]
         self._coming.append(self._fetch(self._after[last.block], held.slot, held))
 
     @property
-    def traffic(self) -> Traffic:
-        """What was moved so far."""
-        return Traffic(
+    def traffic(self) -> TransferStats:
+        """Transfers so far."""
+        return TransferStats(
             num_bytes=self._num_bytes,
             waited_s=self._waited_s,
             busy_s=self._link.busy_s,
@@ -158,13 +158,13 @@ class Stream:
         self._link.close()
 
     def _drop(self) -> None:
-        """Forget what comes, once nothing is being written into its slots any more."""
+        """Drop all fetches, once none of them writes into a slot."""
         while self._coming:
             with suppress(LinkError):
                 self._coming.popleft().copy.wait()
 
     def _turn_to(self, block: int) -> None:
-        """Have the blocks from this one on come, and keep what a slot holds of them."""
+        """Restart the order at a block, keeping slots that hold what comes."""
         if block not in self._after:
             raise ValueError(f"block {block} is not in this stream")
         held = {coming.slot: coming for coming in (*self._held, *self._coming)}
@@ -173,7 +173,7 @@ class Stream:
         self._fill(block, {slot: held.get(slot) for slot in range(len(self.slots))})
 
     def _fill(self, block: int, held: dict[int, _Coming | None]) -> None:
-        """Have a block and those behind it in all slots, some of which hold something."""
+        """Fetch a block and its successors into all slots."""
         wanted = [block]
         while len(wanted) < len(self.slots):
             wanted.append(self._after[wanted[-1]])
@@ -184,7 +184,7 @@ class Stream:
             self._coming.append(kept[each] if each in kept else self._fetch(each, *held.popitem()))
 
     def _fetch(self, block: int, slot: int, before: _Coming | None) -> _Coming:
-        """Start to move a block into a slot, when what was there is neither used nor being moved any more."""
+        """Start to fetch a block into a slot, once its old block is neither used nor moved."""
         if before is not None and before.block == block:
             return before
         if before is not None:

@@ -1,4 +1,4 @@
-"""What moves records into slots: the protocol of links, one slowed down to a given rate, and memory for slots."""
+"""Links that move records into slots, and memory of slots."""
 
 from __future__ import annotations
 
@@ -13,50 +13,51 @@ from torch import Tensor
 
 
 class LinkError(RuntimeError):
-    """A record did not arrive; the message says which one, and why."""
+    """A record did not arrive; the message names it and the reason."""
 
 
 class Copy(Protocol):
     """A record on its way into a slot."""
 
     def wait(self) -> None:
-        """What is computed from now on finds the record in its slot. On a device the host goes on at once.
+        """Make later computation use the arrived record; a device waits, not its host.
 
-        Raises LinkError where it did not arrive, each time it is asked.
+        Raises LinkError at each call if the record did not arrive.
         """
         ...
 
     @property
     def arrived(self) -> float | None:
-        """When there was nothing left to wait for on the host (`time.perf_counter`); None: not yet."""
+        """Time of arrival on the host (`time.perf_counter`); None: not yet."""
         ...
 
 
 class Link(Protocol):
-    """Moves records from one memory to another, in the order in which it was told to."""
+    """Moves records from one memory to another, in order."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which something was moved, or will have been once all that was started has arrived."""
+        """Seconds of transfers, including those under way."""
         ...
 
     def mark(self) -> Any:
-        """The point that computation has been told to reach so far: what `start` may have to wait for."""
+        """Point in the queue of computation after which `start` may write."""
         ...
 
     def start(self, block: int, slot: Tensor, after: Any) -> Copy:
-        """Begin to move the record of a block into a slot (uint8, as long as the record), once computation has reached
-        the mark `after` (None: at once). Returns immediately.
+        """Start to move a block's record into a slot, and return immediately.
+
+        The slot is uint8, as long as the record. `after`: mark that computation must have reached; None: at once.
         """
         ...
 
     def close(self) -> None:
-        """End all that is under way and give back what is held. Slots may be freed afterwards."""
+        """End all transfers and free what is held; slots may be freed afterwards."""
         ...
 
 
 class Throttled:
-    """A link that takes as long as one of so many bytes per second would: for tests and simulations."""
+    """Link slowed down to a rate, for tests and simulations."""
 
     def __init__(
         self,
@@ -84,8 +85,6 @@ class Throttled:
 
 
 class _Due:
-    """A copy that ends no earlier than it is due."""
-
     def __init__(self, copy: Copy, due: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._copy, self._due, self._clock, self._sleep = copy, due, clock, sleep
 
@@ -101,12 +100,15 @@ class _Due:
 
 
 def host_slots(record_bytes: int, count: int) -> list[Tensor]:
-    """So many slots in the host's memory, uint8 [record_bytes] each, which begin with a page."""
+    """Return `count` slots in host memory, uint8 [record_bytes], page-aligned."""
     return [host_memory(record_bytes) for _ in range(count)]
 
 
 def host_memory(num_bytes: int) -> Tensor:
-    """Zeroed memory uint8 [num_bytes] of exactly this size, which begins with a page; it goes with its last view."""
+    """Return zeroed page-aligned host memory, uint8 [num_bytes].
+
+    The size is exact; the memory is freed with its last view.
+    """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # systems without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

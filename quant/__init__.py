@@ -1,0 +1,1 @@
+"""Quantization: formats, quantized linears, and cached solutions. Imports no other package of the project."""

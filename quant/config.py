@@ -1,34 +1,32 @@
-"""Which linears are quantized, how, and how users write that down. Imports nothing heavy: the command line uses it."""
+"""Quantization as users write it. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-Method = Literal["hqq", "bnb"]
+from quant.formats import DEFAULT, FORMATS, QuantFormat
 
-BITS: dict[str, tuple[int, ...]] = {"hqq": (8, 4, 3, 2), "bnb": (8, 4)}
-GROUP_SIZES: dict[str, tuple[int, ...]] = {"hqq": (32, 64, 128, 256), "bnb": (64, 128, 256)}
 HEAD = "head"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantConfig:
-    """How the drafter's linears are quantized. Hashable; `parse(config.spec, config.skips)` gives an equal one."""
+    """Quantization of the drafter's linears.
 
-    method: Method = "hqq"
-    """`hqq`: half-quadratic quantization (Badri and Shaji 2023) at 4 bits and less; at 8 bits one scale per row. Our
-    C++ kernels run it on a CPU; on CUDA our Triton kernels do, or gemlite where that was measured to be faster.
-    `bnb`: bitsandbytes, nf4 at 4 bits (Dettmers et al. 2023) and LLM.int8 at 8 bits (Dettmers et al. 2022)."""
+    Hashable; `parse(config.spec, config.skips)` returns an equal config.
+    """
+
+    method: str = DEFAULT
+    """Name of a format in `quant.formats`."""
     bits: int = 4
-    """Bits per weight, unless `proj_bits` says otherwise. hqq: 8, 4, 3 or 2; bnb: 8 or 4."""
+    """Bits per weight, unless `proj_bits` names others; see the format."""
     group_size: int = 64
-    """Weights along a row that share a scale. 8-bit weights ignore it: they have one scale per row."""
+    """Weights along a row that share a scale; 8 bits have one scale per row."""
     head_bits: int | None = None
     """Bits of the LM head; None = it stays full."""
     proj_bits: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
-    """Projection name -> bits, for those that differ. Kept as a sorted tuple of pairs."""
+    """Projection name -> other bits; stored as a sorted tuple of pairs."""
     skip_layers: tuple[int, ...] = ()
     """Indices of layers that stay full."""
     skip_projs: tuple[str, ...] = ()
@@ -37,14 +35,14 @@ class QuantConfig:
     def __post_init__(self) -> None:
         proj_bits = dict(self.proj_bits)
         skip_projs = set(self.skip_projs)
-        if self.method not in BITS:
-            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(BITS)}")
+        if self.method not in FORMATS:
+            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(FORMATS)}")
         named_bits = {"bits": self.bits, **{f"bits of {name}": bits for name, bits in proj_bits.items()}}
         if self.head_bits is not None:
             named_bits["bits of head"] = self.head_bits
         for name, bits in named_bits.items():
-            _check_choice(f"{name} ({self.method})", bits, BITS[self.method])
-        _check_choice(f"group size ({self.method})", self.group_size, GROUP_SIZES[self.method])
+            _check_choice(f"{name} ({self.method})", bits, self.format.bits)
+        _check_choice(f"group size ({self.method})", self.group_size, self.format.group_sizes)
         if HEAD in proj_bits:
             raise ValueError(f"proj_bits names the LM head; use head_bits={proj_bits[HEAD]} instead")
         for layer in self.skip_layers:
@@ -52,7 +50,7 @@ class QuantConfig:
                 raise ValueError(f"skipped layer is {layer}; layers are counted from 0")
         if HEAD in skip_projs and self.head_bits is not None:
             raise ValueError(f"the LM head has {self.head_bits} bits and is skipped too; drop one of the two")
-        skip_projs.discard(HEAD)  # the head stays full by default: the wish is already granted
+        skip_projs.discard(HEAD)  # the head is full by default
         both = sorted(skip_projs & proj_bits.keys())
         if both:
             raise ValueError(
@@ -72,9 +70,9 @@ class QuantConfig:
         """
         first, *overrides = spec.split(",")
         method, *numbers = first.split(":")
-        if method not in BITS or len(numbers) > 2:
+        if method not in FORMATS or len(numbers) > 2:
             raise ValueError(
-                f"quantization is {spec!r}; write METHOD:BITS:GROUP with a METHOD of {', '.join(BITS)}, "
+                f"quantization is {spec!r}; write METHOD:BITS:GROUP with a METHOD of {', '.join(FORMATS)}, "
                 "for example hqq:4:64"
             )
         fields: dict = dict(zip(("bits", "group_size"), (_int(n, spec, "hqq:4:64") for n in numbers), strict=False))
@@ -87,13 +85,18 @@ class QuantConfig:
         head_bits = proj_bits.pop(HEAD, None)
         layers, projs = _parse_skips(skips)
         return cls(
-            method=method,  # type: ignore[arg-type]
+            method=method,
             head_bits=head_bits,
             proj_bits=proj_bits,
             skip_layers=layers,
             skip_projs=projs,
             **fields,
         )
+
+    @property
+    def format(self) -> QuantFormat:
+        """Format of the quantized linears."""
+        return FORMATS[self.method]
 
     @property
     def spec(self) -> str:
@@ -140,6 +143,3 @@ def _int(text: str, whole: str, example: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"{whole!r} has {text!r} where a number belongs; write for example {example}")
     return int(text)
-
-
-assert set(BITS) == set(GROUP_SIZES) == set(get_args(Method))

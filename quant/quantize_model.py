@@ -1,6 +1,6 @@
-"""Give a model its quantized linears: beside the full ones (a switch chooses), or in their place.
+"""Quantization of a model's linears: beside the full ones, or in their place.
 
-A projection is named by the last part of its path in the model, e.g. `down`; users may leave out a trailing `_proj`.
+A projection is named by the last part of its path, e.g. `down`; a trailing `_proj` may be left out.
 """
 
 from __future__ import annotations
@@ -10,48 +10,45 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quant.bnb import build_bnb, check_bnb
 from quant.config import QuantConfig
-from quant.hqq import QuantizedWeight, solve
-from quant.quantized_linear import build_low, check_low
-from quant.switch_linear import LowLinear, Switch, SwitchLinear
+from quant.quantized_weight import QuantizedWeight
+from quant.switch_linear import QuantizedLinear, Switch, SwitchLinear
 from quant.weight_cache import content_key, pack_weight, read_store, store_path, unpack_weight, write_store
 
 LayerOf = Callable[[str], int | None]
-"""Path of a linear -> index of its layer, or None outside the layers."""
+"""Path of a linear -> its layer; None outside layers."""
 Progress = Callable[[int, int, str], None]
-"""Called with linears done, linears in all, and the path of the last one."""
-Build = Callable[[QuantizedWeight, Tensor | None], nn.Module]
-"""Makes the module (with `nbytes`) which runs solved weights, in place of the kernels that this package chooses."""
-Solve = Callable[[Tensor, int, int], QuantizedWeight]
-"""Quantizes a weight [N, K] to bits (below 8) with a group size."""
+"""Callback (linears done, linears in all, path of the last one)."""
+PackFn = Callable[[QuantizedWeight, Tensor | None], nn.Module]
+"""Packs solved weights for a kernel of the caller; the module has `nbytes`."""
+SolveFn = Callable[[Tensor, int, int], QuantizedWeight]
+"""Solver (weight [N, K], bits, group size)."""
 
 PROBED_ROWS, PROBES = 256, 3
-"""Rows of a matrix that is solved to estimate what all of them take, and times that it is solved."""
+"""Rows of a matrix solved to estimate times, and repetitions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Solving:
-    """How weights of fewer than 8 bits are found, and where they are kept between runs."""
+class SolverConfig:
+    """Solver of slow bits, and the folder of cached solutions."""
 
-    solve: Solve = solve
-    """In place of the hqq package, if it is another."""
+    solve: SolveFn | None = None
+    """Replacement of the format's own, for bits whose solutions are cached."""
     cache_dir: Path | None = None
-    """Folder of the kept weights; None keeps nothing."""
+    """Folder of cached solutions; None: no cache."""
     identity: str | None = None
-    """Of the checkpoint: another one for other weights. None compares the weights themselves, by a hash."""
+    """Identity of the checkpoint's weights; None: a hash of their values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantReport:
-    """What was quantized, and what it costs."""
+    """Quantized linears, their bytes and the time."""
 
     spec: str
     """The configuration in canonical form."""
@@ -59,7 +56,7 @@ class QuantReport:
     """Linears that have quantized weights now."""
     full_bytes: int
     """Bytes of their weights at full precision."""
-    low_bytes: int
+    quantized_bytes: int
     """Bytes of their quantized weights, scales included."""
     seconds: float
     """Wall time, loading from the cache included."""
@@ -67,17 +64,17 @@ class QuantReport:
     """True when the solved weights were read from disk."""
 
 
-class Job(NamedTuple):
+class QuantTask(NamedTuple):
     """A linear to quantize."""
 
     path: str
     bits: int
     layer: int | None
-    """None: the head."""
+    """Layer; None: the head."""
 
 
 class LinearQuantizer:
-    """Quantizes the linears of a model, layer by layer: the full weights need not all be there at the same time."""
+    """Quantizes a model layer by layer, as its weights are read."""
 
     def __init__(
         self,
@@ -88,111 +85,118 @@ class LinearQuantizer:
         head_name: str,
         layer_of: LayerOf,
         progress: Progress | None = None,
-        solving: Solving | None = None,
-        build: Build | None = None,
+        solver_config: SolverConfig | None = None,
+        pack: PackFn | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """With a switch each linear becomes a `SwitchLinear` in place; without, the quantized ones take the place of
-        the full ones, which are dropped. `head_name` is the path of the LM head. Weights may be on the meta device
-        until their layer's turn comes: `device` is where they will be then. ValueError where a name, a layer or a shape
-        cannot be honoured.
+        """Plan the quantization; ValueError for impossible names, layers or shapes.
+
+        With a switch each linear becomes a `SwitchLinear`; without, quantized linears replace full ones. `head_name`:
+        path of the LM head. `device`: place of weights that are on the meta device until their layer is quantized.
+        `pack`: see `PackFn`.
         """
         started = time.perf_counter()
-        self._model, self._config, self._switch, self._build = model, config, switch, build
-        self._progress, self._solving = progress, solving or Solving()
-        self.jobs = _plan(model, config, head_name, layer_of)
-        """What is quantized, in the model's order."""
-        check = check_bnb if config.method == "bnb" else partial(check_low, gemlite=build is None)
-        for job in self.jobs:
-            weight = _weight_NK(model.get_submodule(job.path))
+        self._model, self._config, self._switch, self._pack = model, config, switch, pack
+        self._progress, self._solver_config = progress, solver_config or SolverConfig()
+        self.tasks = _plan(model, config, head_name, layer_of)
+        """Linears to quantize, in the model's order."""
+        for task in self.tasks:
+            weight = _weight_NK(model.get_submodule(task.path))
             shape = (weight.shape[0], weight.shape[1])
             group = config.group_size
             place = device or weight.device
-            check(job.path, shape, bits=job.bits, group_size=group, dtype=weight.dtype, device=place)
-        self._num_done = self._full_bytes = self._low_bytes = 0
+            config.format.check_linear(
+                task.path, shape, bits=task.bits, group_size=group, dtype=weight.dtype, device=place, packs=bool(pack)
+            )
+        self._num_done = self._full_bytes = self._quantized_bytes = 0
         self._seconds = time.perf_counter() - started
         self._all_kept: bool | None = None  # None: nothing that is kept has been looked for
 
     def layers(self) -> list[int | None]:
-        """The layers with linears to quantize, in the model's order; None is the head."""
-        return list(dict.fromkeys(job.layer for job in self.jobs))
+        """Return the layers with linears to quantize; None is the head."""
+        return list(dict.fromkeys(task.layer for task in self.tasks))
 
     def quantize(self, layer: int | None) -> None:
-        """Quantize the linears of a layer, which have their weights by now; one with none of them is left as it is."""
+        """Quantize the linears of a layer, if it has any; their weights have been read."""
         started = time.perf_counter()
-        jobs = [job for job in self.jobs if job.layer == layer]
-        solved = _Solved(self._model, jobs, self._config, self._solving)
-        for path, bits, _ in jobs:
+        tasks = [task for task in self.tasks if task.layer == layer]
+        solved = _Solved(self._model, tasks, self._config, self._solver_config)
+        for path, bits, _ in tasks:
             full = self._model.get_submodule(path)
             weight, bias = _weight_NK(full), _bias(full)
-            if self._config.method == "bnb":
-                low: Any = build_bnb(weight, bias, bits=bits, group_size=self._config.group_size)
-            elif self._build is not None:
-                low = self._build(solved.weight(path, weight, bits), bias)
-            else:
-                low = build_low(path, solved.weight(path, weight, bits), bias, dtype=weight.dtype)
-            self._model.set_submodule(path, low if self._switch is None else SwitchLinear(full, low, self._switch))
+            quantized = self._quantized(path, solved, weight, bias, bits)
+            self._model.set_submodule(
+                path, quantized if self._switch is None else SwitchLinear(full, quantized, self._switch)
+            )
             self._full_bytes += weight.nbytes
-            self._low_bytes += low.nbytes
+            self._quantized_bytes += quantized.nbytes
             self._num_done += 1
             if self._progress is not None:
-                self._progress(self._num_done, len(self.jobs), path)
+                self._progress(self._num_done, len(self.tasks), path)
         solved.save()
         if solved.path is not None:
             self._all_kept = solved.from_cache and self._all_kept is not False
         self._seconds += time.perf_counter() - started
 
-    def solve_seconds(self) -> float:
-        """Estimate the seconds of solving all linears: 0 if solutions are on disk, else by timing some rows.
+    def _quantized(self, path: str, solved: _Solved, weight: Tensor, bias: Tensor | None, bits: int) -> Any:
+        form, group = self._config.format, self._config.group_size
+        given = weight if form.solver is None else solved.weight(path, weight, bits)
+        if self._pack is not None and isinstance(given, QuantizedWeight):
+            return self._pack(given, bias)
+        return form.linear(path, given, bias, bits=bits, group_size=group, dtype=weight.dtype, device=weight.device)
 
-        Weights may be on the meta device, if `Solving` has an identity.
+    def solve_seconds(self) -> float:
+        """Estimate the seconds of solving; 0 if solutions are cached.
+
+        Weights may be on the meta device, if `SolverConfig` has an identity.
         """
-        slow = [job for job in self.jobs if self._config.method == "hqq" and job.bits < 8]
+        slow = [task for task in self.tasks if task.bits in self._config.format.cached_bits]
         files = [
-            _kept_file(self._model, [job for job in slow if job.layer == layer], self._config, self._solving)
+            _kept_file(self._model, [task for task in slow if task.layer == layer], self._config, self._solver_config)
             for layer in self.layers()
         ]
         if not slow or all(file is not None and file[0].exists() for file in files):
             return 0.0
-        sizes = [_weight_NK(self._model.get_submodule(job.path)).shape for job in slow]
+        sizes = [_weight_NK(self._model.get_submodule(task.path)).shape for task in slow]
         probe_NK, seconds = torch.randn(PROBED_ROWS, sizes[0][1]), []
         for _ in range(PROBES):  # the first one may build the solver
             started = time.perf_counter()
-            self._solving.solve(probe_NK, slow[0].bits, self._config.group_size)
+            solve = self._solver_config.solve or self._config.format.solve
+            solve(probe_NK, slow[0].bits, self._config.group_size)
             seconds.append(time.perf_counter() - started)
         return min(seconds) / probe_NK.numel() * sum(size.numel() for size in sizes)
 
     def report(self) -> QuantReport:
-        """What was quantized so far."""
+        """Return the report so far."""
         return QuantReport(
             spec=str(self._config),
             num_linears=self._num_done,
             full_bytes=self._full_bytes,
-            low_bytes=self._low_bytes,
+            quantized_bytes=self._quantized_bytes,
             seconds=self._seconds,
             from_cache=bool(self._all_kept),
         )
 
 
 def quantize_linears(model: nn.Module, config: QuantConfig, switch: Switch, **options: Any) -> QuantReport:
-    """Replace each linear of the layers, and the head if the config says so, by a `SwitchLinear` in place.
+    """Replace each linear of the layers, and a configured head, by a `SwitchLinear`.
 
-    Skipped linears stay as they are and serve both parts at full precision. Options and errors are those of
-    `LinearQuantizer`; the model is untouched after an error of theirs.
+    Skipped linears serve both parts at full precision. Options and errors are those of `LinearQuantizer`; after an
+    error the model is unchanged.
     """
     return _quantize_all(LinearQuantizer(model, config, switch, **options))
 
 
-def make_low(model: nn.Module, config: QuantConfig, **options: Any) -> QuantReport:
-    """Like `quantize_linears`, but the quantized linears take the place of the full ones, which are dropped."""
+def replace_with_quantized(model: nn.Module, config: QuantConfig, **options: Any) -> QuantReport:
+    """Replace each linear by its quantized one; see `quantize_linears`."""
     return _quantize_all(LinearQuantizer(model, config, **options))
 
 
 def quantized_copy(model: nn.Module, config: QuantConfig, **options: Any) -> tuple[nn.Module, QuantReport]:
-    """A second model with quantized linears. It shares all other weights with `model`, which keeps its own linears."""
+    """Return a second model with quantized linears, which shares all other weights."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
-    return twin, make_low(twin, config, **options)
+    return twin, replace_with_quantized(twin, config, **options)
 
 
 def _quantize_all(quantizer: LinearQuantizer) -> QuantReport:
@@ -202,17 +206,20 @@ def _quantize_all(quantizer: LinearQuantizer) -> QuantReport:
 
 
 class _Solved:
-    """Weights of a layer, solved now, or once before and kept on disk.
+    """Solved weights of a layer, from the cache or the solver.
 
-    Only what HQQ solves is kept: rounding rows to 8 bits is cheaper than reading them.
+    Only the format's `cached_bits` are cached: rounding rows to 8 bits is cheaper than reading them.
     """
 
-    def __init__(self, model: nn.Module, jobs: list[Job], config: QuantConfig, solving: Solving) -> None:
-        self.group_size, self.solve = config.group_size, solving.solve
+    def __init__(
+        self, model: nn.Module, tasks: list[QuantTask], config: QuantConfig, solver_config: SolverConfig
+    ) -> None:
+        self.group_size, self.form = config.group_size, config.format
+        self.solve = solver_config.solve or self.form.solve
         self.path: Path | None = None
         self.tensors: dict[str, Tensor] = {}
         self.from_cache = False
-        file = _kept_file(model, jobs, config, solving)
+        file = _kept_file(model, tasks, config, solver_config)
         if file is None:
             return
         self.path, self.key = file
@@ -221,10 +228,11 @@ class _Solved:
         self.tensors = kept or {}
 
     def weight(self, path: str, weight_NK: Tensor, bits: int) -> QuantizedWeight:
-        if self.from_cache and bits < 8:
+        slow = bits in self.form.cached_bits
+        if self.from_cache and slow:
             return unpack_weight(path, self.tensors, bits=bits, group_size=self.group_size, device=weight_NK.device)
-        weight = (solve if bits == 8 else self.solve)(weight_NK, bits, self.group_size)
-        if self.path is not None and bits < 8:
+        weight = (self.solve if slow else self.form.solve)(weight_NK, bits, self.group_size)
+        if self.path is not None and slow:
             self.tensors |= pack_weight(path, weight)
         return weight
 
@@ -233,22 +241,27 @@ class _Solved:
             write_store(self.path, self.key, self.tensors)
 
 
-def _kept_file(model: nn.Module, jobs: list[Job], config: QuantConfig, solving: Solving) -> tuple[Path, str] | None:
-    """Where the solution of these linears is kept, and its key; None if it is not kept."""
-    slow = [job for job in jobs if config.method == "hqq" and job.bits < 8]
-    if solving.cache_dir is None or not slow:
+def _kept_file(
+    model: nn.Module, tasks: list[QuantTask], config: QuantConfig, solver_config: SolverConfig
+) -> tuple[Path, str] | None:
+    """Return the cached file of these linears and its key; None without a cache."""
+    slow = [task for task in tasks if task.bits in config.format.cached_bits]
+    if solver_config.cache_dir is None or not slow:
         return None
-    weights = ((job.path, _weight_NK(model.get_submodule(job.path)), job.bits, config.group_size) for job in slow)
-    key = content_key(weights, solving.identity)
-    return store_path(solving.cache_dir, key), key
+    weights = ((task.path, _weight_NK(model.get_submodule(task.path)), task.bits, config.group_size) for task in slow)
+    key = content_key(weights, solver_config.identity)
+    return store_path(solver_config.cache_dir, key), key
 
 
-def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[Job]:
-    """The linears to quantize, in the model's order. ValueError where the config names what the model has not."""
+def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[QuantTask]:
+    """Return the linears to quantize, in the model's order.
+
+    ValueError if the config names what the model lacks.
+    """
     layers: dict[str, int] = {}
     has_head = False
     for path, module in model.named_modules():
-        assert not isinstance(module, (SwitchLinear, LowLinear)), f"{path} is quantized already"
+        assert not isinstance(module, (SwitchLinear, QuantizedLinear)), f"{path} is quantized already"
         if not _is_linear(module):
             continue
         layer = layer_of(path)
@@ -266,16 +279,18 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
             raise ValueError(f"layer {layer} does not exist in this model; choose from 0 to {max(layers.values())}")
     if config.head_bits is not None and not has_head:
         raise ValueError(f"the LM head {head_name!r} is no linear of this model; drop head={config.head_bits}")
-    jobs = [
-        Job(path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits), layer)
+    tasks = [
+        QuantTask(
+            path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits), layer
+        )
         for path, layer in layers.items()
         if layer not in config.skip_layers and not any(_same(name, _proj(path)) for name in config.skip_projs)
     ]
     if config.head_bits is not None:
-        jobs.append(Job(head_name, config.head_bits, None))
-    if not jobs:
+        tasks.append(QuantTask(head_name, config.head_bits, None))
+    if not tasks:
         raise ValueError(f"quantization {str(config)!r} leaves no linear to quantize; skip less")
-    return jobs
+    return tasks
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The precision switch: one linear layer with two sets of weights."""
+"""Precision switch: linears with two sets of weights."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from torch import Tensor, nn
 
 
 class Switch:
-    """Which weights the linears of a model use. Shared by all of them; the full ones unless told otherwise."""
+    """Choice of weights, shared by all linears of a model; full ones at first."""
 
-    __slots__ = ("low",)
+    __slots__ = ("quantized",)
 
     def __init__(self) -> None:
-        self.low = False
+        self.quantized = False
 
     @contextmanager
-    def use_low(self) -> Iterator[None]:
-        """Within the block, forward passes run through the quantized weights."""
-        self.low = True
+    def quantized_weights(self) -> Iterator[None]:
+        """Use quantized weights in forward passes of the block."""
+        self.quantized = True
         try:
             yield
         finally:
-            self.low = False
+            self.quantized = False
 
 
 class SwitchLinear(nn.Module):
-    """A linear that is `full` for the target and `low` for the drafter."""
+    """Linear that is `full` for the target and `quantized` for the drafter."""
 
-    def __init__(self, full: nn.Module, low: nn.Module, switch: Switch) -> None:
+    def __init__(self, full: nn.Module, quantized: nn.Module, switch: Switch) -> None:
         super().__init__()
-        self.full, self.low, self.switch = full, low, switch
+        self.full, self.quantized, self.switch = full, quantized, switch
 
     @property
     def fuses(self) -> bool:
-        """Whether the linear in use takes what stands before and behind it (see `forward`'s `around`)."""
-        return getattr(self.low if self.switch.low else self.full, "fuses", False)
+        """True if the linear in use fuses its neighbours (see `forward`'s `around`)."""
+        return getattr(self.quantized if self.switch.quantized else self.full, "fuses", False)
 
     def forward(self, x: Tensor, **around: Any) -> Tensor:
-        return self.low(x, **around) if self.switch.low else self.full(x, **around)
+        return self.quantized(x, **around) if self.switch.quantized else self.full(x, **around)
 
 
-class LowLinear(nn.Module):
-    """A linear with quantized weights: x [..., K] -> [..., N], in the dtype it was built for.
+class QuantizedLinear(nn.Module):
+    """Linear with quantized weights: x [..., K] -> [..., N], in one dtype.
 
-    Subclasses own their weights as buffers. Casting them with `.to(dtype)` is not supported: quantize anew.
+    Subclasses own their weights as buffers. Casting with `.to(dtype)` is not supported.
     """
 
     bias: Tensor | None
@@ -57,5 +57,5 @@ class LowLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the quantized weights add. The bias is not counted: its memory is the full linear's."""
+        """Bytes of the quantized weights, without the bias, which is the full linear's."""
         return sum(buffer.nbytes for name, buffer in self.named_buffers() if name != "bias")

@@ -1,12 +1,9 @@
-"""Solved weights on disk: one safetensors file per layer and configuration, trusted only if its checksum holds."""
+"""Cached solutions: one safetensors file per layer, read only if its checksum holds."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quant.hqq import QuantizedWeight
+from quant.quantized_weight import QuantizedWeight
+from sharesd_files import atomic_path
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +21,9 @@ _FORMAT = "2"  # raise it when a solver or the layout of the file changes
 
 
 def content_key(weights: Iterable[tuple[str, Tensor, int, int]], identity: str | None = None) -> str:
-    """Hash of all that decides the solution: name, weight, bits, group size of each linear; device type, torch.
+    """Return the hash of everything that decides the solution.
 
-    `identity` of the checkpoint, where there is one, stands for the values of all weights: hashing those takes a second
-    for each gigabyte or two.
+    `identity` of the checkpoint stands for the values of all weights, whose hash takes a second per gigabyte or two.
     """
     digest = hashlib.sha256()
     digest.update(repr((_FORMAT, torch.__version__, identity)).encode())
@@ -40,12 +37,12 @@ def content_key(weights: Iterable[tuple[str, Tensor, int, int]], identity: str |
 
 
 def store_path(cache_dir: Path, key: str) -> Path:
-    """Where the weights with this key are kept."""
+    """Return the file of a key."""
     return cache_dir / f"hqq-{key[:16]}.safetensors"
 
 
 def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
-    """The packed tensors written under `key`, on the CPU. None where there are none, or (warning) none to trust."""
+    """Return the packed tensors of a key, on the CPU; None if missing or (warning) damaged."""
     if not path.exists():
         return None
     try:
@@ -62,24 +59,16 @@ def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
 
 
 def write_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
-    """Write all at once, or nothing. A disk that refuses costs a warning: the next start quantizes again."""
-    temporary: Path | None = None
+    """Write a file as a whole; a full disk costs a warning and quantizing at the next start."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary_name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        os.close(handle)
-        temporary = Path(temporary_name)
-        save_file(tensors, temporary, metadata={"key": key, "payload": _payload(tensors)})
-        temporary.replace(path)
+        with atomic_path(path) as fresh:
+            save_file(tensors, fresh, metadata={"key": key, "payload": _payload(tensors)})
     except (SafetensorError, OSError) as error:
         logger.warning("cannot keep the quantized weights in %s (%s): the next start will quantize again", path, error)
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
 
 def pack_weight(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """CPU tensors to write, two codes to a byte."""
+    """Return CPU tensors to write, two codes to a byte."""
     codes = weight.q.cpu()
     return {
         f"{name}.q": codes[:, ::2] | codes[:, 1::2] << 4,
@@ -91,7 +80,7 @@ def pack_weight(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 def unpack_weight(
     name: str, tensors: dict[str, Tensor], *, bits: int, group_size: int, device: torch.device
 ) -> QuantizedWeight:
-    """What `pack_weight` was given."""
+    """Return the weight that `pack_weight` packed."""
     q, scale, zero = (tensors[f"{name}.{part}"].to(device) for part in ("q", "scale", "zero"))
     return QuantizedWeight(
         q=torch.stack([q & 15, q >> 4], -1).flatten(-2), scale=scale, zero=zero, bits=bits, group_size=group_size

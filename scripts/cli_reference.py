@@ -19,12 +19,11 @@ from benchmark.__main__ import make_parser as bench_parser  # noqa: E402
 from serve.command import make_parser as serve_parser  # noqa: E402
 from sharesd.cli.main import make_parser  # noqa: E402
 from sharesd.cli.parse_types import SIZES  # noqa: E402
+from sharesd.cli.parser import program  # noqa: E402
 from sharesd_command import COMMANDS, NAME  # noqa: E402
 from train.__main__ import make_parser as train_parser  # noqa: E402
 
 FILE = ROOT / "docs" / "reference" / "cli.md"
-SAME_AS = {"tune": "bench calibrate", "verify": "bench exact"}
-"""Command -> the benchmark that it is."""
 HEAD = f"""# Commands and their flags
 
 Written by `python scripts/cli_reference.py` from the parsers; a test compares. `COMMAND --help` shows the same.
@@ -70,6 +69,7 @@ def commands() -> list[Command]:
         "serve": serve_parser(f"{NAME} serve"),
         "train": train_parser(f"{NAME} train"),
         "bench": bench_parser(f"{NAME} bench"),
+        **{name: _below(program(NAME, "", "", {f"sharesd.cli.{name}": name}))[name] for name in ("tune", "verify")},
     }
     return [command for name in COMMANDS if name in programs for command in _commands_of(programs[name])]
 
@@ -103,8 +103,7 @@ def page() -> str:
 
 
 def _summary(name: str) -> str:
-    same = f" (the same as `{NAME} {SAME_AS[name]}`)" if name in SAME_AS else ""
-    return f"| `{NAME} {name}` | {COMMANDS[name]}{same} |"
+    return f"| `{NAME} {name}` | {COMMANDS[name]} |"
 
 
 def _section(command: Command, anchors: dict[tuple, str], differing: set[tuple[tuple, str]]) -> str:

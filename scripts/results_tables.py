@@ -99,7 +99,7 @@ def readme_table(rows: Sequence[Row]) -> str:
 def rows_of(folder: Path, *, host: str, date: str | None, commit: str) -> list[Row]:
     """The rows of a `sharesd bench mtbench` folder, one for each mode and run; ValueError for an incomplete one."""
     from benchmark.questions import records
-    from benchmark.reports.summary import summarize
+    from benchmark.questions.summary import summarize
 
     found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if not found["status"]["complete"]:
@@ -148,12 +148,17 @@ def add(folders: Sequence[Path], *, host: str, date: str | None, commit: str | N
         writer.writerows(rows)
 
 
+def file_of(name: str) -> Path:
+    """Return a file of docs/results, or of its archive."""
+    return next((file for file in (RESULTS / name, RESULTS / "archive" / name) if file.exists()), RESULTS / name)
+
+
 def pages() -> dict[Path, str]:
     """README.md and the pages of docs, as their tables say that they should be."""
     made = {}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
-        text = _TABLE.sub(lambda m: m[1] + table(RESULTS / m[2], m[3], m[4]) + m[5], text)
+        text = _TABLE.sub(lambda m: m[1] + table(file_of(m[2]), m[3], m[4]) + m[5], text)
         made[page] = _RESULTS.sub(lambda m: m[1] + readme_table(read(MTBENCH)) + m[2], text)
     return made
 

@@ -1,4 +1,4 @@
-"""What there is to know about the server: model, version, health, metrics; and the page."""
+"""Routes for model, version, health, metrics, and the page."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ async def one_model(request: Request, name: str) -> dict[str, Any]:
 
 async def health(request: Request) -> dict[str, Any]:
     """`GET /health`: 200 once requests are served, 503 before and after."""
-    trouble = request.app.state.service.trouble
-    if trouble is not None:
-        raise unavailable(trouble)
+    unavailable_reason = request.app.state.service.unavailable_reason
+    if unavailable_reason is not None:
+        raise unavailable(unavailable_reason)
     return {"status": "ok"}
 
 

@@ -15,7 +15,7 @@ from serve.async_engine import Service
 from serve.chat import chat
 from serve.completions import completions, predict
 from serve.errors import ApiError, of_status
-from serve.middleware import Gate
+from serve.middleware import Middleware
 
 POSTS: dict[str, Callable[..., Any]] = {
     "/v1/chat/completions": chat,
@@ -33,7 +33,7 @@ GETS: dict[str, Callable[..., Any]] = {
     "/version": admin_routes.version,
 }
 HEADS = {"/", "/health"}
-"""Where monitors ask by HEAD."""
+"""Paths that answer HEAD requests, for monitors."""
 
 
 def make_app(service: Service) -> FastAPI:
@@ -49,7 +49,7 @@ def make_app(service: Service) -> FastAPI:
         app.mount("/page", StaticFiles(directory=admin_routes.PAGE))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Gate, settings=service.settings, metrics=service.metrics)
+    app.add_middleware(Middleware, settings=service.settings, metrics=service.metrics)
     if service.settings.cors_origins:  # outermost: preflights have no key
         app.add_middleware(
             CORSMiddleware,

@@ -1,4 +1,4 @@
-"""The event loop's side of the engine: who may come in, who is served, and what they are told."""
+"""Async side of the engine: admission, queueing, delivery of outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from serve.tool_format import format_of
 
 log = logging.getLogger(__name__)
 
-STALLED = 120.0
+MAX_STEP_SECONDS = 120.0
 """Seconds after which a step that has not ended counts as hanging."""
 
 
 class Service:
-    """Belongs to the event loop in which it is made. Starts loading the model at once."""
+    """Admission and delivery, bound to one event loop; loading starts at once."""
 
     def __init__(self, settings: Settings, load: Callable[[], Model]) -> None:
         self.settings, self.metrics = settings, Metrics(settings.model_name, self._kv_use)
@@ -32,64 +32,64 @@ class Service:
         self.closing = False
         self.calls: set[Call] = set()
         self.owners: dict[Choice, Call] = {}
-        """Of choices that the engine was given."""
-        self.num_taken = 0
-        """Places that are taken."""
+        """Choices in the engine -> their call."""
+        self.num_places_used = 0
+        """Queue places in use."""
         loop = asyncio.get_running_loop()
 
-        def tell(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._hear, event)
+        def emit(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed: no request is left
+                loop.call_soon_threadsafe(self._on_event, event)
 
-        self.engine = EngineThread(load, tell)
+        self.engine = EngineThread(load, emit)
         self.engine.start()
 
     @property
-    def trouble(self) -> str | None:
-        """Why requests cannot be served now; None: they can."""
+    def unavailable_reason(self) -> str | None:
+        """Reason why no request can be served now, or None."""
         if self.failure is not None:
             return "the engine failed" if self.model else "the model could not be loaded"
         if self.closing:
             return "the server shuts down"
         if self.model is None:
             return "the model is being loaded"
-        if self.engine.seconds_in_step > STALLED:
+        if self.engine.seconds_in_step > MAX_STEP_SECONDS:
             return f"the engine has not finished a step for {self.engine.seconds_in_step:.0f} s"
         return None
 
     def ready_model(self) -> Model:
-        """The model; ApiError 503 where it cannot serve."""
-        trouble = self.trouble
-        if trouble is not None or self.model is None:
-            raise unavailable(f"{trouble}; try again later")
+        """Return the model; raise ApiError 503 if it cannot serve."""
+        unavailable_reason = self.unavailable_reason
+        if unavailable_reason is not None or self.model is None:
+            raise unavailable(f"{unavailable_reason}; try again later")
         return self.model
 
     def open(self, num_choices: int) -> Call:
-        """Places for a request's choices, to be given back by `close`.
+        """Reserve queue places for a request's choices; `Call.close` releases them.
 
-        ApiError: 503 where none can be served, 429 where the queue is full, 400 for more than it could ever hold.
+        Raises ApiError: 503 if none can be served, 429 if the queue is full, 400 for more than it could ever hold.
         """
         model = self.ready_model()
         settings = self.settings
-        if num_choices > settings.places:
+        if num_choices > settings.num_places:
             self.metrics.rejected("too_many_choices")
             limits = f"--max-batch {settings.max_batch} and --max-queue {settings.max_queue}"
-            raise invalid(f"the request has {num_choices} choices; {limits} hold {settings.places}", "n")
-        if self.num_taken + num_choices > settings.places:
+            raise invalid(f"the request has {num_choices} choices; {limits} hold {settings.num_places}", "n")
+        if self.num_places_used + num_choices > settings.num_places:
             self.metrics.rejected("queue_full")
             raise ApiError(
                 429,
-                f"the queue is full: {self.num_taken} of {settings.places} places are taken; try again later",
+                f"the queue is full: {self.num_places_used} of {settings.num_places} places are taken; try again later",
                 code="queue_full",
                 headers={"retry-after": "1"},
             )
-        self.num_taken += num_choices
+        self.num_places_used += num_choices
         call = Call(self, model, num_choices)
         self.calls.add(call)
         return call
 
     async def drain(self, timeout: float) -> None:
-        """Take no new requests; wait for those that run, at most so many seconds, then tell them that it is over."""
+        """Refuse new requests; after `timeout` seconds fail those that still run."""
         self.closing = True
         await self._wait_for_calls(timeout)
         for call in self.calls:
@@ -97,11 +97,11 @@ class Service:
         await self._wait_for_calls(1.0)
 
     async def wait_after_failure(self) -> None:
-        """Time for running requests to be told."""
+        """Wait until running requests have sent their error."""
         await self._wait_for_calls(2.0)
 
     def stop(self) -> bool:
-        """End the engine's thread; False where it is still in a step, or loading, after a few seconds."""
+        """Stop the engine's thread; False if it still runs after 5 s."""
         return self.engine.stop(5.0)
 
     async def _wait_for_calls(self, timeout: float) -> None:
@@ -109,7 +109,7 @@ class Service:
         while self.calls and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         match event:
             case Ready(model):
                 form = format_of(model.tokenizer.tool_template, self.settings.tool_format)
@@ -119,7 +119,7 @@ class Service:
                 if call is not None:
                     call.added(error)
             case Round():
-                self._take(event)
+                self._on_round(event)
             case Failed(error):
                 self.failure = error
                 if self.model is not None:
@@ -128,16 +128,16 @@ class Service:
                     call.fail(engine_failed())
                 self.failed.set()
 
-    def _take(self, event: Round) -> None:
+    def _on_round(self, event: Round) -> None:
         self.metrics.round(event)
         outputs = [output for output in event.outputs if output.choice in self.owners]  # others were given up
         for output in outputs:
-            self.metrics.gave(output, output.choice.add(output.chunk, output.num_drafted))
+            self.metrics.count_output(output, output.choice.add(output.chunk, output.num_drafted))
         by_call: dict[Call, list[Output]] = {}
         for output in outputs:
             by_call.setdefault(self.owners[output.choice], []).append(output)
         for call, group in by_call.items():
-            call.took(group)
+            call.on_outputs(group)
 
     def _kv_use(self) -> float:
         """Share of the KV cache that running choices fill."""
@@ -148,7 +148,7 @@ class Service:
 
 
 class Call:
-    """All choices of one HTTP request, from the place in the queue to the last token."""
+    """All choices of one HTTP request, from admission to the last token."""
 
     def __init__(self, service: Service, model: Model, num_choices: int) -> None:
         self._service, self._num_places = service, num_choices
@@ -157,16 +157,20 @@ class Call:
         self._news: asyncio.Queue[list[Output] | ApiError | None] = asyncio.Queue()
 
     async def start(self, choices: Sequence[Choice]) -> None:
-        """Hand the choices to the engine; ApiError 400 for what it refuses. Waits for its word, not for a row."""
+        """Submit the choices to the engine; ApiError 400 if it refuses.
+
+        Returns once the engine has queued them, before they have a batch row.
+        """
         self.choices = list(choices)
         self._service.owners.update(dict.fromkeys(self.choices, self))
         self._service.engine.add(self.choices)
         await self._next()
 
     async def rounds(self, patience: float | None = None) -> AsyncIterator[list[Output]]:
-        """What each round gave, until all choices have ended; an empty list after `patience` seconds of silence.
+        """Yield the outputs of each round until all choices have ended.
 
-        ApiError where the engine fails or the server ends first.
+        Yields an empty list after `patience` seconds without output. Raises ApiError if the engine fails or the server
+        stops first.
         """
         while not (self._news.empty() and all(choice.ended for choice in self.choices)):
             try:
@@ -177,12 +181,12 @@ class Call:
             yield outputs
 
     async def finish(self) -> None:
-        """Wait until all choices have ended; ApiError as `rounds`."""
+        """Wait until all choices have ended; raise ApiError as `rounds` does."""
         async for _ in self.rounds():
             pass
 
     def close(self) -> None:
-        """Give up what still runs, and give places back. May be called more than once."""
+        """Cancel running choices and release their places; repeated calls have no effect."""
         if self not in self._service.calls:
             return
         self._service.calls.remove(self)
@@ -191,19 +195,19 @@ class Call:
             self._service.engine.cancel(running)
         for choice in self.choices:
             self._service.owners.pop(choice, None)
-        self._give_back(self._num_places)
+        self._release(self._num_places)
 
     def added(self, error: ValueError | None) -> None:
-        """The engine's word on `start`."""
+        """Deliver the engine's reply to `start`."""
         self._news.put_nowait([] if error is None else invalid(str(error)))
 
-    def took(self, outputs: list[Output]) -> None:
-        """A round gave these to choices of this call."""
-        self._give_back(sum(output.choice.ended for output in outputs))
+    def on_outputs(self, outputs: list[Output]) -> None:
+        """Deliver one round's outputs of this call."""
+        self._release(sum(output.choice.ended for output in outputs))
         self._news.put_nowait(outputs)
 
     def fail(self, error: ApiError) -> None:
-        """Nothing follows."""
+        """Deliver an error, after which nothing follows."""
         self._news.put_nowait(error)
 
     async def _next(self) -> list[Output]:
@@ -212,6 +216,6 @@ class Call:
             raise news
         return news or []
 
-    def _give_back(self, count: int) -> None:
+    def _release(self, count: int) -> None:
         self._num_places -= count
-        self._service.num_taken -= count
+        self._service.num_places_used -= count

@@ -12,14 +12,14 @@ from serve.choice_state import Choice, Tokens
 from serve.engine_thread import Model
 from serve.handlers import respond, start
 from serve.messages import for_template
-from serve.response_format import Form, alternatives, finite
+from serve.response_format import ResponseFormat, alternatives, finite
 from serve.schemas import ChatBody, read
 from serve.token_utils import encode_chat, token_bytes, token_text
 from serve.tool_calls import CallPart, CallReader
 
 
 async def chat(request: Request) -> Response:
-    """Answer a conversation."""
+    """Complete a conversation."""
     body = await read(request, ChatBody)
     messages = request.state.visit.prompt = for_template(body.messages)
 
@@ -34,10 +34,10 @@ async def chat(request: Request) -> Response:
         return [ids]
 
     call = await start(request, body, "messages", 1, encode)
-    return await respond(request, call, body, ChatForm(call.model, body))
+    return await respond(request, call, body, ChatFormat(call.model, body))
 
 
-class ChatForm(Form):
+class ChatFormat(ResponseFormat):
     """Messages and deltas."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
@@ -69,13 +69,13 @@ class ChatForm(Form):
         return "tool_calls" if tokens.finish_reason == "stop" and choice in self._called else tokens.finish_reason
 
     def _read(self, choice: Choice, tokens: Tokens) -> tuple[str, list[dict[str, Any]]]:
-        """Content and calls, as OpenAI has them."""
+        """Return content and tool calls in OpenAI's shape."""
         body, form = self._body, self._format
         if form is None or not body.functions:
             return tokens.text, []
         if choice not in self._readers:
             names, must = {function.name for function in body.functions}, bool(body.must_call)
-            self._readers[choice] = CallReader(form, names, most=body.most_calls, must=must)
+            self._readers[choice] = CallReader(form, names, most=body.max_calls, must=must)
         found = self._readers[choice].push(tokens.text, last=tokens.finish_reason is not None)
         if found.calls:
             self._called.add(choice)
@@ -98,7 +98,7 @@ class ChatForm(Form):
 
 
 def _call(part: CallPart) -> dict[str, Any]:
-    """Clients know a call by its index. Ids are as the templates of Mistral insist on."""
+    """Return a call in OpenAI's shape; Mistral's templates require nine-character ids."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     call_id = "".join(secrets.choice(ascii_letters + digits) for _ in range(9))

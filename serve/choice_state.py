@@ -1,4 +1,4 @@
-"""One choice of a request: what it asks of the engine, and what came of it so far, which are `Tokens` again."""
+"""State of one choice: its parameters and its tokens so far."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sharesd.config import SamplingParams
+from sharesd.sampling_params import SamplingParams
 
 
 class Tokens(Protocol):
-    """Some tokens of an answer, of one round or all, and the text that they complete."""
+    """Tokens of a round or of a whole answer, with their text."""
 
     token_ids: list[int]
     sources: list[Any]
@@ -22,28 +22,28 @@ class Tokens(Protocol):
 
 
 class Chunk(Tokens, Protocol):
-    """What one round gave to one request, as the engine tells it."""
+    """Tokens of one round for one request, as the engine returns them."""
 
     request: Any
 
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """Times are seconds of time.monotonic()."""
+    """One choice; times are seconds of time.monotonic()."""
 
     prompt: list[int]
     params: SamplingParams
     prompt_index: int
-    """Of its prompt, among those of its request."""
+    """Index of its prompt in the request."""
     index: int
-    """Among the choices of its request: its prompt's number times n, plus its own."""
+    """Index in the request: prompt_index * n + number of the sample."""
 
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
-    """When its first tokens came."""
+    """Time of its first tokens."""
     last: float | None = None
     ended: bool = False
-    """Finished or given up: its place is free."""
+    """True once it is finished or cancelled, and its place is free."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -53,20 +53,20 @@ class Choice:
     finish_reason: str | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[float] | None = None
-    """Of the prompt's tokens but the first; as all of the prompt, known from the first chunk on."""
+    """Log-probabilities of prompt tokens but the first; set with the first chunk."""
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
 
     rounds: int = 0
-    """Without the step that read the prompt."""
+    """Rounds, without the prefill."""
     drafted: int = 0
-    """Draft tokens that were verified."""
+    """Draft tokens verified."""
     accepted_at: list[int] = field(default_factory=list)
     """Rounds in which the draft token at this position was accepted."""
 
     def add(self, chunk: Chunk, num_drafted: int) -> float | None:
-        """Take a round's tokens, for which `num_drafted` draft tokens were verified.
+        """Append a round's tokens, of which `num_drafted` draft tokens were verified.
 
-        Returns the seconds since the round before; None for the first tokens.
+        Returns the seconds since the previous round; None for the first tokens.
         """
         before, self.last = self.last, time.monotonic()
         if self.first is None:

@@ -31,9 +31,9 @@ PROG = "python -m serve"
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The model that is served where no other is given."""
 PACKAGES = "fastapi uvicorn prometheus-client llguidance"
-"""Those of the extra `serve`."""
+"""Packages of the extra `serve`."""
 KEY_VARIABLE = "SHARESD_API_KEY"
-"""Environment variable that holds an API key, which others cannot read in the list of processes."""
+"""Environment variable of an API key; process lists do not show it."""
 
 Load = Callable[[EngineConfig, Mode, int | None], "Model"]
 
@@ -44,13 +44,14 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None, prog: str 
 
 
 def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Model:
-    """Load the model and warm up its engine. ValueError for a KV cache above `memory_limit` bytes.
+    """Load the model and warm up its engine.
 
-    With a limit, a context of `auto` is the usual one: the model's own may be any number of times as long.
+    With `memory_limit` (bytes of the KV cache), a context of `auto` is the default length, not the model's own. Raises
+    ValueError for a larger cache.
     """
     from serve.engine_thread import Model
     from sharesd.cli.startup import load_runtime, start_engine
-    from sharesd.config import SamplingParams
+    from sharesd.sampling_params import SamplingParams
 
     if memory_limit is not None:
         config = replace(config, max_context=config.planned_context)

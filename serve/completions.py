@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from serve.async_engine import Call
 from serve.choice_state import Choice, Tokens
 from serve.handlers import respond, start
-from serve.response_format import Form, finite
+from serve.response_format import ResponseFormat, finite
 from serve.schemas import CompletionBody, PredictBody, read
 from serve.token_utils import TokenTexts, encode, token_text
 from sharesd.models.tokenizer import Tokenizer
@@ -22,14 +22,14 @@ DEFAULT_TOKENS = 16
 
 
 async def completions(request: Request) -> Response:
-    """Go on with texts or token ids."""
+    """Complete texts or token ids."""
     body = await read(request, CompletionBody)
     call = await _start(request, body)
-    return await respond(request, call, body, CompletionForm(call.model.tokenizer, body))
+    return await respond(request, call, body, CompletionFormat(call.model.tokenizer, body))
 
 
 async def predict(request: Request) -> Response:
-    """The prompt and what 40 sampled tokens add to it, as one JSON string."""
+    """Return the prompt and 40 sampled tokens as one JSON string."""
     prompt = (await read(request, PredictBody)).prompt
     call = await _start(request, CompletionBody(prompt=prompt, max_tokens=40, top_k=10, top_p=0.9))
     await call.finish()
@@ -38,7 +38,7 @@ async def predict(request: Request) -> Response:
 
 async def _start(request: Request, body: CompletionBody) -> Call:
     prompts = request.state.visit.prompt = body.prompts
-    if body.most_tokens is None:
+    if body.token_limit is None:
         body = body.model_copy(update={"max_tokens": DEFAULT_TOKENS})
     special = body.add_special_tokens is not False
     return await start(
@@ -46,7 +46,7 @@ async def _start(request: Request, body: CompletionBody) -> Call:
     )
 
 
-class CompletionForm(Form):
+class CompletionFormat(ResponseFormat):
     """Texts."""
 
     kind = chunk_kind = "text_completion"
@@ -85,7 +85,7 @@ class CompletionForm(Form):
         return {**found, "top_logprobs": found["top_logprobs"] or None}
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, list[Any]]:
-        """Of the first token nothing is known."""
+        """Return log-probabilities of the prompt; the first token has none."""
         top = choice.prompt_top_logprobs
         return {
             "tokens": [token_text(self.tokenizer, token) for token in choice.prompt],
@@ -109,7 +109,7 @@ class CompletionForm(Form):
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _text_offsets(self, choice: Choice, tokens: Tokens) -> list[int]:
-        """Where each token begins in the text."""
+        """Return each token's offset in the text."""
         stream, end = self._offsets.get(choice) or (TokenTexts(self.tokenizer), len(self._echo(choice)))
         starts, end = _starts(stream.push(tokens.token_ids, last=tokens.finish_reason is not None), end)
         self._offsets[choice] = stream, end
@@ -117,6 +117,6 @@ class CompletionForm(Form):
 
 
 def _starts(texts: Sequence[str], end: int) -> tuple[list[int], int]:
-    """Where each of these texts begins which follow `end` characters, and where the last one ends."""
+    """Return offsets of consecutive texts from `end` on, and the new end."""
     *starts, end = accumulate(map(len, texts), initial=end)
     return starts, end

@@ -1,4 +1,4 @@
-"""The one thread that touches the engine: it loads it, feeds it, steps it, and tells the event loop what happened."""
+"""The thread that owns the engine and emits its events."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from serve.choice_state import Choice, Chunk
 from serve.tool_format import ToolFormat
-from sharesd.config import SamplingParams
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, which the server's start does not wait for
     from sharesd.sampling.grammar import Grammars
 
 
 class Engine(Protocol):
-    """What the server needs of an engine."""
+    """Interface of the engine that the server uses."""
 
     @property
     def num_running(self) -> int: ...
@@ -42,33 +42,33 @@ class Model:
     vocab_size: int
     grammars: Grammars
     tool_format: ToolFormat | None = None
-    """How it writes calls of functions; None: not in a way that is known here."""
+    """Format of the model's tool calls; None if it is not known."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded."""
+    """Event: the model is loaded."""
 
     model: Model
 
 
 @dataclass(frozen=True)
 class Added:
-    """The engine took these choices, or refused them all (`error`)."""
+    """Reply to `EngineThread.add`: the choices are queued, or all refused with `error`."""
 
     choices: list[Choice]
     error: ValueError | None = None
 
 
 class Output(NamedTuple):
-    """What a round gave to a choice."""
+    """Tokens of one round for one choice."""
 
     choice: Choice
     chunk: Chunk
     num_drafted: int
-    """Draft tokens that were verified in it."""
+    """Draft tokens verified in the round."""
     admitted: float
-    """When the step began that gave the choice its row, in time.monotonic()."""
+    """Start of the step that assigned a batch row (time.monotonic)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Failed:
-    """Loading or decoding failed: the thread has ended."""
+    """Event: loading or decoding failed and the thread has ended."""
 
     error: BaseException
 
@@ -93,21 +93,24 @@ class _Taken:
 
     choice: Choice
     admitted: float | None = None
-    """When the step began that gave it a row."""
+    """Start of the step that gave it a batch row."""
     begun: bool = False
-    """Its first tokens came."""
+    """True once its first tokens have come."""
     num_drafted: int = 0
-    """Draft tokens of the rounds that were told of."""
+    """Draft tokens of the rounds emitted so far."""
 
 
 Event = Ready | Added | Round | Failed
 
 
 class EngineThread:
-    """Runs a model that `load` makes. All methods may be called from any thread; events go to `tell`, in order."""
+    """Runs the model that `load` returns and calls `emit` with events.
 
-    def __init__(self, load: Callable[[], Model], tell: Callable[[Event], None]) -> None:
-        self._load, self._tell = load, tell
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, load: Callable[[], Model], emit: Callable[[Event], None]) -> None:
+        self._load, self._emit = load, emit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[Choice, Any] = {}
         self._taken: dict[int, _Taken] = {}  # by the identity of the engine's request
@@ -116,26 +119,26 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Load, and decode from then on."""
+        """Start the thread: load the model, then decode."""
         self._thread.start()
 
     def add(self, choices: Sequence[Choice]) -> None:
-        """Decode these, all or none; `Added` follows."""
+        """Queue these choices, all or none; an `Added` event follows."""
         self._inbox.put(partial(self._add, list(choices)))
 
     def cancel(self, choices: Sequence[Choice]) -> None:
-        """Forget these before the next round. Chunks of rounds before it may still come."""
+        """Cancel these before the next round; earlier chunks may still come."""
         self._inbox.put(partial(self._cancel, list(choices)))
 
     def stop(self, timeout: float) -> bool:
-        """End the thread after the step that it is in; False if that takes longer than `timeout` seconds."""
+        """Stop the thread after its current step; return False after `timeout` seconds."""
         self._inbox.put(self._stop)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     @property
     def seconds_in_step(self) -> float:
-        """For how long the step that runs now has been running; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -143,16 +146,16 @@ class EngineThread:
         try:
             model = self._load()
             self._engine = model.engine
-            self._tell(Ready(model))
+            self._emit(Ready(model))
             while not self._stopped:
                 self._read_inbox()
                 if self._requests:
                     self._step()
         except BaseException as error:
-            self._tell(Failed(error))
+            self._emit(Failed(error))
 
     def _read_inbox(self) -> None:
-        """Do what was asked for; wait for it where there is nothing else to do."""
+        """Run queued commands; block for one if no request is active."""
         wait = not self._requests
         while True:
             try:
@@ -173,7 +176,7 @@ class EngineThread:
         for output in outputs:
             if output.chunk.finish_reason is not None:
                 self._forget(output.choice)
-        self._tell(Round(outputs, self._engine.num_running, self._engine.num_waiting))
+        self._emit(Round(outputs, self._engine.num_running, self._engine.num_waiting))
 
     def _output(self, chunk: Chunk) -> Output:
         taken = self._taken[id(chunk.request)]
@@ -191,16 +194,16 @@ class EngineThread:
                 self._requests[choice], self._taken[id(request)] = request, _Taken(choice)
         except ValueError as error:
             self._cancel(choices)
-            self._tell(Added(choices, error))
+            self._emit(Added(choices, error))
         else:
-            self._tell(Added(choices))
+            self._emit(Added(choices))
 
     def _cancel(self, choices: list[Choice]) -> None:
         for choice in choices:
             if choice in self._requests:
                 self._engine.cancel(self._requests[choice])
                 self._forget(choice)
-        self._tell(Round([], self._engine.num_running, self._engine.num_waiting))
+        self._emit(Round([], self._engine.num_running, self._engine.num_waiting))
 
     def _forget(self, choice: Choice) -> None:
         del self._taken[id(self._requests.pop(choice))]

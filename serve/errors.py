@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong, in OpenAI's shape."""
+"""Errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-MOST_SHOWN = 40
+MAX_SHOWN = 40
 """Characters of a wrong value that a message repeats."""
-MOST_ERRORS = 1000
-"""Wrong values and unknown keys in one body that are looked at: each takes some microseconds, all at once."""
+MAX_ERRORS = 1000
+"""Validation errors of one body that are examined; each costs microseconds."""
 
-WANTED = {
+REMEDIES = {
     "prompt": "give a text, a list of texts, a list of token ids, or a list of such lists, none of them empty",
     "stop": "give a text or a list of up to 16 texts, none of them empty or above 1,000 characters",
     "content": "give a text, or a list of parts of type text",
@@ -27,7 +27,7 @@ WANTED = {
     "structured_outputs": "give one of json (a schema), regex, choice (a list of texts) and grammar (Lark)",
     "logit_bias": "give up to 1,024 token ids with numbers from -100 to 100",
 }
-"""What to say about parameters for which a type would say too little."""
+"""Remedies for parameters whose type alone would say too little."""
 
 
 class ApiError(Exception):
@@ -79,18 +79,18 @@ def unavailable(message: str) -> ApiError:
 
 
 def engine_failed() -> ApiError:
-    """What running requests are told when the engine fails; the reason is for the log."""
+    """Error of running requests if the engine fails; the log says why."""
     return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
 
 
 def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    """What routing found: an unknown path, a wrong method."""
-    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MOST_SHOWN]}", headers=headers)
+    """Error of routing: an unknown path or a wrong method."""
+    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MAX_SHOWN]}", headers=headers)
 
 
 def of_schema(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body; of one with very many only that."""
-    if error.error_count() > MOST_ERRORS:
+    """Error for a body's first wrong value, or for their number."""
+    if error.error_count() > MAX_ERRORS:
         return invalid(f"the body has {error.error_count()} wrong values or unknown keys; leave them out")
     first = error.errors(include_url=False, include_context=False)[0]
     place = first["loc"]
@@ -101,27 +101,27 @@ def of_schema(error: ValidationError) -> ApiError:
     own = first["type"] == "extra_forbidden"  # then the last part is the client's, whatever it is called
     names = [str(part) for part in place[:-1] if not KIND.fullmatch(str(part))]
     names += [str(part) for part in place[-1:] if own or not KIND.fullmatch(str(part))]
-    param = ".".join(names)[:MOST_SHOWN]
-    name = next((str(part) for part in reversed(place) if part in WANTED), "")
+    param = ".".join(names)[:MAX_SHOWN]
+    name = next((str(part) for part in reversed(place) if part in REMEDIES), "")
     if own and not name:
         return invalid(f"{param} is not a parameter here; leave it out", param)
     if first["type"] == "missing":
         return invalid(f"{param} is missing", param)
     shown = _beginning(first["input"])
-    shown = shown if len(shown) <= MOST_SHOWN else shown[: MOST_SHOWN - 2] + " …"
+    shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 2] + " …"
     if name:
-        return invalid(f"{param} is {shown}; {WANTED[name]}", param.partition(".")[0])
+        return invalid(f"{param} is {shown}; {REMEDIES[name]}", param.partition(".")[0])
     return invalid(f"{param} is {shown}; {_reason(first['msg'])}", param)
 
 
 KIND = re.compile(r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|\[key\]")
-"""Names of a union's members, and of keys, which pydantic puts into places."""
+"""Names of union members and keys in pydantic's error locations."""
 
 
 def _beginning(value: Any) -> str:
-    """A value as JSON, of a long one only as much as is shown."""
+    """Return a value as JSON, cut to what a message shows."""
     parts = json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value)
-    return "".join(islice(parts, MOST_SHOWN + 1))
+    return "".join(islice(parts, MAX_SHOWN + 1))
 
 
 def _reason(message: str) -> str:

@@ -1,4 +1,4 @@
-"""What answers must be: from `response_format`, `structured_outputs` and `tools` to a grammar that the engine takes."""
+"""Grammars from `response_format`, `structured_outputs` and `tools`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from serve.schemas import ChatBody, Generation
 from serve.tool_format import calls_grammar, text_and_calls_grammar
 from sharesd.data import grammar_spec
 
-MOST_CHARACTERS = 100_000
-"""Of a grammar."""
+MAX_CHARACTERS = 100_000
+"""Length of a grammar."""
 SECONDS = 10.0
-"""For compiling one; llguidance's own limits end it soon after."""
+"""Time limit of compilation; llguidance's own limits end it soon after."""
 
 
 async def compiled(model: Model, body: Generation) -> str | None:
-    """The grammar of a request's answers, compiled on another thread; None where it asks for none.
+    """Return the grammar of a request, compiled on another thread, or None.
 
-    ApiError 400 for one that cannot be compiled, or is too long.
+    Raises ApiError 400 for one that does not compile or is too long.
     """
     param = next(iter(body.shaped_by), "")
     try:
         text = _of_calls(model, body) if isinstance(body, ChatBody) and param == "tools" else _of_text(body)
         if text is None:
             return None
-        if len(text) > MOST_CHARACTERS:
-            message = f"the grammar of {param} has {len(text)} characters; give up to {MOST_CHARACTERS}"
+        if len(text) > MAX_CHARACTERS:
+            message = f"the grammar of {param} has {len(text)} characters; give up to {MAX_CHARACTERS}"
             raise invalid(message, param)
         async with asyncio.timeout(SECONDS):
             await to_thread.run_sync(model.grammars.matcher, text, abandon_on_cancel=True)
@@ -44,7 +44,7 @@ def _of_calls(model: Model, body: ChatBody) -> str | None:
     form, functions = model.tool_format, body.functions
     assert form is not None
     if body.must_call:
-        return calls_grammar(form, model.tokenizer, body.must_call, several=body.most_calls is None)
+        return calls_grammar(form, model.tokenizer, body.must_call, several=body.max_calls is None)
     if any(function.strict for function in functions):
         return text_and_calls_grammar(form, model.tokenizer, functions)
     return None

@@ -1,4 +1,4 @@
-"""From a checked body to an answer, streamed or whole: what chats and completions have in common."""
+"""Handlers shared by chats and completions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from serve.choice_state import Choice
 from serve.engine_thread import Model
 from serve.errors import ApiError, invalid
 from serve.grammar import compiled
-from serve.response_format import Form
+from serve.response_format import ResponseFormat
 from serve.schemas import Generation
 from serve.stream import events
-from serve.token_utils import check_ids, room
+from serve.token_utils import check_ids, max_answer_tokens
 from serve.usage import ending
 from sharesd import __version__
 
 
 def check_name(service: Service, name: str | None) -> None:
-    """ApiError 404 unless this is the model's name, or none was given."""
+    """Raise ApiError 404 if `name` is another model's."""
     served = service.settings.model_name
     if name is not None and name != served:
         message = f"the model {name[:60]!r} does not exist here; {served!r} is served"
@@ -34,9 +34,10 @@ def check_name(service: Service, name: str | None) -> None:
 async def start(
     request: Request, body: Generation, param: str, num_prompts: int, encode: Callable[[Model], list[list[int]]]
 ) -> Call:
-    """A call that the engine has taken; it is closed when the request ends. ApiError for whatever stands in its way.
+    """Return a queued call; the end of the request closes it.
 
-    Places in the queue are taken before anything is encoded. `param` is where prompts come in.
+    Queue places are reserved before anything is encoded. `param` names the field of the prompts in errors. Raises
+    ApiError.
     """
     service: Service = request.app.state.service
     check_name(service, body.model)
@@ -49,9 +50,9 @@ async def start(
     seed = secrets.randbits(63) if body.seed is None else body.seed
     choices = []
     for p, prompt in enumerate(prompts):
-        most_tokens = room(call.model, prompt, body.most_tokens, param)
+        token_limit = max_answer_tokens(call.model, prompt, body.token_limit, param)
         try:
-            params = body.params(most_tokens=most_tokens, seed=seed, grammar=grammar)
+            params = body.params(token_limit=token_limit, seed=seed, grammar=grammar)
         except ValueError as error:
             raise invalid(str(error)) from None
         choices += [Choice(prompt, params, p, p * n + k) for k in range(n)]
@@ -59,8 +60,8 @@ async def start(
     return call
 
 
-async def respond(request: Request, call: Call, body: Generation, form: Form) -> Response:
-    """The answer to a call that was started."""
+async def respond(request: Request, call: Call, body: Generation, form: ResponseFormat) -> Response:
+    """Return the response to a started call, streamed or whole."""
     settings = request.app.state.service.settings
     head = {
         "id": form.id_prefix + request.state.visit.id,

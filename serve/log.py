@@ -1,4 +1,4 @@
-"""One line on stderr for each request, in text or JSON; prompts only where they are asked for."""
+"""Request log on stderr: a line each, as text or JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 class RequestLog:
-    """Where lines go."""
+    """Stream of the log lines."""
 
     def __init__(self, *, as_json: bool, stream: TextIO | None = None) -> None:
         self._as_json, self._stream = as_json, stream or sys.stderr
@@ -27,7 +27,7 @@ class RequestLog:
 
 
 def _plain(value: Any) -> str:
-    """A value that cannot be taken for the next one, or for a new line."""
+    """Return a value quoted if it has spaces or line breaks."""
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
     simple = text.isascii() and text.isprintable() and not {*' "='} & {*text}
     return text if simple or not isinstance(value, str) else json.dumps(text)

@@ -1,4 +1,4 @@
-"""What a conversation may say."""
+"""Schemas of chat messages, and their form for chat templates."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ToolCall(Strict):
     type: Literal["function"] | None = None
     function: CalledFunction
     index: int | None = None
-    """Of calls that were put together from a stream; their order says it already."""
+    """Position in a streamed answer; accepted without effect."""
 
 
 class Message(Strict):
-    """One message. Keys that answers have, and that are sent back with them, may be null."""
+    """One message; keys that answers carry may be sent back as null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
@@ -48,9 +48,9 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    """Of the assistant."""
+    """Tool calls of an assistant message."""
     tool_call_id: str | None = None
-    """Of a tool's answer: which call it answers."""
+    """Call that a tool message answers."""
 
     @model_validator(mode="after")
     def _has_what_its_role_asks_for(self) -> Self:
@@ -74,8 +74,10 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: `developer` is the newer name of `system`, arguments are objects, and a
-    tool's answer has the name of the function. ApiError 400 for arguments that are none.
+    """Return messages in the form that chat templates read.
+
+    `developer` becomes `system`, arguments become objects, and tool messages get the name of their function. Raises
+    ApiError 400 for arguments that are no object.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Counters in Prometheus' form, under vLLM's names with `sharesd:` for `vllm:`, where the meaning is the same."""
+"""Prometheus metrics, with vLLM's names under the prefix `sharesd:`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Metrics:
     """All metrics of one server, in a registry of their own."""
 
     def __init__(self, model_name: str, kv_use: Callable[[], float]) -> None:
-        """`kv_use` tells which share of the KV cache is in use."""
+        """Create the metrics; `kv_use` returns the used share of the KV cache."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._model = model_name
@@ -64,8 +64,8 @@ class Metrics:
         if event.outputs:
             self._iteration.observe(sum(len(output.chunk.token_ids) for output in event.outputs))
 
-    def gave(self, output: Output, gap: float | None) -> None:
-        """A choice took tokens, `gap` seconds after those before; None: they are its first."""
+    def count_output(self, output: Output, gap: float | None) -> None:
+        """Count a choice's tokens, `gap` seconds after the previous (None: first)."""
         choice, chunk, num_drafted, admitted = output
         num_tokens = len(chunk.token_ids)
         self._generation_tokens.inc(num_tokens)
@@ -86,7 +86,7 @@ class Metrics:
         """There was no place for a request."""
         self._rejections.labels(*self._own, reason).inc()
 
-    def hung_up(self) -> None:
+    def disconnected(self) -> None:
         """A client went away before its answer was complete."""
         self._gone.inc()
 
@@ -115,7 +115,7 @@ class Metrics:
         return _bound(Gauge(f"sharesd:{name}", text, LABELS, registry=self._registry), self._own)
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        """A counter; one that has labels of its own gets their values with each use."""
+        """Return a counter; own labels get their values on each use."""
         counter = Counter(f"sharesd:{name}", text, (*LABELS, *labels), registry=self._registry)
         return counter if labels else _bound(counter, self._own)
 

@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: an id, the key, the body's limit, hang-ups, its line in the log."""
+"""ASGI middleware: request id, API key, body limit, disconnects, request log."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from serve.usage import facts
 log = logging.getLogger(__name__)
 
 PUBLIC = re.compile(r"/|/page/.*|/health|/metrics|/version")
-"""Paths that ask for no key."""
+"""Paths without API key."""
 QUIET = {"/health", "/metrics"}
-"""Paths that are asked for all the time, and not logged."""
+"""Paths of monitors, which are not logged."""
 CLIENT_CLOSED_REQUEST = 499
-"""What the log says of a request whose client hung up."""
+"""Status in the log if the client disconnected."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass
-class Visit:
+class RequestState:
     """One request, as long as it lasts."""
 
     id: str
     """The client's own `x-request-id`, where it gives one."""
     began: float = field(default_factory=time.monotonic)
     call: Call | None = None
-    """What the engine does for it; closed with the request, however that ends."""
+    """The engine's call; closed at the end of the request."""
     prompt: Any = None
-    """For the log, where it is asked for."""
+    """Prompt for the log, with `--log-prompts`."""
     status: int = 0
     complete: bool = False
     """All of the response was sent."""
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The client went away before its answer was complete."""
 
 
-class Gate:
-    """ASGI middleware. Handlers find their `Visit` in `request.state.visit`."""
+class Middleware:
+    """ASGI middleware. Handlers find their `RequestState` in `request.state.visit`."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -65,7 +65,7 @@ class Gate:
             raise ValueError(f"{scope['type']} is not served")
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        visit = Visit(given if _ID.fullmatch(given) else uuid.uuid4().hex)
+        visit = RequestState(given if _ID.fullmatch(given) else uuid.uuid4().hex)
         scope.setdefault("state", {})["visit"] = visit
 
         async def send_out(message: Message) -> None:
@@ -84,9 +84,9 @@ class Gate:
                 await _until_hang_up(visit, receive, self._app(scope, _replay(body), send_out))
             except ApiError as error:
                 await error.response()(scope, receive, send_out)
-            except HungUp:
+            except ClientDisconnected:
                 visit.status = CLIENT_CLOSED_REQUEST
-                self._metrics.hung_up()
+                self._metrics.disconnected()
             except asyncio.CancelledError:  # the server ends, and would wait no longer
                 if not visit.status:
                     await unavailable("the server shuts down").response()(scope, receive, send_out)
@@ -128,7 +128,7 @@ class Gate:
             raise ApiError(415, f"the content type is {kind[:40]!r}; send application/json")
         return body
 
-    def _note(self, scope: Scope, visit: Visit) -> None:
+    def _note(self, scope: Scope, visit: RequestState) -> None:
         path = scope["path"]
         if path in QUIET:
             return
@@ -150,7 +150,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise HungUp
+            raise ClientDisconnected
         body += message.get("body", b"")
         if len(body) > limit:
             raise _too_large(limit)
@@ -158,13 +158,13 @@ async def _read(receive: Receive, limit: int) -> bytes:
             return bytes(body)
 
 
-async def _until_hang_up(visit: Visit, receive: Receive, answering: Awaitable[None]) -> None:
-    """Run the handler, no longer than the client listens; HungUp if it leaves."""
+async def _until_hang_up(visit: RequestState, receive: Receive, answering: Awaitable[None]) -> None:
+    """Run the handler; raise ClientDisconnected if the client disconnects first."""
     answer, leaving = asyncio.ensure_future(answering), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() and not visit.complete:  # when all is sent, uvicorn says disconnect, too
-            raise HungUp
+            raise ClientDisconnected
         await answer
     finally:
         answer.cancel()
@@ -178,7 +178,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def _replay(body: bytes) -> Receive:
-    """The body again, for those behind; and then silence, since hang-ups are seen here."""
+    """Return a receive function that replays the body, then blocks."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""How an endpoint writes what the engine gives: the choices of streamed chunks and of whole answers."""
+"""Choices of streamed chunks and of whole answers, per endpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from serve.schemas import Generation
 from serve.token_utils import TokenTexts
 from sharesd.models.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
 
 
-class Form:
+class ResponseFormat:
     """The base of both endpoints' forms; belongs to one request."""
 
     kind: str
@@ -29,7 +29,7 @@ class Form:
         self._texts: dict[Choice, TokenTexts] = defaultdict(lambda: TokenTexts(tokenizer))
 
     def part(self, choice: Choice, tokens: Tokens) -> dict[str, Any] | None:
-        """A choice of a streamed chunk; None where there is nothing to tell yet."""
+        """Return a choice of a streamed chunk, None without news."""
         news = tokens.finish_reason is not None or self._details or self._logprobs
         text = self.streamed(choice, tokens, news=news)
         return None if text is None else self._choice(choice, tokens, text) | self._token_details(choice, tokens)
@@ -39,7 +39,7 @@ class Form:
         return self._choice(choice, choice, self.complete(choice)) | self._token_details(choice, choice)
 
     def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
-        """The text of some tokens; None where there is none yet, unless there is other `news` of them."""
+        """Return the text of tokens; None without text unless `news` is true."""
         raise NotImplementedError
 
     def complete(self, choice: Choice) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Form:
         raise NotImplementedError
 
     def finish_reason(self, choice: Choice, tokens: Tokens) -> str | None:
-        """Why the answer ended with these tokens, in the endpoint's words."""
+        """Return the finish reason in the endpoint's words."""
         return tokens.finish_reason
 
     def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Form:
         return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": reason}
 
     def _token_details(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
-        """The extension `tokens`: who made each."""
+        """Return the extension `tokens`: source and drafter of each token."""
         if not self._details:
             return {}
         texts = self._texts[choice].push(tokens.token_ids, last=tokens.finish_reason is not None)
@@ -69,10 +69,10 @@ class Form:
 
 
 def alternatives(tokens: Tokens) -> list[list[tuple[int, float]]]:
-    """For each token the likeliest ones; none where none were asked for."""
+    """Return the top log-probabilities of each token; empty lists without them."""
     return tokens.top_logprobs or [[] for _ in tokens.token_ids]
 
 
 def finite(logprob: float) -> float:
     """A log-probability that JSON can hold."""
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)

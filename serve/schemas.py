@@ -1,4 +1,4 @@
-"""What a body may say: every parameter that is honoured, and those that are accepted and have no effect.
+"""Schemas of request bodies: parameters with effect, and those accepted without.
 
 Anything else is an error that names it. Types are strict: no text stands for a number.
 """
@@ -14,11 +14,11 @@ from serve.errors import invalid, of_schema
 from serve.messages import Messages
 from serve.strict import Strict
 from serve.tools import Function, NamedTool, ToolChoice, Tools
-from sharesd.config import SamplingParams
+from sharesd.sampling_params import SamplingParams
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 """`n` at most; the queue may allow less."""
-MOST_TOP = 20
+MAX_TOP_LOGPROBS = 20
 """Alternatives per token at most."""
 
 
@@ -44,7 +44,7 @@ async def read(request: Request, kind: type[Body]) -> Body:
 
 
 class StreamOptions(Strict):
-    """What a stream ends with."""
+    """Options of a stream's last chunk."""
 
     include_usage: bool | None = None
     """A last chunk with the usage and no choices."""
@@ -53,7 +53,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """What an answer's JSON must be like; always strictly so."""
+    """JSON schema of the answer, always strict."""
 
     name: str | None = None
     description: str | None = None
@@ -91,10 +91,10 @@ class StructuredOutputs(Strict):
 
 
 class Generation(Strict):
-    """What chats and completions have in common."""
+    """Parameters shared by chats and completions."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Literal[1] | None = None
     max_tokens: Number | None = None
     max_completion_tokens: Number | None = None
@@ -160,7 +160,7 @@ class Generation(Strict):
         return self.n or 1
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         """Tokens of each answer at most, where the request says so."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -171,23 +171,23 @@ class Generation(Strict):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """True if a stream ends with a usage chunk."""
         return bool(self.token_details or (self.stream_options and self.stream_options.include_usage))
 
     @property
     def num_top(self) -> int | None:
-        """Alternatives per token to tell; None: no log-probabilities at all."""
+        """Top log-probabilities per token; None: no log-probabilities at all."""
         return None
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are wanted."""
+        """True if log-probabilities of the prompt are requested."""
         return False
 
-    def params(self, *, most_tokens: int, seed: int, grammar: str | None = None) -> SamplingParams:
-        """How each choice is sampled. OpenAI's default temperature is 1."""
+    def params(self, *, token_limit: int, seed: int, grammar: str | None = None) -> SamplingParams:
+        """Return the sampling parameters; OpenAI's default temperature is 1."""
         return SamplingParams(
-            max_new_tokens=most_tokens,
+            max_new_tokens=token_limit,
             temperature=_or(self.temperature, 1.0),
             top_k=max(0, _or(self.top_k, 0)),
             top_p=_or(self.top_p, 1.0),
@@ -213,13 +213,13 @@ class ChatBody(Generation):
 
     messages: Messages
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: one call at most."""
     add_generation_prompt: bool | None = None
-    """False: nothing after the last message says that the assistant is to speak."""
+    """False: the prompt ends with the last message, without an assistant header."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -247,19 +247,19 @@ class ChatBody(Generation):
 
     @property
     def functions(self) -> list[Function]:
-        """What the model is told that it may call."""
+        """Functions that the prompt offers to the model."""
         return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
 
     @property
     def must_call(self) -> list[Function]:
-        """Of which the answer is a call; none: it need not be one."""
+        """Functions of which one must be called; empty: none must."""
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [function for function in self.functions if function.name == name]
         return self.functions if self.tool_choice == "required" else []
 
     @property
-    def most_calls(self) -> int | None:
+    def max_calls(self) -> int | None:
         """In one answer; None: any number."""
         return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
@@ -274,7 +274,7 @@ class CompletionBody(Generation):
     prompt: str | Texts | Ids | ManyIds
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     suffix: Literal[""] | None = None
 
     add_special_tokens: bool | None = None
@@ -282,7 +282,7 @@ class CompletionBody(Generation):
 
     @model_validator(mode="after")
     def _has_something_to_do(self) -> Self:
-        if self.most_tokens == 0 and not self.scores_prompt:
+        if self.token_limit == 0 and not self.scores_prompt:
             raise invalid("max_tokens is 0, which is for scoring a prompt; give echo and logprobs, too", "max_tokens")
         return self
 

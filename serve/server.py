@@ -17,12 +17,15 @@ from serve.async_engine import Service
 from serve.engine_thread import Model
 from serve.server_config import Settings
 
-LAST_SECONDS = 2
-"""For responses that clients do not read, and bodies that they do not send; answers were waited for before."""
+LAST_TIMEOUT = 2
+"""Seconds for unread responses and unsent bodies after running answers have ended."""
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket and its URL; port 0 takes any that is free. OSError where that is not possible."""
+    """Return a listening socket and its URL; port 0: any free.
+
+    Raises OSError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=2048)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens shall not wait
@@ -38,12 +41,13 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked_to_stop: asyncio.Event
         self.left_thread = False
-        """After `run`: the engine's thread did not end. It must not meet the interpreter's end in native code."""
+        """True if the engine's thread outlives `run`: skip the interpreter's shutdown."""
 
     def run(self) -> int:
-        """Serve until SIGTERM, SIGINT or `stop`; returns the exit status: 0, or 1 after a failure of the engine.
+        """Serve until SIGTERM, SIGINT or `stop`; return the exit status.
 
-        Raises what loading the model raised. A second signal ends the process at once.
+        The status is 1 after a failure of the engine, else 0. Raises what loading raised. A second signal ends
+        the process at once.
         """
         return asyncio.run(self._run())
 
@@ -68,7 +72,7 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=LAST_SECONDS,
+                timeout_graceful_shutdown=LAST_TIMEOUT,
             )
         )
         serving = asyncio.create_task(http.serve(sockets=[self._sock]))
@@ -98,7 +102,7 @@ class Server:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn, which would end the process by the signal that it has caught."""
+    """uvicorn without its signal handlers, which would re-raise the signal."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -1,4 +1,4 @@
-"""What the command line decides about the server."""
+"""Options of the server, from the command line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Settings:
     """Limits and names. Wrong values raise ValueError."""
 
     model_name: str
-    """What requests call the model."""
+    """Name of the model in requests."""
     root: str
-    """Where the model came from, as it was given."""
+    """Source of the model, as it was given."""
     mode: str
     max_batch: int = 8
     """Choices that are decoded together."""
@@ -21,7 +21,7 @@ class Settings:
     max_body: int = 4 * 2**20
     """Bytes of a request's body."""
     api_keys: tuple[str, ...] = ()
-    """One of them is asked for; none: nobody is asked."""
+    """Accepted API keys; empty: no key is required."""
     cors_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     """Seconds for running requests after SIGTERM."""
@@ -30,7 +30,7 @@ class Settings:
     keep_alive: float = 5.0
     """Seconds of silence in a stream before a comment."""
     tool_format: str | None = None
-    """How the model writes calls of functions; None: as its chat template says."""
+    """Format of tool calls; None: derived from the chat template."""
     json_log: bool = False
     log_prompts: bool = False
 
@@ -44,6 +44,6 @@ class Settings:
             raise ValueError("an API key has spaces at its ends; leave them out")
 
     @property
-    def places(self) -> int:
+    def num_places(self) -> int:
         """Choices that may run or wait."""
         return self.max_batch + self.max_queue

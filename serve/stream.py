@@ -8,7 +8,7 @@ from typing import Any
 
 from serve.async_engine import Call
 from serve.errors import ApiError
-from serve.response_format import Form
+from serve.response_format import ResponseFormat
 from serve.schemas import Generation
 from serve.usage import ending
 
@@ -17,10 +17,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def events(
-    call: Call, form: Form, head: Mapping[str, Any], body: Generation, *, patience: float
+    call: Call, form: ResponseFormat, head: Mapping[str, Any], body: Generation, *, patience: float
 ) -> AsyncIterator[bytes]:
-    """A stream's bytes: an event for each choice that a round gave something, and a comment after `patience` seconds of
-    silence. A failure is an event, too, and then the stream ends as ever.
+    """Yield a stream's bytes: events of each round, comments as keep-alive.
+
+    A comment follows `patience` seconds without output. A failure is an event, after which the stream ends normally.
     """
     nothing_yet = {"usage": None} if body.wants_usage else {}
     try:

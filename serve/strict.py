@@ -1,4 +1,4 @@
-"""What all parts of bodies have in common."""
+"""Base class of all body schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids, texts and bytes: what requests give, and what answers show of single tokens."""
+"""Token ids, texts and bytes of prompts and answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from serve.engine_thread import Model
-from serve.errors import MOST_SHOWN, ApiError, invalid
+from serve.errors import MAX_SHOWN, ApiError, invalid
 from serve.tool_format import FORMATS
 from serve.tools import Function
 from sharesd.models.tokenizer import TextStream, Tokenizer
@@ -17,7 +17,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def encode(model: Model, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
-    """The ids of a prompt that can be answered; ApiError 400 for one that cannot."""
+    """Return a prompt's ids; ApiError 400 if it cannot be answered."""
     ids = model.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
     return _checked(model, ids, "prompt")
 
@@ -30,7 +30,10 @@ def encode_chat(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids of a conversation; ApiError 400 where there is no chat template, or where it does not show all of it."""
+    """Return the ids of a conversation.
+
+    Raises ApiError 400 without a chat template, or if the template drops a part of the conversation.
+    """
     tokenizer, template = model.tokenizer, model.tokenizer.tool_template or ""
     if functions and not tokenizer.takes_tools:
         message = "tools are given, and this model's chat template has no place for them; leave them out"
@@ -43,7 +46,7 @@ def encode_chat(
     unknown = next((name for name in variables or () if name not in tokenizer.template_variables), None)
     if unknown is not None:
         known = ", ".join(sorted(tokenizer.template_variables)) or "none"
-        message = f"chat_template_kwargs has {unknown[:MOST_SHOWN]}; variables of this model's chat template: {known}"
+        message = f"chat_template_kwargs has {unknown[:MAX_SHOWN]}; variables of this model's chat template: {known}"
         raise invalid(message, "chat_template_kwargs")
     tools = [function.for_template() for function in functions]
     try:
@@ -53,10 +56,10 @@ def encode_chat(
     return _checked(model, ids, "messages")
 
 
-def room(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> int:
-    """Tokens that an answer may have: as many as asked for, or all that the context still holds.
+def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> int:
+    """Return the answer's token limit: `asked`, or the rest of the context.
 
-    ApiError 400 with both numbers where prompt and answer do not fit.
+    Raises ApiError 400 with both numbers if prompt and answer do not fit.
     """
     left = model.max_context - len(prompt)
     if left < 1 or (asked or 0) > left:
@@ -86,14 +89,14 @@ def check_ids(model: Model, ids: Sequence[int], param: str) -> None:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """One token by itself, special ones included, with the space that it begins with."""
+    """Return one token's text, special tokens and leading space included."""
     text = tokenizer.decode([token], skip_special_tokens=False)
     piece = tokenizer.backend.id_to_token(token) or ""
     return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
-    """The bytes of one token, which need not be whole characters; None where it stands for no bytes that we know."""
+    """Return one token's bytes, possibly part of a character, or None."""
     text = token_text(tokenizer, token)
     if "\ufffd" not in text:
         return list(text.encode())
@@ -106,13 +109,13 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
 
 
 class TokenTexts:
-    """What each token adds to a text: an incomplete character is joined to the token that completes it."""
+    """Incremental decoder: an incomplete character belongs to the completing token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
 
     def push(self, ids: Sequence[int], *, last: bool) -> list[str]:
-        """The text that each of these adds; with the `last` ones comes what is still held back."""
+        """Return the text of each token; `last` flushes incomplete characters."""
         texts = [self._stream.push([token]) for token in ids]
         if last and texts:
             texts[-1] += self._stream.finish()
@@ -121,8 +124,9 @@ class TokenTexts:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes (as GPT-2 has it): those that cannot be printed are
-    moved beyond 255, in order.
+    """Return the byte for a character of a byte-level vocabulary (GPT-2).
+
+    Bytes that cannot be printed are shifted beyond 255, in order.
     """
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in set(printed)]

@@ -14,7 +14,7 @@ from serve.token_utils import decode, encode_chat
 
 
 async def tokenize(request: Request) -> JSONResponse:
-    """Token ids of a text, or of a conversation in the chat template."""
+    """Return token ids of a text or of a templated conversation."""
     body = await read(request, TokenizeBody)
     model = _model(request, body.model)
     return await run_in_threadpool(_tokenized, model, body)

@@ -1,8 +1,8 @@
-"""From the text of an answer to the calls of functions in it, piece by piece as it comes.
+"""Incremental parser of tool calls in the text of an answer.
 
-A call is one as soon as its beginning says so: the format's mark, and an object with the name of a known function and
-arguments. These are handed out as the model writes them. What begins otherwise is plain text, mark and all. Nothing
-depends on how the text was cut into pieces.
+Text is a call once the format's mark and an object with the name of a known function have been read. Arguments are
+emitted as the model writes them. Anything else is content, mark included. Results do not depend on how the text is cut
+into pieces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CallPart:
     """A piece of a call."""
 
     index: int
-    """Of the call, in its answer."""
+    """Number of the call in its answer."""
     name: str | None
     """In the first piece of a call only."""
     arguments: str
@@ -32,7 +32,7 @@ class CallPart:
 
 @dataclass
 class Read:
-    """What a piece of text came to."""
+    """Content and calls of one piece of text."""
 
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
@@ -45,7 +45,10 @@ class CallReader:
     def __init__(
         self, form: ToolFormat, names: Collection[str], *, most: int | None = None, must: bool = False
     ) -> None:
-        """Of functions with these names; what follows `most` calls is left out. `must`: there is nothing but calls."""
+        """Parse calls of the functions `names`.
+
+        Text after `most` calls is dropped. `must`: the answer has nothing but calls.
+        """
         self._form, self._names, self._most, self._must = form, names, most, must
         self._held = ""  # text that was not read yet
         self._markup = ""  # what was read of what may become a call
@@ -55,7 +58,7 @@ class CallReader:
         self._next: Callable[[], bool] = self._text if form.mark else self._opening
 
     def push(self, text: str, *, last: bool) -> Read:
-        """The next piece of the answer; the `last` one brings what was held back."""
+        """Parse the next piece; `last` flushes what was held back."""
         self._held += text
         self._last, self._read = last, Read()
         while self._next():
@@ -65,7 +68,7 @@ class CallReader:
     # Each of these reads some of the held text, and says whether there may be more to read.
 
     def _text(self) -> bool:
-        """Content, up to a mark. White space before a mark belongs to that."""
+        """Parse content up to a mark and the white space before it."""
         mark, held = self._form.mark, self._held
         at = held.find(mark) if mark else -1
         if at < 0:
@@ -82,7 +85,7 @@ class CallReader:
         return self._go_on(self._opening)
 
     def _opening(self) -> bool:
-        """What stands before an object."""
+        """Parse the text before an object."""
         rest, bracket = self._held.lstrip(), self._form.opening.strip()
         if bracket and rest.startswith(bracket):
             rest = rest[len(bracket) :].lstrip()
@@ -96,7 +99,7 @@ class CallReader:
         return self._go_on(self._head)
 
     def _head(self) -> bool:
-        """An object, until its name is known, or all of it where that does not come first."""
+        """Parse an object to its name, or whole if arguments come first."""
         head = _HEAD.match(self._held)
         if head:
             if head[1] not in self._names:
@@ -125,7 +128,7 @@ class CallReader:
         return end is not None and self._go_on(self._object_end)
 
     def _object_end(self) -> bool:
-        """What the object has behind its arguments, if anything."""
+        """Parse the rest of the object after its arguments."""
         self._held = self._held.lstrip()
         if not self._held:
             return False
@@ -137,7 +140,7 @@ class CallReader:
         return end is not None and self._go_on(self._after)
 
     def _after(self) -> bool:
-        """What stands between calls, or after the last one."""
+        """Parse the text between calls, or after the last one."""
         if self._num_calls == self._most:
             return self._go_on(self._nothing)
         rest, end, between = self._held.lstrip(), self._form.end.strip(), self._form.between.strip()
@@ -157,7 +160,7 @@ class CallReader:
         return self._go_on(self._behind)
 
     def _behind(self) -> bool:
-        """White space behind calls is nobody's."""
+        """Drop white space after calls."""
         if self._held.strip():
             return self._go_on(self._text)
         if self._last:
@@ -169,7 +172,7 @@ class CallReader:
         return False
 
     def _cut(self) -> bool:
-        """Whether what the answer ends in is the beginning of one more call, rather than odd text."""
+        """Return True if the answer ends in the beginning of another call."""
         return self._must or self._num_calls > 0
 
     def _go_on(self, step: Callable[[], bool]) -> bool:
@@ -202,7 +205,7 @@ class _Braces:
         self._depth, self._quoted, self._escaped = depth, False, False
 
     def feed(self, text: str) -> int | None:
-        """How much of this piece belongs to the object; None: all of it, and more follows."""
+        """Return the characters up to the object's end; None: not reached."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -220,7 +223,7 @@ class _Braces:
 
 
 def _call(text: str) -> tuple[str, str | None]:
-    """Name and arguments of an object that is a call; no arguments of another one."""
+    """Return name and arguments of a call; None for other objects."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""How models write the calls of functions: which way a chat template asks for, and grammars of calls that are valid."""
+"""Formats of tool calls: detection by chat template, grammars of calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Calls are JSON objects with a name and arguments; formats differ in what stands around them."""
+    """Marks around calls, which are JSON objects with name and arguments."""
 
     name: str
     mark: str
-    """What calls begin with, wherever in the answer; empty: they begin the answer."""
+    """Mark before a call; empty: the answer itself begins with calls."""
     opening: str
     """Between that and the first call."""
     between: str
@@ -26,7 +26,7 @@ class ToolFormat:
     end: str
     """After the last one."""
     key: str
-    """What an object calls its arguments."""
+    """Key of the arguments in the object."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", "arguments")
@@ -36,7 +36,7 @@ FORMATS = {form.name: form for form in (HERMES, LLAMA, MISTRAL)}
 
 
 def format_of(template: str | None, name: str | None = None) -> ToolFormat | None:
-    """The format of this name; without one, that of the chat template, or None where nothing here writes as it does."""
+    """Return the named format, else the chat template's, or None if unknown."""
     if name is not None:
         return FORMATS[name]
     text = (template or "").replace('\\"', '"')
@@ -48,9 +48,9 @@ def format_of(template: str | None, name: str | None = None) -> ToolFormat | Non
 
 
 def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Function], *, several: bool) -> str:
-    """The grammar of a call of one of these functions and nothing else; `several`: or of more than one.
+    """Return the grammar of one call, or of more with `several`.
 
-    ValueError for parameters that are no schema.
+    Raises ValueError for parameters that are no schema.
     """
     begin, between, end = (_literal(text, tokenizer) for text in (form.mark + form.opening, form.between, form.end))
     more = f"({between} call)*" if several else ""
@@ -58,8 +58,9 @@ def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Fu
 
 
 def text_and_calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Function]) -> str:
-    """The grammar of any text in which all calls are right. ValueError as `calls_grammar`, and for a format whose calls
-    nothing tells from other text.
+    """Return the grammar of any text in which all calls are valid.
+
+    Raises ValueError as `calls_grammar`, and for a format whose calls look like any text.
     """
     if not form.mark:
         raise ValueError(
@@ -88,7 +89,7 @@ def _rules(form: ToolFormat, functions: Sequence[Function]) -> list[str]:
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """A text in Lark. Marks for which there are tokens are those: so models have learnt them."""
+    """Return a Lark literal; a mark with its own token becomes that token."""
     parts = [part for part in re.split("(" + "|".join(map(re.escape, TOOL_MARKS)) + ")", text) if part]
     ids = [tokenizer.backend.token_to_id(part) if part in TOOL_MARKS else None for part in parts]
     return " ".join(json.dumps(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True))

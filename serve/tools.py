@@ -1,4 +1,4 @@
-"""What a chat's body may say of tools: functions that the model may call, and whether it must."""
+"""Schemas of `tools` and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from serve.errors import invalid
 from serve.strict import Strict
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 """In one request."""
 
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
@@ -23,7 +23,7 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     """A JSON schema of its arguments."""
     strict: bool | None = None
-    """Whether every call of it has arguments of the schema."""
+    """True if arguments of every call must follow the schema."""
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
@@ -64,5 +64,5 @@ class NamedTool(Strict):
     function: Named
 
 
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool

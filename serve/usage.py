@@ -1,4 +1,4 @@
-"""What a request has used, and how its drafts fared. Counted by ids, never by text or chunks."""
+"""Usage and speculation figures of a request, counted in token ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def speculative(choices: Sequence[Choice]) -> dict[str, Any]:
-    """The rounds of all choices together. The first token of each is of no round: the prompt's step gives it."""
+    """Return figures over all rounds, without the prefills' first tokens."""
     begun = [choice for choice in choices if choice.first is not None]
     num_decoded = sum(max(0, len(choice.token_ids) - 1) for choice in begun)
     rounds = sum(choice.rounds for choice in begun)
@@ -60,5 +60,5 @@ def facts(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def ending(choices: Sequence[Choice], body: Generation) -> dict[str, Any]:
-    """What follows the choices: of a whole answer, or in the last chunk of a stream."""
+    """Return the fields after the choices of an answer or last chunk."""
     return {"usage": usage(choices)} | ({"speculative": speculative(choices)} if body.token_details else {})

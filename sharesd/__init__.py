@@ -12,10 +12,11 @@ from sharesd import shadowing
 
 if TYPE_CHECKING:
     from quant.config import QuantConfig
-    from sharesd.config import EngineConfig, OffloadConfig, SamplingParams, SplitConfig
+    from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
     from sharesd.engine.engine import Engine
     from sharesd.engine.outputs import Completion, TokenChunk
     from sharesd.llm import LLM
+    from sharesd.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,7 @@ __all__ = [
     "OffloadConfig",
     "QuantConfig",
     "SamplingParams",
-    "SplitConfig",
+    "PipelineConfig",
     "TokenChunk",
 ]
 
@@ -38,8 +39,8 @@ _HOMES = {
     "LLM": "sharesd.llm",
     "OffloadConfig": "sharesd.config",
     "QuantConfig": "quant.config",
-    "SamplingParams": "sharesd.config",
-    "SplitConfig": "sharesd.config",
+    "SamplingParams": "sharesd.sampling_params",
+    "PipelineConfig": "sharesd.config",
     "TokenChunk": "sharesd.engine.outputs",
 }
 

@@ -10,14 +10,16 @@ from typing import Any, overload
 
 import torch
 
-from sharesd.config import MODES, Mode, SamplingParams
+from sharesd.config import Mode
 from sharesd.data.chat_messages import EXAMPLE, for_template
+from sharesd.drafters import registry
 from sharesd.engine.batch_runner import CHUNK
-from sharesd.engine.call_queue import Call, Calls
+from sharesd.engine.call_queue import Call, CallQueue
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.loading import option_values
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.weights.quant_tuning_cache import best_quant
 
 DEFAULT_MODE: Mode = "auto"
@@ -31,7 +33,10 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 
 class LLM:
-    """A loaded model and its drafters. Its methods may be called from any thread, while others run too."""
+    """A loaded model and its drafters.
+
+    Methods may be called from any thread, while others run.
+    """
 
     def __init__(
         self,
@@ -41,23 +46,29 @@ class LLM:
         modes: Sequence[Mode] | None = None,
         **fields: Any,
     ) -> None:
-        """Load, compile and warm up, so that the first call is as fast as later ones.
+        """Load, compile and warm up.
 
-        `target`: a checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct. `modes` are
-        loaded, of which `mode` (default: the first) decodes where a call names none. `fields` are those of
-        `EngineConfig`; nested ones are objects or texts: quant="hqq:4:64,head=4", head_quant="hqq:8:64",
-        tree="2:4:8", hybrid_with="share,suffix", split="cuda:0,cuda:1", offload="off".
+        Args:
+            target: checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct.
+            mode: mode of calls that name none; None = the first of `modes`.
+            modes: modes to load.
+            fields: fields of `EngineConfig`; nested ones are objects or texts: quant="hqq:4:64,head=4",
+                head_quant="hqq:8:64", tree="2:4:8", hybrid_with="share,suffix", split="cuda:0,cuda:1", offload="off".
 
-        `max_batch` is 8 here: a list of prompts is decoded eight at a time, a single prompt is not slower on a CPU, and
-        what eight rows take of memory is the KV cache alone (1.4 GB for the embedded model with all of its 8,192
+        `max_batch` is 8 here: a list of prompts is decoded eight at a time, a single prompt is not slower on a CPU,
+        and eight rows cost the memory of the KV cache alone (1.4 GB for the embedded model with all of its 8,192
         tokens, 0.4 GB with max_context=2048).
 
-        Raises ValueError, with the remedy, for whatever cannot be honoured.
+        Raises:
+            ValueError: options that cannot be honoured, with the remedy.
         """
+        if "drafter_module" in fields:
+            fields["drafter_modules"] = option_values.texts(fields.pop("drafter_module"))
+        registry.load_modules(fields.get("drafter_modules", ()))
         loaded = tuple(dict.fromkeys(modes or (mode or DEFAULT_MODE,)))
         for name in (*loaded, mode or loaded[0]):
-            if name not in MODES:
-                raise ValueError(f"mode is {name!r}; choose one of {', '.join(MODES)}")
+            if name not in registry.modes():
+                raise ValueError(f"mode is {name!r}; choose one of {', '.join(registry.modes())}")
         self._modes: tuple[Mode, ...] = loaded
         self._mode = self._loaded(mode or loaded[0])
         given = {"max_batch": MAX_BATCH, "prefill_chunk": CHUNK, "target": target and str(target), **fields}
@@ -66,7 +77,7 @@ class LLM:
         self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
         self._vocab_size = self._runtime.target.vocab_size
         runtime, warm = self._runtime, SamplingParams()
-        self._calls = Calls({name: runtime.engine(name, warm=warm, each_kind=True) for name in loaded})
+        self._calls = CallQueue({name: runtime.engine(name, warm=warm, each_kind=True) for name in loaded})
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -75,7 +86,7 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Tokens of a prompt and its answer together at most."""
+        """Tokens of a prompt and its answer together, at most."""
         return self._max_context
 
     @property
@@ -91,17 +102,22 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params | None = None, *, mode: Mode | None = None
     ) -> list[Completion]:
-        """Go on with texts or token ids, without a chat template; one Completion per prompt, in order.
+        """Continue texts or token ids, without a chat template.
 
-        A single text, or one list of token ids, gives a list of one. `params` are for all prompts, each of which has
-        noise of its own by its place in the call; or one for each, whose noise is by its seed alone. No text depends on
-        the mode, or on what else is decoded.
+        No text depends on the mode, or on other texts that are decoded.
 
-        The times in `Completion.stats` are those of the request: of reading its prompt, and of the rounds that it took
-        part in, whole, though other rows shared them. Waiting for a row is not in them.
+        Args:
+            prompts: a text, token ids (a single list of ids is one prompt), or a list of such.
+            params: for all prompts, each with noise by its place in the call; or one for each, with noise by its seed.
+            mode: one of the loaded modes; None = the default.
 
-        Raises ValueError for prompts and parameters that cannot be honoured, RuntimeError where another thread's call
-        was broken off in the middle of a step.
+        Returns:
+            One Completion per prompt, in order. Times in `Completion.stats` are those of the request: reading its
+            prompt, and its rounds as a whole, though other rows shared them; waiting for a row is not in them.
+
+        Raises:
+            ValueError: prompts and parameters that cannot be honoured.
+            RuntimeError: a call of another thread was interrupted in the middle of a step.
         """
         asked = [self._ids(prompt) for prompt in _prompts(prompts)]
         return self._complete(asked, params, mode)
@@ -134,10 +150,16 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         mode: Mode | None = None,
     ) -> Completion | list[Completion]:
-        """Answer a conversation, put to the model through its chat template: a Completion; a list of them for a list.
+        """Answer a conversation, or a list of them, through the chat template.
 
-        Messages are `{"role": ..., "content": ...}` with texts; `tools` are functions as OpenAI describes them, which
-        the model calls in its text. `params` and errors as in `generate`.
+        Args:
+            messages: `{"role": ..., "content": ...}` with texts, or a list of such lists.
+            params: as in `generate`.
+            tools: functions as OpenAI describes them, which the model calls in its text.
+            mode: as in `generate`.
+
+        Returns:
+            A Completion; a list of them for a list of conversations. Errors are those of `generate`.
         """
         several = _is_conversations(messages)
         conversations = messages if several else [messages]
@@ -152,10 +174,13 @@ class LLM:
         *,
         mode: Mode | None = None,
     ) -> Generator[TokenChunk, None, None]:
-        """Pieces of one answer as they come, with `.text`, `.token_ids` and, the last one, `.finish_reason`.
+        """Stream one answer in chunks with `.text` and `.token_ids`.
 
-        `prompt`: a text or token ids, as in `generate`, or messages, as in `chat`. Closing the iterator cancels the
-        request. Other calls may run while it is half read; what comes meanwhile is kept for it.
+        The last chunk has `.finish_reason`. Closing the iterator cancels the request. Other calls may run between
+        chunks.
+
+        Args:
+            prompt: a text or token ids, as in `generate`, or messages, as in `chat`.
         """
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
             asked = [self._chat_ids(prompt, None)]  # type: ignore[arg-type]
@@ -167,8 +192,9 @@ class LLM:
         return self._calls.run(self._call(asked, params, mode, whole=False))
 
     def close(self) -> None:
-        """Free the model, its KV cache, and threads or processes beside it. Calls that run elsewhere end with an error,
-        and so do later ones. May be called twice.
+        """Free the model, its KV cache, and threads and processes beside it.
+
+        Calls in other threads end with an error, and so do later ones. May be called twice.
         """
         runtime, self._runtime = self._runtime, None
         if runtime is None:
@@ -223,10 +249,10 @@ class LLM:
         name = self._loaded(mode or self._mode)
         given = params or SamplingParams()
         if isinstance(given, SamplingParams):
-            return Call(name, [(ids, given, place) for place, ids in enumerate(asked)], whole=whole)
+            return Call(name, [(ids, given, place) for place, ids in enumerate(asked)], collected_at_end=whole)
         if len(given) != len(asked):
             raise ValueError(f"params are {len(given)} and prompts {len(asked)}; give one, or one for each")
-        return Call(name, [(ids, own, 0) for ids, own in zip(asked, given, strict=True)], whole=whole)
+        return Call(name, [(ids, own, 0) for ids, own in zip(asked, given, strict=True)], collected_at_end=whole)
 
 
 def _closed() -> ValueError:
@@ -234,7 +260,7 @@ def _closed() -> ValueError:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, of which one by itself is one."""
+    """Return prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):

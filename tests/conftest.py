@@ -93,15 +93,15 @@ def kernels(request: pytest.FixtureRequest) -> None:
     if all(item.get_closest_marker("cuda") for item in request.session.items):
         return  # nothing of them is wanted on a GPU
     with ThreadPoolExecutor() as pool:
-        list(pool.map(cpp_extension.library, ("bfloat16", "float16", "float32", "float64", "choice")))
+        list(pool.map(cpp_extension.library, ("bfloat16", "float16", "float32", "float64", "sampling_ops")))
 
 
 @pytest.fixture(autouse=True)
 def costs_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines time their rounds once, not for half a second, unless a test is marked `times_costs`."""
     if request.node.get_closest_marker("times_costs") is None:
-        monkeypatch.setattr("sharesd.engine.warmup.SECONDS", 0.0)
-        monkeypatch.setattr("sharesd.engine.warmup.SWEEPS", (1, 1))
+        monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
+        monkeypatch.setattr("sharesd.engine.cost_profiler.SWEEPS", (1, 1))
 
 
 @pytest.fixture(scope="session")

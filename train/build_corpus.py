@@ -1,4 +1,4 @@
-"""`corpus`: texts or earlier answers as a datastore, into which mode suffix looks besides the text itself."""
+"""`corpus`: a datastore of texts or answers that mode `suffix` searches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
-from sharesd.config import SamplingParams
 from sharesd.data.prompt_files import read_prompts
+from sharesd.sampling_params import SamplingParams
 from train.data.target_answers import BATCH, add_prompt_options, answered, check
 
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.num_prompts) if args.prompts else []
     given = [text for name in args.texts for text in _texts(Path(name))]
     with loading_bars() as progress:
-        from sharesd.drafters.suffix.table import build_datastore
+        from sharesd.drafters.suffix.datastore import build_datastore
         from sharesd.models.hub import resolve  # torch takes seconds, mistakes should not
         from sharesd.models.tokenizer import load_tokenizer
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_beginnings(found: list[tuple[list[int], list[int]]]) -> list[list[int]]:
-    """The answers, behind the end that all prompts have in common: what a template puts before each answer."""
+    """Return the answers, each after the common end of all templated prompts."""
     prompts = [prompt for prompt, _ in found]
     same = (len(set(tokens)) == 1 for tokens in zip(*map(reversed, prompts), strict=False))
     num = sum(1 for _ in takewhile(bool, same))

@@ -1,7 +1,7 @@
-"""`table`: fill a token recycling table from what a model says to training prompts.
+"""`table`: fill a token recycling table from the target's answers.
 
-Every token's successors are ranked by the probability that the target gave them, summed over all places at which the
-token occurred. How often a successor of each rank is right is then learnt by decoding further prompts with the table.
+Successors of a token are ranked by the target's probability, summed over all its occurrences. The hit rate of each rank
+is then measured by decoding further prompts with the table.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
-from sharesd.config import SamplingParams
 from sharesd.data.prompt_files import read_prompts
+from sharesd.sampling_params import SamplingParams
 from train.data.target_answers import BATCH, add_prompt_options, answered, check
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"--out is {args.out}; name a .npz file in a folder that is there")
     config = options.engine_config(args, modes=("recycle",))
-    config = replace(config, recycle_table="empty", max_batch=BATCH)
+    config = replace(config, drafter_options={**config.drafter_options, "recycle_table": "empty"}, max_batch=BATCH)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     prompts = read_prompts(args.prompts, args.num_prompts)
     num_held_back = len(prompts) // HELD_BACK
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fill(table: RecycleTable, engine: Engine, texts: Sequence[list[int]]) -> None:
-    """Put the target's likeliest successors of every token of the texts into the table."""
+    """Fill the table with the target's likeliest successors of every token."""
     import numpy as np
 
     keys, weights = [], []
@@ -100,8 +100,9 @@ def fill(table: RecycleTable, engine: Engine, texts: Sequence[list[int]]) -> Non
 
 
 def _successors(engine: Engine, texts: Sequence[list[int]], table: RecycleTable) -> Iterable[tuple[Any, Any, Any]]:
-    """Tokens [R], the k likeliest after each [R, k] and their probabilities, in pieces of at most as many texts as the
-    cache has rows.
+    """Yield tokens [R], likeliest successors [R, k] and probabilities [R, k].
+
+    Each item covers at most as many texts as the cache has rows.
     """
     import torch
 

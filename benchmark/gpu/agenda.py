@@ -1,4 +1,4 @@
-"""The steps, and how one of them is run: as a process with a time limit, whose death is a finding too."""
+"""Steps in order of worth, and their processes with time limits, whose death is a finding too."""
 
 from __future__ import annotations
 
@@ -12,29 +12,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from benchmark.questions.records import read_json
+from benchmark.report import read_json
 
 ROOT = Path(__file__).parents[2]
-LAST_WORDS_S = 5.0
-"""A process that has used up its time is asked where it stands, and may take so long to say it."""
-TAIL_LINES = 40
-"""Of what a failed process wrote at last."""
+LAST_WORDS_S = 5.0  # seconds that a process without time left may take to print its traceback
+TAIL_LINES = 40  # last lines of output of a failed process that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something to be measured by a process of its own."""
+    """A measurement by a process of its own."""
 
     name: str
-    limit_s: float
-    """The process is ended after this time."""
-    measure: str
-    """`module:function` below benchmark.gpu; the function takes a `worker.Job`."""
+    limit_s: float  # the process is ended after this time
+    measure: str  # `module:function` below benchmark.gpu; the function takes a `worker.Job`
     about: str
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Keyword arguments of the function."""
+    settings: Mapping[str, str] = field(default_factory=dict)  # keyword arguments of the function
 
 
 SEVEN, ONE, MODES = {"size": "7b"}, {"size": "1b"}, {"modes": "naive,share,eagle,hybrid"}
@@ -45,76 +40,70 @@ STEPS = (
     Step("1b-costs", 90, "made:measure", "the same at sizes of 1B", ONE),
     Step("135m", 130, "embedded:measure", "the embedded model: texts, speed, captures, memory; graphs and eager"),
     Step("1b", 90, "widened:measure", "widened to 1B: modes prompt by prompt", ONE | MODES),
-    Step("kernels", 110, "own_kernels:measure", "our Triton kernels: errors, bits of rows, speed, dependent launch"),
+    Step("kernels", 110, "own_kernels:measure", "our Triton kernels: speed, and dependent launch"),
     Step("tiles", 110, "tiles:measure", "the fastest tiles of our products, kept for what follows and to be shipped"),
     Step("7b", 130, "widened:measure", "widened to 7B: modes prompt by prompt", SEVEN | MODES),
-    Step("135m-more", 150, "embedded:measure_more", "other ways of sampling, trees, rows that come and go"),
+    Step("135m-more", 150, "embedded:measure_more", "other sampling, trees, rows that come and go"),
     Step("gemlite", 90, "low_bits:measure", "low-bit products by gemlite, beside ours; the faster ones are used"),
     Step("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
-    Step("7b-more", 130, "widened:measure_more", "7B: profile, prompts, steps of any width, a long cache", SEVEN),
-    Step("starts", 80, "starts:measure", "seconds of whole processes to the first tokens, caches warm and cold"),
+    Step("7b-more", 130, "widened:measure_more", "7B: prompts, steps of any width, a long cache", SEVEN),
+    Step("starts", 80, "machine:starts", "seconds of whole processes to the first tokens, caches warm and cold"),
     Step("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
     Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", ONE),
 )
-"""Most valuable first: the first six in ten minutes, all in 29 minutes at most."""
+"""The first six take ten minutes at most, all 29."""
 
 
 def named(names: Sequence[str]) -> tuple[Step, ...]:
-    """The steps of these names, in the agenda's order; ValueError for a name that there is not."""
-    known = {step.name for step in STEPS}
+    """Return the steps of these names, in order of worth; ValueError for an unknown name."""
     for name in names:
-        if name not in known:
+        if name not in {step.name for step in STEPS}:
             raise ValueError(f"there is no step {name!r}; choose from {', '.join(step.name for step in STEPS)}")
     return tuple(step for step in STEPS if step.name in names)
 
 
 def run_step(step: Step, command: Sequence[str], findings: Path, *, limit_s: float | None = None) -> dict[str, Any]:
-    """Run a step's process, which writes `findings`; returns what became of it and what it found, even if it died."""
+    """Run a step's process, which writes `findings`; returns its outcome and findings, even if it died."""
     limit_s = step.limit_s if limit_s is None else limit_s
     started = time.perf_counter()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
         )
         try:
             status = process.wait(limit_s)
-            problem = _problem(status)
+            ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            problem = ended if status else ""
         except subprocess.TimeoutExpired:
             problem = f"not finished after {limit_s:g} s"
         finally:
             _end(process)
-        found = read_json(findings) if findings.exists() else {}
-        reason = found.pop("not here", None)
-        outcome = {"state": "done", "seconds": time.perf_counter() - started, "limit_s": limit_s, "found": found}
-        if reason is not None:
-            outcome |= {"state": "not here", "reason": reason}
-        elif problem:
-            outcome |= {"state": "failed", "reason": problem, "tail": _tail(said)}
+        output.seek(0)
+        tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+    found = read_json(findings) if findings.exists() else {}
+    reason = found.pop("not here", None)
+    outcome = {"state": "done", "seconds": time.perf_counter() - started, "limit_s": limit_s, "found": found}
+    if reason is not None:
+        outcome |= {"state": "not here", "reason": reason}
+    elif problem:
+        outcome |= {"state": "failed", "reason": problem, "tail": tail}
     return outcome
 
 
 def worker(step: Step, findings: Path, *options: str) -> list[str]:
-    """The command of a step's process."""
-    return [
-        *(sys.executable, "-X", "faulthandler", "-m", "benchmark.gpu.worker", step.name),
-        *("--findings", str(findings.absolute()), *options),
-    ]
-
-
-def _problem(status: int) -> str | None:
-    if status < 0:
-        return f"ended by {signal.Signals(-status).name}"
-    return f"exit status {status}" if status else None
+    """Return the command of a step's process."""
+    program = [sys.executable, "-X", "faulthandler", "-m", "benchmark.gpu.worker", step.name]
+    return [*program, "--findings", str(findings.absolute()), *options]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it still runs, and all that it has started. Python tells first where it stands."""
+    """End the process, after its traceback, and all processes that it has started."""
     if process.poll() is None:
         process.send_signal(signal.SIGABRT)
         with suppress(subprocess.TimeoutExpired):
@@ -123,8 +112,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # a driver that hangs may hold it for ever
         process.wait(LAST_WORDS_S)
-
-
-def _tail(said: IO[bytes]) -> str:
-    said.seek(0)
-    return "\n".join(said.read().decode(errors="replace").splitlines()[-TAIL_LINES:])

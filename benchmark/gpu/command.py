@@ -1,17 +1,20 @@
-"""The command line of `gpu`, and its loop over the steps."""
+"""`gpu`: loop over the steps."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmark import arguments
-from benchmark.gpu import agenda, report
+from benchmark.gpu import agenda
 from benchmark.gpu.agenda import STEPS, Step
-from benchmark.questions.records import read_json, replace_file, write_json
+from benchmark.report import Report, Section, read_json, write_json
 from sharesd.cli.console import console, err_console
+from sharesd.cli.environment import command, out_folder
+from sharesd_files import atomic_write
 
 BUDGET_S = 1740.0
 
@@ -30,10 +33,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--step", metavar="NAME[,NAME]", help="these steps only, anew")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the steps out")
     parser.add_argument("--list", action="store_true", help="name the steps and their time limits, and measure nothing")
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, metavar="S", help="seconds for all; steps that may take longer than "
-        "what is left are skipped",
-    )  # fmt: skip
+    text = "seconds for all; steps that may take longer than what is left are skipped"
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help=text)
     parser.add_argument(
         "--target", metavar="MODEL", help="a small Llama checkpoint, in place of the embedded SmolLM2-135M-Instruct"
     )
@@ -42,45 +43,45 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the steps; returns 0, or 1 if one failed."""
-    steps = agenda.named(arguments.each("--step", str, args.step)) if args.step else STEPS
+    steps = agenda.named(arguments.each("--step", args.step)) if args.step else STEPS
     if args.list:
-        rows = [[step.name, f"{step.limit_s:g} s", step.about] for step in steps]
-        console.print(arguments.markdown_table(("step", "limit", "what"), rows, left=3), markup=False, soft_wrap=True)
+        for step in steps:
+            console.print(f"| {step.name} | {step.limit_s:g} s | {step.about} |", markup=False, soft_wrap=True)
         return 0
-    from benchmark.environment import environment
+    from sharesd.cli.environment import environment
     from sharesd.devices.selection import device_of
 
-    device_of(args.device)  # ValueError without a GPU, before anything else; only the steps' processes use it
-    folder = arguments.out_folder(args.out_dir, "gpu")
+    device_of(args.device)  # ValueError without a GPU; only the steps' processes use it
+    folder = out_folder(args.out_dir, "gpu")
     file = folder / "gpu.json"
     outcomes: dict[str, Any] = read_json(file)["steps"] if file.exists() else {}
-    values = {"command": arguments.command(), "environment": environment("cpu")}
+    values = {"command": command(), "environment": environment("cpu")}
 
-    def note(name: str, outcome: dict[str, Any]) -> None:
+    def record(name: str, outcome: dict[str, Any]) -> None:
         outcomes[name] = outcome
         values["steps"] = {each.name: outcomes[each.name] for each in STEPS if each.name in outcomes}
         write_json(file, values)
-        replace_file(folder / "gpu.md", report.markdown(values))
+        atomic_write(folder / "gpu.md", markdown(values))
 
     started, failed = time.perf_counter(), False
     for step in steps:
         before = outcomes.get(step.name, {})
         left = args.budget - (time.perf_counter() - started)
         if before.get("state") == "done" and not args.step:
-            _say(f"{step.name} is done already; --step {step.name} measures it anew")
+            _print(f"{step.name} is done already; --step {step.name} measures it anew")
         elif step.limit_s <= left:
-            _say(f"measuring {step.name}, {step.limit_s:g} s at most: {step.about}")
-            note(step.name, {"state": "cut off", "reason": f"it was not ended; {step.name}.json has what it found"})
-            note(step.name, outcome := _outcome(step, folder, args))
+            _print(f"measuring {step.name}, {step.limit_s:g} s at most: {step.about}")
+            record(step.name, {"state": "cut off", "reason": f"it was not ended; see {step.name}.json"})
+            record(step.name, outcome := _outcome(step, folder, args))
             failed |= outcome["state"] == "failed"
         elif not before:
             reason = f"it may take {step.limit_s:g} s, and {max(left, 0):.0f} of {args.budget:g} s were left"
-            note(step.name, {"state": "skipped", "reason": reason})
+            record(step.name, {"state": "skipped", "reason": reason})
     console.print(f"report: {folder / 'gpu.md'}", highlight=False, soft_wrap=True)
     return int(failed)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     err_console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -91,5 +92,51 @@ def _outcome(step: Step, folder: Path, args: argparse.Namespace) -> dict[str, An
     options += ["--tiny"] if args.tiny else []
     outcome = agenda.run_step(step, agenda.worker(step, findings, *options), findings)
     if outcome["state"] == "failed":
-        _say(f"{step.name} failed: {outcome['reason']}")
+        _print(f"{step.name} failed: {outcome['reason']}")
     return outcome
+
+
+def markdown(values: Mapping[str, Any]) -> str:
+    """Return the report of gpu.json."""
+    machine, steps = values["environment"], values["steps"]
+    device = next((name for outcome in steps.values() if (name := outcome.get("found", {}).get("device"))), None)
+    about = {step.name: step.about for step in STEPS}
+    rows, missing, sections = [], [], []
+    for name, outcome in steps.items():
+        is_done = outcome["state"] == "done"
+        state = outcome["state"] if is_done else f"{outcome['state']}: {outcome['reason']}"
+        rows.append([name, state, f"{outcome.get('seconds', 0):.0f}"])
+        if not is_done:
+            tail = f"\n\n{_indented(outcome['tail'])}\n" if outcome.get("tail") else ""
+            missing.append(f"- {name} ({about.get(name, '')}): {state}{tail}")
+        if outcome.get("found"):
+            note = "" if is_done else ": unfinished"
+            sections += _findings(f"{name}: {about.get(name, '')}{note}", outcome["found"])
+    first = Section("", ("step", "outcome", "seconds"), rows, left=2)
+    absent = [Section("Missing", text="\n".join(missing))] if missing else []
+    intro = f"{machine['date']}, torch {machine['torch']}, triton {machine['triton']}, gemlite {machine['gemlite']}"
+    title, settings = f"ShareSD on {device or machine['cpu']}", {"command": values["command"]}
+    return Report(title=title, intro=intro, sections=[first, *absent, *sections], settings=settings).markdown()
+
+
+def _findings(title: str, found: Mapping[str, Any]) -> list[Section]:
+    """Return figures as a list, then tables under their names."""
+    tables = {name: value for name, value in found.items() if isinstance(value, list) and value}
+    plain = [f"- {name.replace('_', ' ')}: {_shown(found[name])}" for name in found if name not in tables]
+    sections = [Section(title, text="\n".join(plain))]
+    for name, rows in tables.items():
+        head = list(dict.fromkeys(key for row in rows for key in row))
+        cells = [[_shown(row.get(key)) for key in head] for row in rows]
+        left = sum(all(isinstance(row.get(key), str | None) for row in rows) for key in head)
+        sections += [Section(text=f"**{name.replace('_', ' ')}**"), Section("", head, cells, left)]
+    return sections
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, and those of kernels that Triton's interpreter runs elsewhere."""
+"""The tests that need a GPU, among them those of kernels that Triton's interpreter runs elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmark.gpu.worker import Job, NotHere
 
 
 def measure(job: Job) -> None:
-    """What pytest says; an error of this step where a test fails."""
+    """Run the tests marked cuda; RuntimeError if one fails."""
     job.require_gpu("tests marked cuda")
     if not (ROOT / "tests").is_dir():
         raise NotHere("the tests are not installed: run this in a checkout")
@@ -22,25 +22,18 @@ def measure(job: Job) -> None:
 
 
 def run(job: Job, flags: Sequence[str]) -> None:
-    """Note the outcome of each test as soon as it has one; all that pytest says goes to tests.txt."""
-    # Not our settings, which are for CPUs. Modules whose packages are missing must not keep others from being tested.
+    """Record the outcome of each test at once; the output of pytest goes to tests.txt."""
+    # Not our settings, which are for CPUs. Missing packages must not keep other modules from being tested.
     options = ["-o", "addopts=--strict-markers", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider"]
-    options.append("--continue-on-collection-errors")
-    command = [sys.executable, "-m", "pytest", *options, *flags]
+    command = [sys.executable, "-m", "pytest", *options, "--continue-on-collection-errors", *flags]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONUNBUFFERED": "1", "TEST_GPU": "1"}
     counts, last = Counter[str](), ""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with (
         (job.folder / "tests.txt").open("w") as log,
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**environment, "PYTHONUNBUFFERED": "1", "TEST_GPU": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process,
+        subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as process,  # type: ignore[call-overload]
     ):
-        assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", file=log, flush=True)
             if found := re.match(r"(\S*::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line):

@@ -1,13 +1,13 @@
-"""Models of true sizes, their weights made from a seed on the device: what steps cost, and what drafts would gain.
+"""Models of true sizes with weights made from a seed on the device: costs of steps, and gains at known acceptance.
 
-Nothing that was trained is needed. Drafts of such models never hold, so a drafter that knows the text stands in.
+Drafts of such models are never right, so an oracle drafts.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,33 +20,36 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmark.gpu.modes import Answers, answer, loaded
-from benchmark.gpu.oracle import knowing
-from benchmark.gpu.timing import copy_bandwidth
+from benchmark.gpu.shapes import copy_bandwidth
 from benchmark.gpu.worker import Job
-from benchmark.studies.calibrate import best_length, expected_speedup
 from compile.cuda.bench import seconds_per_call
 from compile.cuda.linear import RowLinear
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from compile.cuda_graphs import WARM_CALLS, Replayed
+from sharesd.cli.tune import best_length, expected_speedup
+from sharesd.config import EngineConfig, Mode
+from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.engine.engine import Engine
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.draft_tree import chain
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
 
 MODES: tuple[Mode, ...] = ("naive", "share", "eagle")
 ALPHAS = (0.6, 0.7, 0.8, 0.9)
-WIDTHS = (2, 3, 5, 9)
-"""Tokens of verify steps that are reported."""
+WIDTHS = (2, 3, 5, 9)  # widths of verify steps that are reported
 SIZES = {
     "tiny": ("a tiny Llama", 64, 128, 2, 4, 2, 16, 512),
     "1b": ("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128_256),
     "7b": ("Llama-2-7B", 4096, 11_008, 32, 32, 32, 128, 32_000),
 }
-"""Name, hidden size, MLP, layers, query heads, key/value heads, head size, vocabulary."""
+"""Name, then the sizes `FIELDS`."""
+FIELDS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+FIELDS += ["head_dim", "vocab_size"]
 
 
 def measure(job: Job, size: str) -> None:
-    """Plain steps beside the bandwidth, then draft and verify steps, then whole answers with drafts that hold."""
+    """Time plain steps beside the bandwidth, then draft and verify steps, then answers at known acceptance."""
     prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(0)).tolist()
     params = SamplingParams(max_new_tokens=12 if job.tiny else 128, ignore_eos=True)
     with made_model(job, size, MODES) as runtime:
@@ -57,7 +60,7 @@ def measure(job: Job, size: str) -> None:
         for mode in MODES[1:]:
             with job.part(mode):
                 engine = runtime.engine(mode, warm=params)
-                _note_costs(job, runtime, engine, engine.way(params).policy.costs)
+                _note_costs(job, runtime, engine, engine.variant(params).policy.costs)
                 _note_gains(job, engine, prompt, text, params, speed)
     if job.on_gpu and job.has_time(40):
         library: dict[str, Any] = {"kernels": "torch", "exact": False}
@@ -67,7 +70,7 @@ def measure(job: Job, size: str) -> None:
 
 
 def _plain(runtime: Runtime, prompt: list[int], params: SamplingParams) -> Answers:
-    """A second answer of naive: the first may still compile something."""
+    """Return a second answer of naive, since the first may still compile something."""
     engine = runtime.engine("naive", warm=params)
     answer(engine, [prompt], params)
     return answer(engine, [prompt], params)
@@ -79,15 +82,15 @@ def _note_step(job: Job, runtime: Runtime, what: str, seconds: float) -> None:
 
 
 def _note_products(job: Job, runtime: Runtime) -> None:
-    """Note all products of a plain step, by our kernels and by cuBLAS; nothing on a CPU."""
+    """Time all products of a plain step, by our kernels and by cuBLAS; nothing on a CPU."""
     linears = [module for module in runtime.target.modules() if isinstance(module, RowLinear)]  # type: ignore[attr-defined]
     sizes = {linear.in_features for linear in linears}
     xs = {size: torch.randn(1, size, device=job.device).bfloat16() for size in sizes}
-    ways: dict[str, Any] = {
+    products: dict[str, Any] = {
         "products, our kernels": [partial(linear, xs[linear.in_features]) for linear in linears],
         "products, cuBLAS": [partial(F.linear, xs[linear.in_features], linear.weight) for linear in linears],
     }
-    for name, calls in ways.items():
+    for name, calls in products.items():
         if calls:
             _note_step(job, runtime, name, len(calls) * seconds_per_call(calls))
 
@@ -95,71 +98,100 @@ def _note_products(job: Job, runtime: Runtime) -> None:
 def _note_costs(job: Job, runtime: Runtime, engine: Engine, costs: Costs) -> None:
     plain, drafter = costs.of_step(1), engine.drafter
     assert drafter is not None
-    job.add(
-        "steps, of a plain one",
-        {
-            "mode": engine.mode,
-            "plain, ms": 1e3 * plain,
-            "draft": costs.draft / plain,
-            "its bytes": drafter.extra_bytes()[0] / runtime.weight_bytes,
-            "first draft more": costs.draft_begin / plain,
-            **{f"verify {width}": costs.of_step(width) / plain for width in WIDTHS},
-        },
-    )
+    row = {"mode": engine.mode, "plain, ms": 1e3 * plain, "draft": costs.draft / plain}
+    row |= {"its bytes": drafter.extra_bytes()[0] / runtime.weight_bytes, "first draft more": costs.draft_begin / plain}
+    job.add("steps, of a plain one", row | {f"verify {width}": costs.of_step(width) / plain for width in WIDTHS})
 
 
 def _note_gains(
     job: Job, engine: Engine, prompt: list[int], text: list[int], params: SamplingParams, speed: float
 ) -> None:
-    """Note answers with drafts of each acceptance: of the length that costs recommend, and as the policy has them."""
-    way = engine.way(params)
-    policy, drafting, costs = way.policy, way.round().drafting, way.policy.costs
+    """Time answers at each acceptance, with the draft length that costs recommend and with that of the policy."""
+    variant = engine.variant(params)
+    policy, context, costs = variant.policy, variant.round().context, variant.policy.costs
     for alpha in ALPHAS[-1:] if job.tiny else ALPHAS:
         best = best_length(alpha, costs, engine.num_draft)
-        row: dict[str, Any] = {
-            "mode": engine.mode,
-            "acceptance": alpha,
-            "drafts": best,
-            "x naive by costs": expected_speedup(alpha, best, costs),
-        }
-        with knowing(engine, [*prompt, *text], alpha, drafting):
+        row: dict[str, Any] = {"mode": engine.mode, "acceptance": alpha, "drafts": best}
+        row["x naive by costs"] = expected_speedup(alpha, best, costs)
+        with knowing(engine, [*prompt, *text], alpha, context):
             for name, shape in {"x naive": chain(best), "x naive, auto": None}.items():
-                policy.use(costs, policy.live.measured)
+                policy.reset(costs, policy.live.measured)
                 policy.pinned = shape
                 found = answer(engine, [prompt], params)
                 row |= {name: found.together.tokens_per_second / speed, f"tau{name[7:]}": found.together.tau}
                 row["identical"] = row.get("identical", True) and found.token_ids == [text]
         policy.pinned = None
-        policy.use(costs, policy.live.measured)
+        policy.reset(costs, policy.live.measured)
         job.add("drafts that hold", row)
+
+
+class Oracle:
+    """Drafter of chains that runs another drafter and then replaces its tokens by those of a text.
+
+    Each token of the text is drafted right or wrong, once and for all, so that rounds are the same each time.
+    """
+
+    def __init__(self, drafter: Drafter, lengths_B: Tensor, text: Sequence[int], alpha: float, vocab_size: int) -> None:
+        """Prepare drafts of `text` (prompt and answer), of which a share of `alpha` is right."""
+        right_S = torch.tensor(text)
+        holds_S = torch.rand(len(text), generator=torch.Generator().manual_seed(0)) < alpha
+        self._drafter, self._lengths_B = drafter, lengths_B
+        self._draft_S = torch.where(holds_S, right_S, (right_S + 1) % vocab_size).to(lengths_B.device)
+        self._put: Replayed[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        tree = self._drafter.draft(context, shape)
+        self.put(context)
+        return tree
+
+    def put(self, context: DraftContext) -> None:
+        """Write over the tokens that have just been drafted."""
+        if self._put is None:
+            tokens_BN = context.buffers.tokens_BN
+            ahead_N = torch.arange(1, tokens_BN.shape[1] + 1, device=tokens_BN.device)
+
+            def put() -> None:
+                at_BN = (self._lengths_B[:, None] + ahead_N).clamp(max=len(self._draft_S) - 1)
+                tokens_BN.copy_(torch.where(tokens_BN < 0, tokens_BN, self._draft_S[at_BN]))
+
+            self._put = Replayed(put, context.graphs)
+        self._put()
+
+
+@contextmanager
+def knowing(engine: Engine, text: Sequence[int], alpha: float, context: DraftContext) -> Iterator[None]:
+    """Replace the drafter of an engine with one row, whose rounds of this kind are warm."""
+    drafter = engine.drafter
+    assert drafter is not None and len(engine.cache.lengths) == 1
+    oracle = Oracle(drafter, engine.cache.lengths, text, alpha, engine.target.vocab_size)
+    with torch.inference_mode():
+        for _ in range(1 + WARM_CALLS):
+            oracle.put(context)
+    engine.drafter = oracle  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        engine.drafter = drafter
 
 
 @contextmanager
 def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> Iterator[Runtime]:
-    """A Llama of these sizes with an EAGLE head, both of noise, and a tokenizer of bytes; `options`: of the runtime."""
-    name, hidden, mlp, layers, heads, kv_heads, head_dim, vocab = SIZES["tiny" if job.tiny else size]
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
+    """Load a Llama of these sizes with an EAGLE head, both of noise, and a tokenizer of bytes."""
+    name, *numbers = SIZES["tiny" if job.tiny else size]
+    config: dict[str, Any] = dict(zip(FIELDS, numbers, strict=True)) | {
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
     }
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10_000.0}
+    config |= {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
     job.put(model=f"the sizes of {name}, weights made from a seed")
     with tempfile.TemporaryDirectory() as folder:
         target, head = Path(folder) / "target", Path(folder) / "head"
-        for path in (target, head):
-            path.mkdir()
+        target.mkdir()
+        head.mkdir()
         (target / "config.json").write_text(json.dumps(config))
         bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
         Tokenizer(models.BPE({byte: i for i, byte in enumerate(bytes_)}, [])).save(str(target / "tokenizer.json"))
@@ -173,23 +205,23 @@ def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> 
 
 
 def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the target, each of the size that keeps a token's state at its length."""
-    dice = torch.Generator(device).manual_seed(0)
+    """Yield all tensors of the target, of a scale that keeps the length of hidden states."""
+    random = torch.Generator(device).manual_seed(0)
     table = config["vocab_size"], config["hidden_size"]
     shapes = {"model.embed_tokens": table, "model.norm": table[1:], "lm_head": table}
     for layer in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block(config)}
     for name, shape in shapes.items():
-        yield f"{name}.weight", _noise(shape, dice)
+        yield f"{name}.weight", _noise(shape, random)
 
 
 def _head(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an EAGLE head, whose block has no norm in front of its attention."""
-    dice = torch.Generator(device).manual_seed(1)
-    yield "fc.weight", _noise((config["hidden_size"], 2 * config["hidden_size"]), dice)
+    """Yield the tensors of an EAGLE head, whose block has no norm in front of its attention."""
+    random = torch.Generator(device).manual_seed(1)
+    yield "fc.weight", _noise((config["hidden_size"], 2 * config["hidden_size"]), random)
     for name, shape in _block(config):
         if name != "input_layernorm":
-            yield f"layers.0.{name}.weight", _noise(shape, dice)
+            yield f"layers.0.{name}.weight", _noise(shape, random)
 
 
 def _block(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -208,9 +240,9 @@ def _block(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     }.items()
 
 
-def _noise(shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
-    """Noise for matrices, ones for norms, in bfloat16."""
+def _noise(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    """Return noise for matrices and ones for norms, in bfloat16."""
     if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16, device=dice.device)
-    noise = torch.empty(shape, dtype=torch.bfloat16, device=dice.device)
-    return noise.normal_(0.0, shape[1] ** -0.5, generator=dice)
+        return torch.ones(shape, dtype=torch.bfloat16, device=random.device)
+    noise = torch.empty(shape, dtype=torch.bfloat16, device=random.device)
+    return noise.normal_(0.0, shape[1] ** -0.5, generator=random)

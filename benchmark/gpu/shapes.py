@@ -1,10 +1,17 @@
-"""The linears of common models, by the sizes that their configurations state."""
+"""Linears of common models by the sizes of their configurations; copies of tensors and bandwidth to time them with."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sharesd.models.wide_shapes import SHAPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Model:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        """A layer's: the first and third follow a norm, the others add a residual."""
+        """Linears of a layer: the first and third follow a norm, the others add a residual."""
         queries = self.heads * self.head_dim
         return {
             "qkv": Linear(queries + 2 * self.kv_heads * self.head_dim, self.hidden, norm=True),
@@ -39,6 +46,11 @@ class Model:
             "gate_up": Linear(2 * self.mlp, self.hidden, norm=True, gated="silu"),
             "down": Linear(self.hidden, self.mlp),
         }
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of the linears of a layer."""
+        return {name: (linear.outputs, linear.inputs) for name, linear in self.linears.items()}
 
 
 MODELS = (
@@ -48,11 +60,42 @@ MODELS = (
     Model("Qwen3-4B", 2560, 9728, 32, 8, 128),
     Model("SmolLM2-135M", 576, 1536, 9, 3, 64),
 )
+VOCAB = 49_152  # of the embedded model, also when it is widened
+
+
+def linears(size: str) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of the linears of the embedded model (`135m`) or of one widened to this size."""
+    model = MODELS[-1]
+    if size != "135m":
+        shape = SHAPES[size]
+        model = Model(
+            size, shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads, 64
+        )
+    return {**model.sizes, "head": (VOCAB, model.hidden)}
 
 
 def model_of(folder: Path) -> Model:
-    """The model of a checkpoint's folder."""
+    """Return the model of a checkpoint's folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     return Model(folder.name, hidden, config["intermediate_size"], heads, kv_heads, head_dim)
+
+
+def copies_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor and copies of it, together more than caches hold."""
+    from compile.cuda.bench import num_weight_copies
+
+    return [tensor, *(tensor.clone() for _ in range(num_weight_copies(tensor.nbytes, tensor.device) - 1))]
+
+
+@cache
+def copy_bandwidth(device: str) -> float:
+    """Return the bytes that a large copy reads and writes per second, measured once by a process."""
+    import torch
+
+    from compile.cuda.bench import seconds_per_call
+
+    source = torch.ones(2**28 if device.startswith("cuda") else 2**22, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)])

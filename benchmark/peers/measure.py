@@ -1,69 +1,63 @@
-"""The measuring loop: batch by batch, all ways of all runtimes right after each other, each time in another order."""
+"""Measuring loop over all variants of all runtimes, and their figures.
+
+A prompt's time is that of its fastest repeat: other load on the machine can only slow a runtime down.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Protocol
+from statistics import fmean
+from typing import Any
 
-from benchmark.peers.process import PeerError
-from benchmark.peers.protocol import Batch, Sample
+from benchmark.arguments import rotated
+from benchmark.peers.process import PeerError, Sample
 
-Key = tuple[int, int]
-"""(repeat, batch)"""
+Key = tuple[int, int]  # (repeat, prompt)
+OURS = ("sharesd", "naive")
 
 
 @dataclass(slots=True)
 class Row:
-    """One way of one runtime, and what was measured of it."""
+    """A variant of a runtime, with its samples or the reason for none."""
 
     runtime: str
     variant: str
     failure: str | None = None
-    """Why there are no numbers."""
     samples: dict[Key, Sample] = field(default_factory=dict)
-    """Its answers."""
-
-    @property
-    def name(self) -> str:
-        """How progress messages call it."""
-        return f"{self.runtime} {self.variant}"
-
-
-class Asked(Protocol):
-    """What the loop needs of a `Worker`."""
-
-    def prepare(self, variant: str, batch: Batch) -> None: ...
-    def measure(self, variant: str, batch: Batch) -> Sample: ...
-    def close(self) -> None: ...
-
-
-Say = Callable[[str, int, int], None]
-"""Called between measurements with what comes next, how many are done, and how many there are."""
 
 
 def measure(
-    rows: Sequence[Row], batches: Sequence[Batch], *, repeats: int, open_worker: Callable[[str], Asked], say: Say
+    rows: Sequence[Row],
+    prompts: Sequence[list[int]],
+    *,
+    repeats: int,
+    open_worker: Callable[[str], Any],
+    report: Callable[[str, int, int], None],
 ) -> None:
-    """Fill the rows. A row that fails gets its reason and is left out from then on; the others go on.
+    """Fill the rows, prompt by prompt, each time in another order; a row that fails is left out from then on.
 
-    Each runtime has one process, opened when first needed and again if it died. Only one of them works at any time.
+    Each runtime has one process, opened when first needed and again if it died. `report` is called between
+    measurements with the next one, the number done and of all. `open_worker` returns a `Worker`.
     """
-    steps = list(_steps(rows, len(batches), repeats))
-    workers: dict[str, Asked] = {}
+    steps: list[tuple[Row, Key | None]] = [(row, None) for row in rows]  # first all are warmed up
+    for i, key in enumerate(product(range(repeats), range(len(prompts)))):
+        steps += [(row, key) for row in rotated(rows, i)]
+    workers: dict[str, Any] = {}
     try:
-        for done, (row, key) in enumerate(steps):
+        for done, (row, step) in enumerate(steps):
             if row.failure is not None:
                 continue
-            say(f"{row.name}: {_what(key, len(batches), repeats)}", done, len(steps))
+            what = f"repeat {step[0] + 1}, prompt {step[1] + 1}" if step else "loading and warming up"
+            report(f"{row.runtime} {row.variant}: {what}", done, len(steps))
             try:
                 if row.runtime not in workers:
                     workers[row.runtime] = open_worker(row.runtime)
-                if key is None:
-                    workers[row.runtime].prepare(row.variant, batches[0])
+                if step is None:
+                    workers[row.runtime].prepare(row.variant, prompts[0])
                 else:
-                    row.samples[key] = workers[row.runtime].measure(row.variant, batches[key[1]])
+                    row.samples[step] = workers[row.runtime].measure(row.variant, prompts[step[1]])
             except PeerError as error:
                 row.failure = str(error)
                 if error.dead and row.runtime in workers:
@@ -73,16 +67,48 @@ def measure(
             worker.close()
 
 
-def _steps(rows: Sequence[Row], num_batches: int, repeats: int) -> Iterator[tuple[Row, Key | None]]:
-    """First all are warmed up (None), then measured."""
+def figures(rows: Sequence[Row], plain: Callable[[str], str]) -> list[dict[str, Any] | None]:
+    """Return the figures of each row, None for those that failed; `plain` names a runtime's plain variant."""
+    whole = {(row.runtime, row.variant): row for row in rows if row.failure is None}
+    naive = whole.get(OURS)
+    found: list[dict[str, Any] | None] = []
     for row in rows:
-        yield row, None
-    for i, key in enumerate(product(range(repeats), range(num_batches))):
-        for row in (*rows[i % len(rows) :], *rows[: i % len(rows)]):
-            yield row, key
+        if row.failure is not None:
+            found.append(None)
+            continue
+        base, by_prompt = whole.get((row.runtime, plain(row.runtime))), _grouped(row, 1)
+        speeds = [_speed(group) for group in _grouped(row, 0)]
+        first = [min(group, key=lambda sample: sample.first_s) for group in by_prompt]
+        same = [s.token_ids == base.samples[key].token_ids for key, s in row.samples.items()] if base else []
+        repeats = [s.token_ids == group[0].token_ids for group in by_prompt for s in group]
+        found.append(
+            {
+                "tokens_per_second": _fastest(row),
+                "tokens_per_second_range": [min(speeds), max(speeds)],
+                "ratio_to_naive": _fastest(row) / _fastest(naive) if naive else None,
+                "first_token_s": fmean(sample.first_s for sample in first),
+                "read_per_second": sum(s.num_prompt for s in first) / sum(s.first_s for s in first),
+                "same_as_plain": fmean(same) if same and base is not row else None,
+                "same_in_all_repeats": all(repeats),
+            }
+        )
+    return found
 
 
-def _what(key: Key | None, num_batches: int, repeats: int) -> str:
-    if key is None:
-        return "loading and warming up"
-    return f"batch {key[1] + 1} of {num_batches}, repeat {key[0] + 1} of {repeats}"
+def _grouped(row: Row, part: int) -> list[list[Sample]]:
+    """Return the samples of each repeat (0) or prompt (1)."""
+    groups: dict[int, list[Sample]] = {}
+    for key, sample in row.samples.items():
+        groups.setdefault(key[part], []).append(sample)
+    return list(groups.values())
+
+
+def _speed(samples: Iterable[Sample]) -> float:
+    """Return the tokens after the first delivery over their time."""
+    samples = list(samples)
+    return sum(len(s.token_ids) - s.num_first for s in samples) / sum(s.decode_s for s in samples)
+
+
+def _fastest(row: Row) -> float:
+    """Return tokens per second over each prompt's fastest repeat."""
+    return _speed(max(group, key=lambda sample: _speed([sample])) for group in _grouped(row, 1))

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: plain, with an int4 draft model, with prompt lookup. Reads Llama checkpoints by way of GGUF."""
+"""OpenVINO GenAI: plain and with prompt lookup, from a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,86 +7,62 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmark.peers.gguf_export import WeightType, gguf_file
-from benchmark.peers.protocol import Batch, Sample, Settings, TokenClock
-from compile.cpp_extension import cache_root
-from sharesd.models.hub import resolve
+from benchmark.peers.peer import Deliver, Peer, Settings
 
-LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
-"""What the library's sample for prompt lookup uses."""
-DRAFT_TOKENS = 5
-"""What its sample for draft models uses; taken where ShareSD chooses its own lengths."""
-
-_PRECISIONS: dict[str, tuple[str, WeightType]] = {
-    "bfloat16": ("bf16", "F16"),
-    "float16": ("f16", "F16"),
-    "float32": ("f32", "F32"),
-}
-"""dtype -> precision of computing, and of stored weights (the GGUF reader knows no bfloat16)."""
+LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # from the library's sample for prompt lookup
+PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
-class OpenVinoPeer:
+class OpenVino(Peer):
     """One pipeline per variant."""
 
+    package, pip = "openvino_genai", "openvino-genai"
+    variants = {
+        "plain": "ContinuousBatchingPipeline",
+        "lookup": f"prompt_lookup: {LOOKUP_TOKENS} tokens after {LOOKUP_NGRAM}-grams",
+    }
+
     def __init__(self, settings: Settings) -> None:
-        """Raises ValueError for dtypes and devices which this runtime does not have."""
         import openvino_genai
 
-        if settings.dtype not in _PRECISIONS:
+        super().__init__(settings)
+        if settings.dtype not in PRECISIONS:
             raise ValueError(f"OpenVINO does not compute in {settings.dtype}")
-        if settings.config.device.startswith("cuda"):
-            raise ValueError("OpenVINO has no CUDA devices; compare it with --device cpu")
-        self._library, self._settings = openvino_genai, settings
-        precision, self._stored = _PRECISIONS[settings.dtype]
+        self._library, precision = openvino_genai, PRECISIONS[settings.dtype]
+        self._folder = _converted(openvino_genai, Path(settings.require_gguf("OpenVINO")))
         self._options = {"INFERENCE_NUM_THREADS": settings.num_threads, "INFERENCE_PRECISION_HINT": precision}
         self._pipelines: dict[str, Any] = {}
 
     def prepare(self, variant: str) -> None:
-        """Convert what is needed and load the pipeline."""
-        library, folder = self._library, resolve(self._settings.config.target)
-        scheduler = library.SchedulerConfig()
+        scheduler = self._library.SchedulerConfig()
         scheduler.enable_prefix_caching = False
-        scheduler.max_num_batched_tokens = self._settings.config.planned_context  # prompts in one piece
-        extra: dict[str, Any] = {}
-        if variant == "draft":
-            extra["draft_model"] = library.draft_model(_model_folder(library, folder, "Q4_0"), "CPU", **self._options)
-        elif variant == "lookup":
-            extra["prompt_lookup"] = True
-        self._pipelines[variant] = library.ContinuousBatchingPipeline(
-            _model_folder(library, folder, self._stored), scheduler, "CPU", {**self._options, **extra}
-        )
+        scheduler.max_num_batched_tokens = self.settings.config.planned_context  # prompts in one piece
+        options = {**self._options, **({"prompt_lookup": True} if variant == "lookup" else {})}
+        self._pipelines[variant] = self._library.ContinuousBatchingPipeline(self._folder, scheduler, "CPU", options)
 
-    def generate(self, variant: str, batch: Batch) -> Sample:
-        """The answers, timed step by step."""
+    def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
         import numpy as np
         from openvino import Tensor
 
         config = self._library.GenerationConfig()
-        config.do_sample = False
-        config.ignore_eos = True
-        config.max_new_tokens = self._settings.num_tokens
-        if variant == "draft":
-            config.num_assistant_tokens = self._settings.config.num_draft or DRAFT_TOKENS
-        elif variant == "lookup":
+        config.do_sample, config.ignore_eos, config.max_new_tokens = False, True, self.settings.num_tokens
+        if variant == "lookup":
             config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
-        pipeline, clock = self._pipelines[variant], TokenClock(batch)
-        handles = [
-            pipeline.add_request(row, Tensor(np.array([ids], dtype=np.int64)), config) for row, ids in enumerate(batch)
-        ]
+        pipeline = self._pipelines[variant]
+        handle = pipeline.add_request(0, Tensor(np.array([prompt], dtype=np.int64)), config)
         while pipeline.has_non_finished_requests():
             pipeline.step()
-            for row, handle in enumerate(handles):
-                if handle.can_read():
-                    for output in handle.read().values():
-                        clock.add(output.generated_ids, row)
-        return clock.sample(self._settings.num_tokens)
+            if handle.can_read():
+                for output in handle.read().values():
+                    deliver(output.generated_ids)
 
 
-def _model_folder(library: Any, folder: Path, weights: WeightType) -> Path:
-    """The checkpoint in OpenVINO's own format, converted now if that was not done before."""
-    source = gguf_file(folder, weights)
-    home = cache_root() / "openvino"
-    converted = home / f"{source.stem}-{library.get_version()}"
+def _converted(library: Any, source: Path) -> Path:
+    """Return the GGUF file in OpenVINO's own format, converted now if that was not done before."""
+    from sharesd_files import cache_root
+
+    home, about = cache_root() / "openvino", source.stat()
+    converted = home / f"{source.stem}-{about.st_size}-{about.st_mtime_ns}-{library.get_version()}"
     if not converted.exists():
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home, prefix="partial-") as scratch:
@@ -98,6 +74,3 @@ def _model_folder(library: Any, folder: Path, weights: WeightType) -> Path:
             link.unlink()
             os.replace(fresh, converted)
     return converted
-
-
-open_peer = OpenVinoPeer

@@ -1,29 +1,35 @@
-"""The parent's end of `worker.py`: a process that is asked, and whose death is an answer too."""
+"""Process of a runtime: asked through a pipe; its death or silence becomes an error with its last output."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
-from contextlib import suppress
-from pathlib import Path
-from types import TracebackType
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
+from benchmark.peers.peer import Peer, Settings, peer_class
 
-from benchmark.peers.protocol import Batch, Sample, Settings
+LIMIT_S = 900.0  # longest wait for an answer, loading and converting a model included
 
-LIMIT_S = 900.0
-"""Longest wait for an answer, loading and converting a model included."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Timed answer to a prompt."""
+
+    token_ids: list[int]
+    num_prompt: int  # tokens of the prompt
+    num_first: int  # tokens of the first delivery
+    first_s: float  # seconds until then: prefill, and a first round of runtimes that draft before they deliver
+    decode_s: float  # seconds from then to the last token
 
 
 class PeerError(Exception):
-    """Why a runtime has no number; `dead` where its process is gone."""
+    """Reason for missing figures; `dead` if the process is gone."""
 
     def __init__(self, reason: str, *, dead: bool = False) -> None:
         super().__init__(reason)
@@ -33,101 +39,117 @@ class PeerError(Exception):
 class Worker:
     """A runtime in its own process."""
 
-    def __init__(self, module: str, settings: Settings, *, limit_s: float = LIMIT_S) -> None:
-        """Start the process and hand it the settings; PeerError (dead) if the runtime does not open."""
-        root = str(Path(__file__).parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.num_threads))
-        self._limit_s = limit_s
-        self._noise = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmark.peers.worker", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._noise,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+    def __init__(self, name: str, settings: Settings, *, limit_s: float = LIMIT_S) -> None:
+        """Start the process; PeerError (dead) if the runtime does not load."""
+        context = get_context("spawn")
+        self._limit_s, self._output = limit_s, tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed in close)
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, name, settings, self._output.name)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
         try:
-            self._ask(settings.to_json())
+            self._receive()
         except PeerError as error:
             self.close()
             raise PeerError(str(error), dead=True) from error
 
-    def __enter__(self) -> Worker:
-        return self
+    def prepare(self, variant: str, prompt: list[int]) -> None:
+        """Load and warm up a variant; PeerError if that fails."""
+        self._ask(False, variant, prompt)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def prepare(self, variant: str, batch: Batch) -> None:
-        """Load and warm up; PeerError where that fails."""
-        self._ask({"do": "prepare", "variant": variant, "batch": batch})
-
-    def measure(self, variant: str, batch: Batch) -> Sample:
-        """The answers to a batch; PeerError where there are none."""
-        watch = _OthersWatch(self._process.pid)
-        answer = self._ask({"do": "measure", "variant": variant, "batch": batch})
-        return Sample(**{**answer["sample"], "others_busy": watch.share()})
+    def measure(self, variant: str, prompt: list[int]) -> Sample:
+        """Return the answer to a prompt; PeerError if there is none."""
+        return self._ask(True, variant, prompt)
 
     def close(self) -> None:
         """End the process."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        if process.poll() is None:
-            process.kill()  # it holds nothing that needs care, and may be busy
-        process.wait()
-        with suppress(BrokenPipeError):  # a request that nobody read
-            process.stdin.close()
-        process.stdout.close()
-        self._noise.close()
+        self._process.kill()  # it holds nothing that needs care, and may be busy
+        self._process.join()
+        self._pipe.close()
+        self._output.close()
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Timer(self._limit_s, process.kill)
-        late.start()
+    def _ask(self, *request: Any) -> Any:
         try:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            in_time = late.is_alive()
-            late.cancel()
-        if not line:
-            raise PeerError(self._last_words() if in_time else f"no answer within {self._limit_s:g} s", dead=True)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise PeerError(answer["error"])
-        return answer
+            self._pipe.send(request)
+        except OSError:
+            raise PeerError(self._last_words(), dead=True) from None
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            if not self._pipe.poll(self._limit_s):
+                self._process.kill()
+                raise PeerError(f"no answer within {self._limit_s:g} s", dead=True)
+            found = self._pipe.recv()
+        except (EOFError, OSError):
+            raise PeerError(self._last_words(), dead=True) from None
+        if isinstance(found, str):
+            raise PeerError(found)
+        return found
 
     def _last_words(self) -> str:
-        status = self._process.wait()
+        self._process.join()
+        status = self._process.exitcode or 0
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        self._noise.seek(0)
-        lines = self._noise.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        with open(self._output.name, errors="replace") as output:
+            last = next((line.strip() for line in reversed(output.readlines()) if line.strip()), "")
         return f"its process ended {how}{f': {last}' if last else ''}"[:300]
 
 
-class _OthersWatch:
-    """How busy the machine's CPUs are with anything but one process, from now on."""
+def serve(pipe: Connection, name: str, settings: Settings, output: str) -> None:
+    """Load a runtime and answer requests with samples or the text of an error: the main function of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(settings.num_threads)
+    file = os.open(output, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    warm: set[str] = set()
+    try:
+        peer = peer_class(name)(settings)
+        pipe.send(None)
+    except Exception as error:  # whatever a foreign runtime raises becomes its row of the table
+        pipe.send(describe(error))
+        return
 
-    def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
-        self._before = self._now()
+    while True:
+        try:
+            is_measured, variant, prompt = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if variant not in warm:
+                peer.prepare(variant)
+                timed(peer, variant, prompt)
+                warm.add(variant)
+            pipe.send(timed(peer, variant, prompt) if is_measured else None)
+        except Exception as error:
+            pipe.send(describe(error))
 
-    def share(self) -> float:
-        """Between 0 and 1."""
-        all_s, idle_s, own_s = (b - a for a, b in zip(self._before, self._now(), strict=True))
-        return max(0.0, all_s - idle_s - own_s) / all_s if all_s > 0 else 0.0
 
-    def _now(self) -> tuple[float, float, float]:
-        machine, own = psutil.cpu_times(), self._process.cpu_times()
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
-        return sum(machine), idle, own.user + own.system
+def timed(peer: Peer, variant: str, prompt: list[int]) -> Sample:
+    """Time an answer; ValueError unless it has the wanted length and comes in several deliveries."""
+    wanted, token_ids, times = peer.settings.num_tokens, list[int](), list[tuple[float, int]]()
+    started = time.perf_counter()
+
+    def deliver(ids: Sequence[int]) -> None:
+        if ids:
+            token_ids.extend(ids)
+            times.append((time.perf_counter(), len(token_ids)))
+
+    peer.answer(variant, prompt, deliver)
+    if len(token_ids) != wanted:
+        raise ValueError(f"it gave {len(token_ids)} tokens where {wanted} were asked for")
+    if len(times) == 1:
+        raise ValueError(f"it gave all {wanted} tokens at once, so decoding cannot be timed; ask for more")
+    (first, num_first), (last, _) = times[0], times[-1]
+    about = {"num_prompt": len(prompt), "num_first": num_first, "first_s": first - started}
+    return Sample(token_ids=token_ids, **about, decode_s=last - first)  # type: ignore[arg-type]
+
+
+def describe(error: Exception) -> str:
+    """Return one line of at most 300 characters, without the type for ValueError."""
+    text = " ".join(str(error).split())
+    name = "" if isinstance(error, ValueError) and text else f"{type(error).__name__}: "
+    return f"{name}{text}"[:300]

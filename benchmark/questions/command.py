@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from benchmark import arguments
 from benchmark.questions import records
-from benchmark.questions.job import ALL, NUM_QUESTIONS, job_of, previous_state
 from benchmark.questions.records import Key, TurnRecord
+from benchmark.questions.run_config import ALL, NUM_QUESTIONS, previous_state, run_config
 from sharesd.cli import options
 from sharesd.cli.console import err_console
 
@@ -38,7 +39,9 @@ def add_parser(subparsers: Any) -> None:
             metavar="N",
             help=f"the first N questions, or {ALL} (default: {NUM_QUESTIONS})",
         )
-        group.add_argument("--runs", type=_count, default=1, metavar="R", help="measure R times; report the median")
+        group.add_argument(
+            "--runs", type=arguments.number, default=1, metavar="R", help="measure R times; report the median"
+        )
         group.add_argument("--out-dir", metavar="DIR", help=f"where results go (default: results/{name}-DATE-TIME)")
         group.add_argument("--log-dir", metavar="DIR", help="also write a log file into this folder")
         options.add_replicas_option(group)
@@ -48,35 +51,33 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what is missing, then write the report; returns the exit status, 130 after Ctrl-C or SIGTERM."""
-    job = job_of(args)
-    state = previous_state(job) if job.resume else None
+    """Measure the missing turns, then write the report; returns the exit status, 130 after Ctrl-C or SIGTERM."""
+    config = run_config(args)
+    state = previous_state(config) if config.resume else None
     done: dict[str, dict[Key, TurnRecord]] = {
-        mode: records.read(job.out_dir, mode) if job.resume else {} for mode in job.modes
+        mode: records.read(config.out_dir, mode) if config.resume else {} for mode in config.modes
     }
     with _stoppable():
-        from benchmark.questions.replicas import measure_on_replicas
-        from benchmark.questions.session import measure_session
-        from benchmark.reports.results import write_results  # torch takes seconds, mistakes should not
+        from benchmark.questions.results import write_results  # torch takes seconds, mistakes should not
+        from benchmark.questions.session import measure_here, measure_on_replicas
 
-        missing = sum(key not in found for found in done.values() for key in job.keys)
         interrupted = False
-        if state is None or missing:
-            state, interrupted = (measure_on_replicas if job.places else measure_session)(job, state, done)
+        if state is None or any(key not in found for found in done.values() for key in config.keys):
+            measure = measure_on_replicas if config.replicas else measure_here
+            state, interrupted = measure(config, state, done)
         else:
             err_console.print("nothing is missing: only the report is written again", highlight=False)
         if state is not None and any(done.values()):
-            write_results(job, state, done)
+            write_results(config, state, done)
     if interrupted:
-        err_console.print(
-            f"interrupted; to continue, add --resume --out-dir {job.out_dir}", highlight=False, soft_wrap=True
-        )
+        hint = f"interrupted; to continue, add --resume --out-dir {config.out_dir}"
+        err_console.print(hint, highlight=False, soft_wrap=True)
     return 130 if interrupted else 0
 
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """A polite kill is a Ctrl-C."""
+    """Treat SIGTERM as Ctrl-C."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -88,11 +89,5 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
 def _num_questions(text: str) -> int | None:
-    return None if text == ALL else _count(text)
+    return None if text == ALL else arguments.number(text)

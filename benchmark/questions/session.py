@@ -1,171 +1,303 @@
-"""One process's part of a measurement: load, warm up, measure what is missing, keep what is finished."""
+"""Measurement in this process or in replicas: load, warm up, measure the missing turns, keep each as it ends."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmark import environment
-from benchmark.questions import records
-from benchmark.questions.conversation import prompt_format, prompt_ids, require_room
-from benchmark.questions.display import Display
-from benchmark.questions.job import RUN_FILE, Job, require_same
-from benchmark.questions.measure import measure
-from benchmark.questions.questions import Question
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmark.arguments import rotated
+from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
-from sharesd.cli.console import err_console, loading_bars, log_file
+from benchmark.questions.run_config import RUN_FILE, RunConfig, require_same_machine
+from benchmark.report import number, write_json
+from benchmark.timed import generate
+from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
+from sharesd.cli import environment
+from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logging
+from sharesd.cli.conversation import prompt_format, prompt_ids, require_room
 from sharesd.config import Mode
+from sharesd.data.questions import Question
 from sharesd.engine.engine import Engine
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 8
-"""Decoded from the first prompt before anything is measured."""
+WARM_UP_TOKENS = 8  # decoded from the first prompt before anything is measured
+WORK = "benchmark.questions.session:answer_tasks"
+Done = Mapping[str, dict[Key, TurnRecord]]  # finished turns of each mode
+State = dict[str, Any]  # contents of run.json
 
 
-def measure_session(
-    job: Job, state: dict[str, Any] | None, done: Mapping[str, dict[Key, TurnRecord]]
-) -> tuple[dict[str, Any], bool]:
-    """Measure the turns that `done` lacks and add them; `state` is that of run.json, None for a new measurement.
+class Recorder:
+    """Files, log and progress of a measurement; drawn between turns only, so that nothing moves while one is timed."""
 
-    Returns the new state and whether the user interrupted. Nothing is written before all is loaded and warmed up.
-    """
-    announce(job)
-    with loading_bars() as progress:
-        runtime = Runtime(job.config, job.modes, progress=progress)
-    if runtime.auto is not None:
-        err_console.print(str(runtime.auto), highlight=False, markup=False, soft_wrap=True)
-    questions = job.questions.questions
-    require_room(
-        runtime.tokenizer, questions, max_new_tokens=job.params.max_new_tokens, max_context=runtime.max_context
-    )
-    machine = environment.environment(str(runtime.device))
-    if state is not None:
-        require_same_machine(state["environment"], machine, job.out_dir)
-    engines = warm_engines(job, runtime)
-    state = state or {"settings": job.settings, "environment": machine, "sessions": []}
-    recorder = _Recorder(job, runtime, engines, state, done)
-    name = f"{job.settings['benchmark']}-{datetime.now():%Y%m%d-%H%M%S}.log"
-    logging_to = log_file(job.log_dir / name) if job.log_dir else nullcontext()
-    try:
-        with logging_to, recorder.display:
-            log.info("%s", job.settings["command"])
-            log.info("session: %s", recorder.session)
-            measure(engines, questions, job.params, runs=job.runs, done=done, watcher=recorder)
-    except KeyboardInterrupt:
-        return state, True
-    finally:
-        recorder.save()
-    return state, False
+    def __init__(self, run: RunConfig, done: Done) -> None:
+        self._run, self._done = run, done
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+        self._bars = Progress(
+            TextColumn("[bold]{task.description}"),
+            *columns,
+            TimeRemainingColumn(),
+            console=err_console,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._tasks = {mode: self._bars.add_task(mode, total=len(run.keys), speed="") for mode in done}
 
+    def __enter__(self) -> Recorder:
+        if err_console.is_terminal:
+            self._bars.start()
+        return self
 
-class _Recorder:
-    """The watcher of a session: files, log and display."""
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
 
-    def __init__(
-        self,
-        job: Job,
-        runtime: Runtime,
-        engines: Mapping[Mode, Engine],
-        state: dict[str, Any],
-        done: Mapping[str, dict[Key, TurnRecord]],
-    ) -> None:
-        self._out_dir, self._state, self._device = job.out_dir, state, str(runtime.device)
-        self._graphs_before = environment.num_compiled_graphs()
-        self.session = session_facts(runtime, engines)
-        self.display = Display(done, num_questions=len(job.questions.questions), num_turns=len(job.keys), runs=job.runs)
-        state["sessions"].append(self.session)
-        job.out_dir.mkdir(parents=True, exist_ok=True)
-        self.save()
-
-    def save(self) -> None:
-        """Bring run.json up to date."""
-        self.session["peak_memory_bytes"] = environment.peak_memory(self._device)
-        self.session["recompiles"] = environment.num_compiled_graphs() - self._graphs_before
-        records.write_json(self._out_dir / RUN_FILE, self._state)
-
-    def starts(self, mode: str, run: int, index: int, question: Question, turn: int) -> None:
-        self.display.starts(mode, run, index, question, turn)
-
-    def finished(self, mode: str, record: TurnRecord) -> None:
-        records.append(self._out_dir, mode, record)
+    def add(self, mode: str, record: TurnRecord) -> None:
+        """Keep a finished turn."""
+        records.append(self._run.out_dir, mode, record)
         log.info(
             "%s run %d question %s turn %d: %d tokens, %d rounds, prefill %.3f s, decode %.3f s",
             *(mode, *record.key, record.new_tokens, record.rounds, record.prefill_s, record.decode_s),
         )
-        self.display.finished(mode)
+        if err_console.is_terminal:
+            self._bars.update(self._tasks[mode], completed=len(self._done[mode]), speed=self._speed(mode), refresh=True)
 
-    def answered(self, run: int, index: int, question: Question) -> None:
-        self.save()
-        self.display.answered(run, index, question)
+    def end_question(self, run: int, index: int) -> None:
+        """Print a line about the speeds so far if there is no terminal."""
+        if not err_console.is_terminal:
+            questions = self._run.questions.questions
+            name = f"question {index + 1}/{len(questions)} {questions[index].category}"
+            name = f"run {run}/{self._run.runs}, {name}" if self._run.runs > 1 else name
+            speeds = "  ".join(f"{mode} {self._speed(mode)}" for mode in self._tasks)
+            err_console.print(f"{name}: {speeds}", highlight=False, soft_wrap=True)
+
+    def _speed(self, mode: str) -> str:
+        turns = self._done[mode].values()
+        return f"{number(summary.tokens_per_second(turns))} tok/s, tau {number(summary.tau(turns), 2)}" if turns else ""
 
 
-def announce(job: Job) -> None:
-    """Say what is measured."""
-    questions = job.settings["questions"]
-    runs = f", {job.runs} runs" if job.runs > 1 else ""
-    err_console.print(
-        f"{job.settings['model']} in {', '.join(job.modes)}: {questions['label']}, the first "
-        f"{questions['num_questions']} of {questions['num_available']} ({questions['num_turns']} turns{runs}); "
-        "--num-questions takes another number, or all",
-        highlight=False,
-        soft_wrap=True,
+def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State, bool]:
+    """Measure the turns that `done` lacks and add them; `state` is None for a new measurement.
+
+    Returns the new state, and True if interrupted. Nothing is written before all is loaded and warmed up.
+    """
+    announce(run)
+    with loading_bars() as progress:
+        runtime = Runtime(run.config, run.modes, progress=progress)
+    if runtime.auto is not None:
+        err_console.print(str(runtime.auto), highlight=False, markup=False, soft_wrap=True)
+    _require_room(run, runtime)
+    machine = environment.environment(str(runtime.device))
+    if state is not None:
+        require_same_machine(state["environment"], machine, run.out_dir)
+    engines = _warm_engines(run, runtime)
+    state = state or {"settings": run.settings, "environment": machine, "sessions": []}
+    session = _session(runtime, engines)
+    state["sessions"].append(session)
+    run.out_dir.mkdir(parents=True, exist_ok=True)
+    graphs_before, state_file = environment.num_compiled_graphs(), run.out_dir / RUN_FILE
+    name = f"{run.settings['benchmark']}-{datetime.now():%Y%m%d-%H%M%S}.log"
+    try:
+        with log_file(run.log_dir / name) if run.log_dir else nullcontext(), Recorder(run, done) as recorder:
+            log.info("%s", run.settings["command"])
+            for number_, index in _order(run):
+                question = run.questions.questions[index]
+                for mode, record in measure_question(engines, number_, index, question, run.params, done):
+                    recorder.add(mode, record)
+                session |= _usage(runtime, graphs_before)
+                write_json(state_file, state)
+                recorder.end_question(number_, index)
+    except KeyboardInterrupt:
+        return state, True
+    finally:
+        session |= _usage(runtime, graphs_before)
+        write_json(state_file, state)
+    return state, False
+
+
+class Asked(NamedTuple):
+    """A question that lacks answers, with those that it has, by mode."""
+
+    run: int
+    number: int
+    done: dict[str, dict[Key, TurnRecord]]
+
+
+class Answered(NamedTuple):
+    """New turns of a question from a replica, and the facts of its process as of now."""
+
+    process: int
+    environment: dict[str, Any]
+    session: dict[str, Any]
+    turns: list[tuple[Mode, TurnRecord]]
+
+
+def measure_on_replicas(run: RunConfig, state: State | None, done: Done) -> tuple[State | None, bool]:
+    """Measure as `measure_here` in replicas, each a session; the state may stay None if interrupted."""
+    announce(run)
+    questions, resumed, sessions = run.questions.questions, state, dict[int, dict[str, Any]]()
+    asked = []
+    for number_, index in _order(run):
+        id_ = questions[index].id
+        found = {mode: {key: r for key, r in each.items() if key[:2] == (number_, id_)} for mode, each in done.items()}
+        if any(len(turns) < len(questions[index].turns) for turns in found.values()):
+            asked.append(Asked(number_, index, found))
+    run.out_dir.mkdir(parents=True, exist_ok=True)
+    results = run_tasks(enumerate(asked), start(WORK, run, run.replicas), max_assigned=1)
+    try:
+        with Recorder(run, done) as recorder, closing(results):  # type: ignore[type-var]
+            for task, answered in results:
+                state = state or {"settings": run.settings, "environment": answered.environment, "sessions": []}
+                if answered.process not in sessions:
+                    if resumed is not None:
+                        require_same_machine(resumed["environment"], answered.environment, run.out_dir)
+                    state["sessions"].append(sessions.setdefault(answered.process, {}))
+                sessions[answered.process].update(answered.session)
+                write_json(run.out_dir / RUN_FILE, state)
+                for mode, record in answered.turns:
+                    done[mode][record.key] = record
+                    recorder.add(mode, record)
+                recorder.end_question(asked[task].run, asked[task].number)
+    except KeyboardInterrupt:
+        return state, True
+    return state, False
+
+
+def answer_tasks(run: RunConfig, tasks: TaskQueue) -> Iterator[Numbered]:
+    """Load, warm up, and answer the questions of the tasks: the work of a replica."""
+    set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
+    runtime = Runtime(run.config, run.modes)
+    _require_room(run, runtime)
+    machine, engines = environment.environment(str(runtime.device)), _warm_engines(run, runtime, quiet=True)
+    session, graphs_before = _session(runtime, engines), environment.num_compiled_graphs()
+    while (task := tasks.take(wait=True)) is not None:
+        number_, (repetition, index, done) = task
+        question = run.questions.questions[index]
+        turns = list(measure_question(engines, repetition, index, question, run.params, done))
+        session |= _usage(runtime, graphs_before)
+        yield number_, Answered(os.getpid(), machine, session, turns)
+
+
+def measure_question(
+    engines: Mapping[Mode, Engine],
+    run: int,
+    index: int,
+    question: Question,
+    params: SamplingParams,
+    done: Mapping[str, dict[Key, TurnRecord]],
+) -> Iterator[tuple[Mode, TurnRecord]]:
+    """Measure the turns of a question that `done` lacks; they are in it when they are yielded.
+
+    Each question begins with another mode. Prompts of later turns hold the answers of the same mode.
+    """
+    for mode in rotated(list(engines), index + run - 1):
+        answers: list[str] = []
+        for turn in range(1, len(question.turns) + 1):
+            key = (run, question.id, turn)
+            if key not in done[mode]:
+                prompt = prompt_ids(engines[mode].tokenizer, question, answers)
+                done[mode][key] = measure_turn(engines[mode], prompt, params, run=run, question=question, turn=turn)
+                yield mode, done[mode][key]
+            answers.append(done[mode][key].text)
+
+
+def measure_turn(
+    engine: Engine, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
+) -> TurnRecord:
+    """Decode one answer from an empty cache."""
+    [completion] = generate(engine, [prompt], params)
+    stats = engine.stats
+    accepted_by = Counter(name for name in completion.drafters if name is not None)
+    numbers = {name: str(number) for number, name in enumerate(accepted_by)}
+    assert completion.finish_reason is not None and stats.new_tokens == len(completion.token_ids)
+    same = ["prompt_tokens", "new_tokens", "decoded_tokens", "prefill_s", "decode_s", "draft_s", "verify_s"]
+    same += ["overhead_s", "rounds", "accepted_at", "drafted_tokens", "draft_steps"]
+    return TurnRecord(
+        run=run,
+        question_id=question.id,
+        category=question.category,
+        turn=turn,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        sources=dict(stats.sources),
+        finish_reason=completion.finish_reason,
+        accept_lengths=stats.accept_lengths[0],
+        token_sources="".join(source[0] for source in completion.sources),
+        accepted_by=dict(accepted_by),
+        token_drafters="".join("-" if name is None else numbers[name] for name in completion.drafters),
+        **{name: getattr(stats, name) for name in same},
     )
 
 
-def warm_engines(job: Job, runtime: Runtime, *, quiet: bool = False) -> dict[Mode, Engine]:
-    """Engines that have seen every shape: compiled by the runtime, and one real prompt each."""
+def announce(run: RunConfig) -> None:
+    """Print what is measured."""
+    asked, runs = run.settings["questions"], f", {run.runs} runs" if run.runs > 1 else ""
+    which = f"the first {asked['num_questions']} of {asked['num_available']} ({asked['num_turns']} turns{runs})"
+    line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions takes others"
+    err_console.print(line, highlight=False, soft_wrap=True)
+
+
+def _order(run: RunConfig) -> Iterator[tuple[int, int]]:
+    """Yield run and index of each question."""
+    for number_ in range(1, run.runs + 1):
+        for index in range(len(run.questions.questions)):
+            yield number_, index
+
+
+def _require_room(run: RunConfig, runtime: Runtime) -> None:
+    lengths = {"max_new_tokens": run.params.max_new_tokens, "max_context": runtime.max_context}
+    require_room(runtime.tokenizer, run.questions.questions, **lengths)
+
+
+def _warm_engines(run: RunConfig, runtime: Runtime, *, quiet: bool = False) -> dict[Mode, Engine]:
+    """Return engines that were compiled for every shape and have answered one prompt."""
     engines: dict[Mode, Engine] = {}
-    prompt = prompt_ids(runtime.tokenizer, job.questions.questions[0], [])
-    short = replace(job.params, max_new_tokens=min(WARM_UP_TOKENS, job.params.max_new_tokens))
-    for mode in job.modes:
+    prompt = prompt_ids(runtime.tokenizer, run.questions.questions[0], [])
+    short = replace(run.params, max_new_tokens=min(WARM_UP_TOKENS, run.params.max_new_tokens))
+    for mode in run.modes:
         with nullcontext() if quiet else err_console.status(f"compiling and warming up {mode}"):
-            engines[mode] = runtime.engine(mode, warm=job.params)
+            engines[mode] = runtime.engine(mode, warm=run.params)
             engines[mode].generate([prompt], short)
-    if quiet:
-        return engines
-    compiled = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in engines)
-    err_console.print(f"loaded in {runtime.load_seconds:.1f} s; warmed up: {compiled}", highlight=False, soft_wrap=True)
+    if not quiet:
+        warm = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in engines)
+        err_console.print(f"loaded in {runtime.load_seconds:.1f} s; warmed up: {warm}", highlight=False, soft_wrap=True)
     return engines
 
 
-def session_facts(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str, Any]:
-    """The facts of this process."""
+def _usage(runtime: Runtime, graphs_before: int) -> dict[str, Any]:
     return {
+        "peak_memory_bytes": environment.peak_memory(str(runtime.device)),
+        "recompiles": environment.num_compiled_graphs() - graphs_before,
+    }
+
+
+def _session(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str, Any]:
+    """Return the facts of this process."""
+    modes = {}
+    for mode, engine in engines.items():
+        report = runtime.report(mode)
+        weights, kv = engine.drafter.extra_bytes() if engine.drafter else (0, 0)
+        facts = {"extra_weight_bytes": weights, "extra_kv_bytes": kv, "compile_seconds": report.compile_seconds}
+        modes[mode] = {**facts, "quantized": asdict(report.quant) if report.quant else None}
+    facts = {name: getattr(runtime, name) for name in ("load_seconds", "compile", "max_context", "weight_bytes")}
+    return {
+        **facts,
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "ready_seconds": environment.seconds_since_start(),
-        "load_seconds": runtime.load_seconds,
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "device": str(runtime.device),
         "architecture": runtime.target.name,
-        "compile": runtime.compile,
         "prompt_format": prompt_format(runtime.tokenizer),
-        "max_context": runtime.max_context,
         "auto": None if runtime.auto is None else str(runtime.auto),
-        "weight_bytes": runtime.weight_bytes,
         "kv_bytes": runtime.cache.nbytes,
-        "modes": {mode: _mode_facts(runtime, mode, engine) for mode, engine in engines.items()},
+        "modes": modes,
     }
-
-
-def _mode_facts(runtime: Runtime, mode: Mode, engine: Engine) -> dict[str, Any]:
-    report, drafter = runtime.report(mode), engine.drafter
-    weights, kv = drafter.extra_bytes() if drafter else (0, 0)
-    return {
-        "compile_seconds": report.compile_seconds,
-        "extra_weight_bytes": weights,
-        "extra_kv_bytes": kv,
-        "quantized": asdict(report.quant) if report.quant else None,
-    }
-
-
-def require_same_machine(old: dict[str, Any], new: dict[str, Any], out_dir: Path) -> None:
-    """ValueError where a measurement that is resumed ran on another machine."""
-    before, now = ({name: machine.get(name) for name in environment.IDENTITY} for machine in (old, new))
-    require_same(before, now, out_dir)

@@ -1,13 +1,14 @@
-"""One streamed answer of a server: when its pieces came, what they said, and how it went wrong."""
+"""Streamed answers of a server: times of their chunks, their texts and failures."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import httpx
 
@@ -15,35 +16,21 @@ from benchmark.serve.workload import Request
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-Failure = Literal[
-    "refused", "rejected", "server error", "timeout", "unreachable", "disconnected", "error in stream", "no answer"
-]
-"""Kinds: 429 or 503; another status from 400 on; from 500 on; ...; an `error` event; an end without a token."""
-FAILURES: tuple[Failure, ...] = get_args(Failure)
-OVERLOAD = (429, 503)
 
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """What became of a request. Times are in seconds."""
+    """Outcome of a request; times are in seconds."""
 
-    due_s: float = 0.0
-    """When it should have left, since the load began."""
-    sent_s: float = 0.0
-    """When it left: later where --max-concurrency held it back."""
+    sent_s: float = 0.0  # departure since the load began
     chunks_s: list[float] = field(default_factory=list)
-    """When each chunk with choices came, since it was sent. A chunk may hold many tokens."""
+    """Arrival of each chunk with choices since departure; a chunk may hold many tokens."""
     text: str = ""
-    num_ids: int = 0
-    """Token ids that came along, where the server sends them."""
-    prompt_tokens: int | None = None
-    """As the server counts."""
-    output_tokens: int | None = None
-    """As the server counts; None where it does not."""
-    failure: Failure | None = None
-    """None: a whole answer."""
+    num_ids: int = 0  # token ids that came along, if the server sends them
+    prompt_tokens: int | None = None  # count of the server
+    output_tokens: int | None = None  # count of the server, else of ids
+    failure: str | None = None  # kind of failure; None: a whole answer
     detail: str = ""
-    """What the server said of a failure."""
 
     @property
     def ttft_s(self) -> float:
@@ -52,105 +39,117 @@ class Answer:
 
     @property
     def e2el_s(self) -> float:
-        """Time from the request to the last chunk with choices."""
+        """Time from the request to the last chunk."""
         return self.chunks_s[-1]
 
 
 class Failed(Exception):
-    """Why there is no whole answer."""
+    """Reason for no whole answer, with its kind: refused (429, 503), rejected, server error, timeout, ..."""
 
-    def __init__(self, kind: Failure, detail: str) -> None:
+    def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
-        self.kind: Failure = kind
+        self.kind = kind
 
 
-class Client:
-    """Asks one server. Proxies of the environment are not used: a proxy's times would be measured with it."""
+def http_client(base_url: str, headers: Mapping[str, str], timeout_s: float) -> httpx.AsyncClient:
+    """Return a client without limits and proxies, whose times would be measured too."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    try:
+        return httpx.AsyncClient(
+            base_url=base_url.rstrip("/").removesuffix("/v1"),
+            headers=dict(headers),
+            timeout=timeout_s,
+            limits=limits,
+            trust_env=False,
+        )
+    except (httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise ValueError(f"--base-url {base_url} or a --header cannot be sent ({error}); correct it") from error
 
-    def __init__(
-        self,
-        base_url: str,
-        endpoint: Endpoint,
-        *,
-        options: Mapping[str, Any],
-        headers: Mapping[str, str],
-        timeout_s: float,
-    ) -> None:
-        """`options` is what every request says beside its prompt and length; `timeout_s` bounds a whole answer."""
-        self._endpoint, self._options, self._timeout_s = endpoint, options, timeout_s
-        self._url = base_url.rstrip("/").removesuffix("/v1")
-        try:
-            self._http = httpx.AsyncClient(
-                base_url=self._url,
-                headers=dict(headers),
-                timeout=timeout_s,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                trust_env=False,
-            )
-        except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise ValueError(f"--base-url {base_url} or a --header cannot be sent ({error}); correct it") from error
 
-    async def __aenter__(self) -> Client:
-        return self
+async def first_model(http: httpx.AsyncClient, url: str) -> str:
+    """Return the first model that the server names; ValueError if there is none."""
+    try:
+        answer = await http.get("/v1/models")
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = [*str(error).splitlines(), type(error).__name__][0]
+        raise ValueError(f"cannot ask {url} for its models ({why}); start the server or correct --base-url") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{url} names no model at /v1/models; name one with --model") from error
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
 
-    async def first_model(self) -> str:
-        """The first model that the server names; ValueError where it names none or cannot be reached."""
-        url = self._url
-        try:
-            answer = await self._http.get("/v1/models")
-            return str(answer.raise_for_status().json()["data"][0]["id"])
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(
-                f"cannot ask {url} for its models ({why}); start the server or correct --base-url"
-            ) from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{url} names no model at /v1/models; name one with --model") from error
+async def send_all(
+    http: httpx.AsyncClient,
+    endpoint: Endpoint,
+    requests: Sequence[Request],
+    due_s: Sequence[float],
+    *,
+    body: Callable[[int], Mapping[str, Any]],
+    timeout_s: float,
+    max_concurrency: int | None = None,
+    done: Callable[[int], None] = lambda num: None,
+) -> tuple[list[Answer], float]:
+    """Send requests at their times; returns the answers in order, and the seconds until the last.
 
-    async def metrics(self) -> str | None:
-        """The text of /metrics; None where the server has none."""
-        try:
-            answer = await self._http.get("/metrics")
-        except httpx.HTTPError:
-            return None
-        return answer.text if answer.status_code == 200 else None
+    `body` returns the fields of the i-th request beside prompt and length; `done` is called with the number answered.
+    """
+    places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+    answers = [Answer() for _ in requests]
+    began, num_done = perf_counter(), 0
 
-    async def ask(self, request: Request, name: str, extra: Mapping[str, Any], answer: Answer) -> None:
-        """Send a request and fill in its answer, or its failure. `extra` is what this request says of its own."""
-        body = self._body(request, extra)
-        sent = perf_counter()
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._http.stream("POST", PATHS[self._endpoint], json=body, headers={"x-request-id": name}) as response,
-            ):
-                if response.status_code != 200:
-                    raise _refusal(response.status_code, await response.aread())
-                await _read(response, answer, sent)
-        except Failed as error:
-            answer.failure, answer.detail = error.kind, str(error)
-        except (TimeoutError, httpx.TimeoutException):
-            answer.failure, answer.detail = "timeout", f"no whole answer within {self._timeout_s:g} s"
-        except httpx.ConnectError as error:
-            answer.failure, answer.detail = "unreachable", str(error)
-        except httpx.HTTPError as error:
-            answer.failure, answer.detail = "disconnected", str(error) or type(error).__name__
+    async def send(i: int) -> None:
+        nonlocal num_done
+        await asyncio.sleep(due_s[i] - (perf_counter() - began))
+        async with places:
+            answers[i].sent_s = perf_counter() - began
+            await _ask(http, endpoint, requests[i], f"sharesd-bench-{i}", body(i), answers[i], timeout_s)
+        num_done += 1
+        done(num_done)
 
-    def _body(self, request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
-        asked: dict[str, Any]
-        if self._endpoint == "chat":
-            messages = [{"role": "user", "content": request.prompt}]
-            asked = {"messages": messages, "max_completion_tokens": request.output_len}
-        else:
-            asked = {"prompt": request.prompt, "max_tokens": request.output_len}
-        return {**asked, "stream": True, "stream_options": {"include_usage": True}, **extra, **self._options}
+    async with asyncio.TaskGroup() as group:
+        for i in range(len(requests)):
+            group.create_task(send(i))
+    return answers, perf_counter() - began
+
+
+async def _ask(
+    http: httpx.AsyncClient,
+    endpoint: Endpoint,
+    request: Request,
+    name: str,
+    extra: Mapping[str, Any],
+    answer: Answer,
+    timeout_s: float,
+) -> None:
+    """Send a request and fill in its answer or its failure."""
+    asked: dict[str, Any] = {"prompt": request.prompt, "max_tokens": request.output_len}
+    if endpoint == "chat":
+        messages = [{"role": "user", "content": request.prompt}]
+        asked = {"messages": messages, "max_completion_tokens": request.output_len}
+    body = {**asked, "stream": True, "stream_options": {"include_usage": True}, **extra}
+    sent = perf_counter()
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            http.stream("POST", PATHS[endpoint], json=body, headers={"x-request-id": name}) as response,
+        ):
+            if response.status_code != 200:
+                raise _refusal(response.status_code, await response.aread())
+            await _read(response, answer, sent)
+    except Failed as error:
+        answer.failure, answer.detail = error.kind, str(error)
+    except (TimeoutError, httpx.TimeoutException):
+        answer.failure, answer.detail = "timeout", f"no whole answer within {timeout_s:g} s"
+    except httpx.ConnectError as error:
+        answer.failure, answer.detail = "unreachable", str(error)
+    except httpx.HTTPError as error:
+        answer.failure, answer.detail = "disconnected", str(error) or type(error).__name__
+    if answer.failure is None and answer.output_tokens is None:
+        answer.output_tokens = answer.num_ids or None
 
 
 async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
-    """A stream to its end, so that its connection can be used again; Failed where it is not whole."""
+    """Read a stream to its end, so that its connection can be used again; Failed if it is not whole."""
     finished = False
     async for data in events(response):
         now = perf_counter() - sent
@@ -169,10 +168,7 @@ async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of server-sent events, one line each, as OpenAI's protocol has them.
-
-    httpx's own lines also end at U+2028 and its like, which JSON may hold.
-    """
+    """Yield the data of server-sent events; httpx's own lines also end at U+2028, which JSON may hold."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -184,7 +180,7 @@ async def events(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _add(event: dict[str, Any], answer: Answer, now: float) -> bool:
-    """Take note of an event; True if it says why the answer ended."""
+    """Record an event; returns True for the one with the finish reason."""
     if event.get("error"):
         raise Failed("error in stream", _message(event))
     if usage := event.get("usage"):
@@ -204,11 +200,11 @@ def _add(event: dict[str, Any], answer: Answer, now: float) -> bool:
 
 
 def _refusal(status: int, body: bytes) -> Failed:
-    kind: Failure = "refused" if status in OVERLOAD else "rejected" if status < 500 else "server error"
     try:
         said = _message(json.loads(body))
     except (ValueError, AttributeError, RecursionError):
         said = body.decode(errors="replace")
+    kind = "refused" if status in (429, 503) else "rejected" if status < 500 else "server error"
     return Failed(kind, f"{status}: {' '.join(said.split())[:200]}")
 
 

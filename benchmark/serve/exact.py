@@ -1,4 +1,4 @@
-"""`serve --exact`: mixed requests come at random times, some clients hang up, and no text changes by it."""
+"""`serve --exact`: mixed requests at random times, with clients that hang up, must not change any text."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from time import monotonic
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmark.serve.arrivals import departures
-from benchmark.serve.client import PATHS, Failed, events
-from benchmark.serve.mixed import Mixed
+from benchmark.serve.client import PATHS, Endpoint, Failed, events, http_client
+from benchmark.serve.workload import departures, random_words
 
-GIVEN_UP = 0.25
-"""Clients that hang up, for each one that does not."""
-IDLE_S = 5.0
-"""Rows must be free so long after the last answer at most."""
+LONGEST = 1500  # words of the one long prompt; each is a token or more
+GIVEN_UP = 0.25  # clients that hang up, for each one that does not
+IDLE_S = 5.0  # seconds after the last answer within which rows must be free
 GAUGES = ("sharesd:num_requests_running", "sharesd:num_requests_waiting", "sharesd:kv_cache_usage_perc")
 
 
 @dataclass(slots=True)
-class Said:
-    """One choice."""
+class Choice:
+    """Text and end of a choice."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -33,92 +32,123 @@ class Said:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """Of a load."""
+    """Outcome of a load."""
 
     mode: str
-    order: int
-    """Which arrival order."""
-    num_choices: int
-    """Of clients that stay."""
+    order: int  # number of the arrival order
+    num_choices: int  # of clients that stay
     num_given_up: int
     num_identical: int = 0
-    differing: list[str] = field(default_factory=list)
-    """What differs, and how; of clients that hung up, what they got must be a beginning."""
-    failures: list[str] = field(default_factory=list)
-    """Requests without a whole answer."""
-    left: dict[str, float] = field(default_factory=dict)
-    """Gauges that are not at 0 afterwards."""
+    differing: list[str] = field(default_factory=list)  # texts of clients that hung up must be a beginning
+    failures: list[str] = field(default_factory=list)  # requests without a whole answer
+    left: dict[str, float] = field(default_factory=dict)  # gauges that are not at 0 afterwards
 
     @property
     def good(self) -> bool:
-        """All is identical, and nothing is left."""
+        """True if all is identical and nothing is left."""
         return not (self.differing or self.failures or self.left)
 
 
-async def alone(url: str, requests: Sequence[Mixed], timeout_s: float) -> list[list[Said]]:
-    """The choices of each request, asked one by one. Failed where one has no answer."""
-    async with _http(url, timeout_s) as http:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixed:
+    """A request without the fields that must not change its texts: `stream` and `speculate`."""
+
+    endpoint: Endpoint
+    body: dict[str, Any]
+
+
+def mixed(num: int, seed: int, longest: int = LONGEST) -> list[Mixed]:
+    """Return the same requests for the same seed; one prompt has `longest` words, the others at most a quarter.
+
+    A third of the prompts begin alike, as those with a system prompt do.
+    """
+    random = Random(seed)
+    words = random_words(num + 1, longest // 8, 1, 0.96, seed)
+    shared, *texts = [request.prompt for request in words]
+    texts[random.randrange(num)] = random_words(1, longest, 1, 0.0, seed + 1)[0].prompt
+    return [_request(f"{shared}\n{text}" if random.random() < 1 / 3 else text, random) for text in texts]
+
+
+def _request(text: str, random: Random) -> Mixed:
+    body: dict[str, Any] = {
+        "seed": random.randrange(2**32),
+        "temperature": random.choice([0, 0, 0.5, 1, 1.5]),
+        "max_tokens": random.randint(4, 64),
+        "ignore_eos": random.random() < 0.8,
+        "n": 2 if random.random() < 0.2 else 1,
+    }
+    optional: dict[str, list[Any]] = {
+        "top_p": [0.8, 0.95],
+        "top_k": [5, 40],
+        "min_p": [0.05],
+        "repetition_penalty": [1.1, 1.3],
+        "presence_penalty": [0.5, 1.5],
+        "frequency_penalty": [0.5, -0.3],
+        "logit_bias": [{"260": -100, "28": 3}],
+        "stop": [[" the"], [".", "and "]],
+    }
+    for name, values in optional.items():
+        if random.random() < 0.25:
+            body[name] = random.choice(values)
+    if random.random() < 0.5:
+        more = {"logprobs": True, "top_logprobs": 3} if random.random() < 0.2 else {}
+        return Mixed(endpoint="chat", body={"messages": [{"role": "user", "content": text}], **body, **more})
+    return Mixed(endpoint="completions", body={"prompt": text, **body})
+
+
+async def alone(url: str, requests: Sequence[Mixed], timeout_s: float) -> list[list[Choice]]:
+    """Return the choices of each request, asked one by one; Failed if one has no answer."""
+    async with http_client(url, {}, timeout_s) as http:
         return [await _ask(http, request, stream=False, speculate=False) for request in requests]
 
 
 async def together(
     url: str,
     requests: Sequence[Mixed],
-    expected: Sequence[Sequence[Said]],
+    expected: Sequence[Sequence[Choice]],
     *,
     mode: str,
     order: int,
     rate: float,
     timeout_s: float,
 ) -> Outcome:
-    """The requests in an order of their own, at random times, streamed and not, with drafts and without; clients that
-    hang up among them.
-    """
-    dice = Random(order)
+    """Send the requests in an order of their own, streamed and not, with drafts and without; some clients hang up."""
+    random = Random(order)
     numbers = list(range(len(requests)))
-    leaving = dice.sample(numbers, round(GIVEN_UP * len(numbers)))
+    leaving = random.sample(numbers, round(GIVEN_UP * len(numbers)))
     visits = [(i, False) for i in numbers] + [(i, True) for i in leaving]
-    dice.shuffle(visits)
+    random.shuffle(visits)
     outcome = Outcome(mode=mode, order=order, num_choices=sum(map(len, expected)), num_given_up=len(leaving))
 
     async def visit(i: int, leaves: bool, due_s: float, stream: bool, speculate: bool, pieces: int | None) -> None:
         await asyncio.sleep(due_s)
         try:
-            asked = _ask(
-                http, requests[i], stream=stream or leaves, speculate=speculate, pieces=pieces if leaves else None
-            )
-            said = await asked
+            choices = await _ask(http, requests[i], stream=stream, speculate=speculate, pieces=pieces)
         except (Failed, httpx.HTTPError) as error:
             outcome.failures.append(f"request {i}: {error or type(error).__name__}")
             return
-        for k, (wanted, given) in enumerate(zip(expected[i], said, strict=True)):
+        for k, (wanted, given) in enumerate(zip(expected[i], choices, strict=True)):
             same = wanted.text.startswith(given.text) if leaves else wanted == given
             outcome.num_identical += same and not leaves
             if not same:
                 outcome.differing.append(f"request {i}, choice {k}: {given} instead of {wanted}")
 
-    async with _http(url, timeout_s) as http:
+    async with http_client(url, {}, timeout_s) as http:
         async with asyncio.TaskGroup() as group:
             for (i, leaves), due_s in zip(visits, departures(len(visits), rate, 1.0, order), strict=True):
-                stream, speculate = dice.random() < 0.5, dice.random() < 0.8
-                pieces = dice.randint(1, 4) if leaves else None
+                stream, speculate = random.random() < 0.5, random.random() < 0.8
+                pieces = random.randint(1, 4) if leaves else None
                 group.create_task(visit(i, leaves, due_s, stream or leaves, speculate, pieces))
         outcome.left = await _left(http)
     return outcome
 
 
-def _http(url: str, timeout_s: float) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None), trust_env=False
-    )
-
-
 async def _ask(
     http: httpx.AsyncClient, request: Mixed, *, stream: bool, speculate: bool, pieces: int | None = None
-) -> list[Said]:
-    """The choices; what there is after so many `pieces` of a stream, where the client hangs up."""
+) -> list[Choice]:
+    """Return the choices, or those after so many `pieces` of a stream if the client hangs up."""
     body = {**request.body, "stream": stream, "speculate": speculate}
-    said = [Said() for _ in range(body["n"])]
+    choices = [Choice() for _ in range(body["n"])]
     async with http.stream("POST", PATHS[request.endpoint], json=body) as response:
         if response.status_code != 200 or not stream:
             whole = json.loads(await response.aread())
@@ -126,8 +156,8 @@ async def _ask(
                 raise Failed("rejected", f"{response.status_code}: {whole['error']['message']}")
             for choice in whole["choices"]:
                 text = choice["message"]["content"] if request.endpoint == "chat" else choice["text"]
-                said[choice["index"]] = Said(text, choice["finish_reason"])
-            return said
+                choices[choice["index"]] = Choice(text, choice["finish_reason"])
+            return choices
         async for data in events(response):
             if data == b"[DONE]":
                 continue
@@ -135,18 +165,18 @@ async def _ask(
             if "error" in event:
                 raise Failed("error in stream", event["error"]["message"])
             for choice in event["choices"]:
-                part = said[choice["index"]]
+                part = choices[choice["index"]]
                 part.text += choice["delta"]["content"] if request.endpoint == "chat" else choice["text"]
                 part.finish_reason = choice["finish_reason"]
             if pieces is not None:
                 pieces -= 1
                 if not pieces:
                     break
-    return said
+    return choices
 
 
 async def _left(http: httpx.AsyncClient) -> dict[str, float]:
-    """Gauges that stay above 0."""
+    """Return the gauges that stay above 0."""
     limit = monotonic() + IDLE_S
     while True:
         families = text_string_to_metric_families((await http.get("/metrics")).text)

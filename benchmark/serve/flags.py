@@ -1,4 +1,4 @@
-"""The flags of `serve`, each checked as it is read."""
+"""Options of `serve`, most of them named as in `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -8,138 +8,86 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from benchmark.arguments import add_out_dir, number
+from benchmark.arguments import add_out_dir, add_removed, number
 
 BASE_URL = "http://127.0.0.1:8000"
 RANDOM, QUESTIONS = "random", "questions"
-NAIVE = "naive"
-LATENCIES = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
-LIMITED = ("ttft", "tpot", "e2el")
-"""What --goodput can limit."""
+LIMITED = ("ttft", "tpot", "e2el")  # latencies that --goodput can limit
+Convert = Callable[[str], float]
 
 
-def add_server(group: Any) -> None:
-    group.add_argument("--base-url", metavar="URL", help=f"of a running server (default: {BASE_URL})")
-    group.add_argument(
-        "--spawn",
-        metavar="MODES",
-        help="start our own server in mode naive and in each of these, with commas, and compare; its own flags go "
-        "behind --, such as -- --max-batch 8",
-    )
-    group.add_argument(
-        "--turns",
-        type=number,
-        default=1,
-        metavar="N",
-        help="have all servers of --spawn there at once and ask them in turns, N times each, with other prompts each "
-        "time: what a busy machine does to one of them it does to all; shown are medians",
-    )
-    group.add_argument(
-        "--exact",
-        type=number,
-        metavar="N",
-        help="instead of measuring, N loads of --num-prompts requests of all kinds, each in an order of its own, with "
-        "clients that hang up: their texts must be those that mode naive gives to each request alone (needs --spawn)",
-    )
-    group.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="of the server that --spawn starts")
-    group.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="what is asked")
-    group.add_argument("--model", metavar="ID", help="model to ask (default: the first that the server names)")
-    group.add_argument(
-        "--header",
-        type=_header,
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="sent with each request (OPENAI_API_KEY of the environment is sent as a bearer token)",
-    )
-    group.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds for a whole answer")
-    group.add_argument(
-        "--num-warmups", type=_count, default=1, metavar="N", help="requests before each load, one by one, not measured"
-    )
-    group.add_argument(
-        "--request-rate", type=_rate, metavar="R", help="requests per second; inf: all at once (default: inf)"
-    )
-    group.add_argument(
-        "--sweep", type=_rates, metavar="RATES", help="several rates in turn, such as 1,2,4,inf, and a plot"
-    )
-    group.add_argument(
-        "--burstiness",
-        type=_rate,
-        default=1.0,
-        metavar="B",
-        help="shape of the gaps between requests: 1 is Poisson, less comes in bursts, inf is even",
-    )
-    group.add_argument(
-        "--max-concurrency", type=number, metavar="N", help="at most N requests under way; others wait here"
-    )
-
-
-def add_workload(group: Any) -> None:
-    group.add_argument(
-        "--dataset",
-        default=RANDOM,
-        metavar=f"{RANDOM}|{QUESTIONS}|FILE",
-        help="random words (chat) or token ids (completions); questions; or a JSON Lines file with `prompt`",
-    )
-    group.add_argument(
-        "--questions", metavar="FILE", help="--dataset questions: in MT-Bench's layout (default: ShareSD's own)"
-    )
-    group.add_argument("--num-prompts", type=number, default=100, metavar="N", help="requests of a load")
-    group.add_argument("--random-input-len", type=number, default=1024, metavar="N", help="tokens of a random prompt")
-    group.add_argument("--random-output-len", type=number, default=128, metavar="N", help="tokens of its answer")
-    group.add_argument(
-        "--random-range-ratio",
-        type=_share,
-        default=0.0,
-        metavar="R",
-        help="lengths are uniform in [N * (1 - R), N * (1 + R)]",
-    )
-    group.add_argument("--output-len", type=number, default=128, metavar="N", help="tokens of other answers at most")
-    group.add_argument("--vocab-size", type=number, metavar="N", help="random token ids are below N")
-    group.add_argument(
-        "--tokenizer",
-        metavar="MODEL",
-        help="folder or hub id: for random token ids, and to count tokens where the server sends no usage",
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of random prompts, departures and sampling")
-
-
-def add_sampling(group: Any) -> None:
-    group.add_argument("--temperature", type=_at_least_0, default=0.0, metavar="T", help="0 is greedy")
-    for name, convert in SAMPLING.items():
-        group.add_argument(f"--{name}", type=convert, metavar="X", help="not sent by default")
-    group.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        help="answers have their full length (default: with --dataset random)",
-    )
-    group.add_argument(
-        "--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields for every request"
-    )
-
-
-def add_results(group: Any) -> None:
-    group.add_argument(
-        "--goodput",
-        type=_limit,
-        nargs="+",
-        default=[],
-        metavar="KEY:MS",
-        help=f"count answers within all of these limits, of {', '.join(LIMITED)}; such as ttft:500 tpot:50",
-    )
-    group.add_argument(
-        "--percentile-metrics",
-        type=_metrics,
-        default="ttft,tpot,itl,e2el",
-        metavar="LIST",
-        help=f"of {', '.join(LATENCIES)}",
-    )
-    group.add_argument(
-        "--metric-percentiles", type=_percentiles, default="90,99", metavar="LIST", help="which percentiles"
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all options."""
+    positive: Convert = lambda text: _float(text, "a number above 0", above=True)  # noqa: E731
+    finite: Convert = lambda text: _float(text, "a number", least=-math.inf, above=True)  # noqa: E731
+    at_least_0: Convert = lambda text: _float(text, "a number from 0 on")  # noqa: E731
+    spawn = "start our own server in mode naive and in each of these, with commas, and compare; its own options go "
+    spawn += "behind --, such as -- --max-batch 8"
+    turns = "run all servers of --spawn at once and ask them in turns, N times each, with other prompts each time; "
+    exact = "instead of measuring, N loads of --num-prompts requests of all kinds, each in an order of its own, with "
+    exact += "clients that hang up: texts must be those of mode naive for each request alone (needs --spawn)"
+    sweep, limits = "several rates in turn, such as 1,2,4,inf, and a plot", ", ".join(LIMITED)
+    bursts = "shape of the gaps between requests: 1 is Poisson, less comes in bursts, inf is even"
+    groups: dict[str, list[tuple[str, Any, Any, str, str]]] = {
+        "server": [
+            ("--base-url", None, None, "URL", f"of a running server (default: {BASE_URL})"),
+            ("--spawn", None, None, "MODES", spawn),
+            ("--turns", number, 1, "N", f"{turns}medians are shown"),
+            ("--exact", number, None, "N", exact),
+            ("--model", None, None, "ID", "model to ask (default: the first that the server names)"),
+            ("--timeout", positive, 600.0, "S", "seconds for a whole answer"),
+            ("--num-warmups", _count, 1, "N", "requests before each load, one by one, not measured"),
+        ],
+        "load": [
+            ("--request-rate", _rate, None, "R", "requests per second; inf: all at once (default: inf)"),
+            ("--sweep", _rates, None, "RATES", sweep),
+            ("--burstiness", _rate, 1.0, "B", bursts),
+            ("--max-concurrency", number, None, "N", "at most N requests under way"),
+            (
+                "--dataset",
+                None,
+                RANDOM,
+                f"{RANDOM}|{QUESTIONS}|FILE",
+                "random words; questions; or JSON Lines with `prompt`",
+            ),
+            ("--questions", None, None, "FILE", "in MT-Bench's layout (default: ShareSD's own)"),
+            ("--num-prompts", number, 100, "N", "requests of a load"),
+            ("--random-input-len", number, 1024, "N", "words of a random prompt"),
+            ("--random-output-len", number, 128, "N", "tokens of its answer"),
+            ("--random-range-ratio", _share, 0.0, "R", "lengths are uniform in [N (1 - R), N (1 + R)]"),
+            ("--output-len", number, 128, "N", "tokens of other answers at most"),
+            ("--seed", int, 0, "N", "of random prompts, departures and sampling"),
+        ],
+        "sampling": [
+            ("--temperature", at_least_0, 0.0, "T", "0 is greedy"),
+            ("--top-p", finite, None, "X", "not sent by default"),
+            ("--top-k", int, None, "X", "not sent by default"),
+            ("--min-p", finite, None, "X", "not sent by default"),
+            ("--extra-body", _json_object, {}, "JSON", "more fields for every request"),
+        ],
+        "results": [
+            ("--metric-percentiles", _percentiles, "90,99", "LIST", "percentiles of latencies"),
+        ],
+    }
+    for title, options in groups.items():
+        group = parser.add_argument_group(title)
+        for flag, convert, default, metavar, text in options:
+            group.add_argument(flag, type=convert or str, default=default, metavar=metavar, help=text)
     group.add_argument("--save-result", action="store_true", help="write files; --out-dir and --sweep do so, too")
     group.add_argument("--save-detailed", action="store_true", help="the same, with every answer in them")
+    text = f"count answers within all of these limits, of {limits}; such as ttft:500 tpot:50"
+    group.add_argument("--goodput", type=_limit, nargs="+", default=[], metavar="KEY:MS", help=text)
     add_out_dir(group, "serve")
+    group = parser.add_argument_group("requests")
+    group.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="of the server that --spawn starts")
+    group.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="kind of requests")
+    text = "sent with each request (OPENAI_API_KEY of the environment is sent as a bearer token)"
+    group.add_argument("--header", type=_header, action="append", default=[], metavar="K=V", help=text)
+    text = "answers have their full length (default: with --dataset random)"
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
+    penalties = {f"{name}_penalty": "use --extra-body" for name in ("frequency", "presence", "repetition")}
+    tokens = dict.fromkeys(("vocab_size", "tokenizer"), "prompts are words, and tokens are counted by the server")
+    add_removed(parser, **penalties, **tokens, percentile_metrics="files have all latencies")
 
 
 def _float(text: str, kind: str, *, least: float = 0.0, above: bool = False, infinite: bool = False) -> float:
@@ -152,24 +100,12 @@ def _float(text: str, kind: str, *, least: float = 0.0, above: bool = False, inf
     return value
 
 
-def _finite(text: str) -> float:
-    return _float(text, "a number", least=-math.inf, above=True)
-
-
 def _rate(text: str) -> float:
     return _float(text, "a number above 0, or inf", above=True, infinite=True)
 
 
 def _rates(text: str) -> tuple[float, ...]:
     return tuple(sorted(set(map(_rate, text.split(",")))))
-
-
-def _positive(text: str) -> float:
-    return _float(text, "a number above 0", above=True)
-
-
-def _at_least_0(text: str) -> float:
-    return _float(text, "a number from 0 on")
 
 
 def _share(text: str) -> float:
@@ -192,13 +128,6 @@ def _percentiles(text: str) -> tuple[float, ...]:
     return found
 
 
-def _metrics(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := next((name for name in names if name not in LATENCIES), None):
-        raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(LATENCIES)}")
-    return names
-
-
 def _limit(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
     if name not in LIMITED:
@@ -216,20 +145,9 @@ def _header(text: str) -> tuple[str, str]:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # NaN can be read, but not sent
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # naN can be read, but not sent
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
-
-
-SAMPLING: dict[str, Callable[[str], float]] = {
-    "top-p": _finite,
-    "top-k": int,
-    "min-p": _finite,
-    "frequency-penalty": _finite,
-    "presence-penalty": _finite,
-    "repetition-penalty": _finite,
-}
-"""Sent only where given: not every server knows all of them."""

@@ -1,45 +1,247 @@
-"""All requests, each at its time, and so many at once as allowed."""
+"""A load on one server, from warm-up to figures, in vLLM's definitions and under its names."""
 
 from __future__ import annotations
 
-import asyncio
+import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from time import perf_counter
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
-from benchmark.serve.client import Answer, Client
-from benchmark.serve.workload import Request
+import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmark.serve.client import Answer, Endpoint, first_model, http_client, send_all
+from benchmark.serve.workload import Draw, departures
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms")
+"""Figures that are compared with naive."""
+DRAFT_COUNTERS = "vllm:spec_decode_num_"
 
 
-async def send_all(
-    client: Client,
-    requests: Sequence[Request],
-    due_s: Sequence[float],
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Settings of all loads of a command."""
+
+    draw: Draw
+    num_prompts: int  # of one turn
+    num_turns: int = 1
+    num_warmups: int = 1
+    endpoint: Endpoint = "chat"
+    model: str | None = None  # None: the first that the server names
+    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # fields of every request
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    goodput: Mapping[str, float] = field(default_factory=dict)  # latency -> most milliseconds of a good answer
+    percentiles: tuple[float, ...] = (90.0, 99.0)
+    seed: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Load:
+    """One load and its results."""
+
+    mode: str | None  # of the server that was started; None for a running one
+    rate: float  # requests per second
+    result: dict[str, Any]  # under vLLM's names
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        return f"{self.mode + ' ' if self.mode else ''}{self.rate:g}/s"
+
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"{self.mode + '-' if self.mode else ''}rate-{self.rate:g}.json"
+
+
+async def measure(
+    settings: Settings,
+    base_url: str,
     *,
-    extra: Callable[[int], Mapping[str, Any]],
-    max_concurrency: int | None = None,
+    rate: float,
+    mode: str | None,
+    step: int = 0,
+    turn: int = 0,
     done: Callable[[int], None] = lambda num: None,
-) -> tuple[list[Answer], float]:
-    """The answers in the order of the requests, and the seconds until the last was there.
+) -> Load:
+    """Send one load. Each step (of a sweep of rates) and turn has random prompts of its own.
 
-    `extra` gives what the i-th request says of its own; `done` hears how many are answered.
+    ValueError if the server cannot be reached, fails at a warm-up request, or sends no counts of tokens.
     """
-    places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
-    answers = [Answer(due_s=due) for due in due_s]
-    began = perf_counter()
-    num_done = 0
+    seed, num = settings.seed + step, settings.num_prompts
+    num_all = num * settings.num_turns
+    drawn = settings.draw(num_all + settings.num_warmups, seed)
+    requests, warmups = drawn[num * turn : num * (turn + 1)], [] if turn else drawn[num_all:]
+    async with http_client(base_url, settings.headers, settings.timeout_s) as http:
+        model = settings.model or await first_model(http, base_url)
 
-    async def ask(i: int) -> None:
-        nonlocal num_done
-        await asyncio.sleep(due_s[i] - (perf_counter() - began))
-        async with places:
-            answers[i].sent_s = perf_counter() - began
-            await client.ask(requests[i], f"sharesd-bench-{i}", extra(i), answers[i])
-        num_done += 1
-        done(num_done)
+        def body(i: int) -> dict[str, Any]:
+            sampled = settings.options["temperature"] != 0
+            return {"model": model, **({"seed": settings.seed + i} if sampled else {}), **settings.options}
 
-    async with asyncio.TaskGroup() as group:
-        for i in range(len(requests)):
-            group.create_task(ask(i))
-    return answers, perf_counter() - began
+        same: dict[str, Any] = {"body": body, "timeout_s": settings.timeout_s}
+        warm, _ = await send_all(http, settings.endpoint, warmups, [0.0] * len(warmups), max_concurrency=1, **same)
+        if failed := next((answer for answer in warm if answer.failure is not None), None):
+            raise ValueError(
+                f"a warm-up request failed ({failed.failure}: {failed.detail}); --num-warmups 0 sends none"
+            )
+        _require_counts(warm)
+        before = await _counters(http)
+        due_s = departures(num, rate, settings.burstiness, seed)
+        limit = settings.max_concurrency
+        answers, duration_s = await send_all(
+            http, settings.endpoint, requests, due_s, max_concurrency=limit, done=done, **same
+        )
+        after = await _counters(http)
+    _require_counts(answers)
+    result = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": "openai-chat" if settings.endpoint == "chat" else "openai",
+        "label": mode,
+        "model_id": model,
+        "num_prompts": num,
+        "request_rate": f"{rate:g}" if rate == float("inf") else rate,
+        "burstiness": f"{settings.burstiness:g}" if settings.burstiness == float("inf") else settings.burstiness,
+        "max_concurrency": limit,
+        **figures(answers, duration_s, goodput=settings.goodput, percentiles=settings.percentiles),
+        **speculation(before, after),
+    }
+    return Load(mode=mode, rate=rate, result=result, answers=answers)
+
+
+def figures(
+    answers: Sequence[Answer], duration_s: float, *, goodput: Mapping[str, float], percentiles: Sequence[float]
+) -> dict[str, Any]:
+    """Return the figures of a load, in milliseconds and per second; statistics are None if nothing was answered."""
+    whole = [answer for answer in answers if answer.failure is None]
+    prompt_tokens = sum(answer.prompt_tokens or 0 for answer in whole)
+    output_tokens = sum(answer.output_tokens or 0 for answer in whole)
+    good = sum(all(1e3 * _took(answer)[name] <= limit for name, limit in goodput.items()) for answer in whole)
+    found: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(whole),
+        "failed": len(answers) - len(whole),
+        "failures": dict(Counter(answer.failure for answer in answers if answer.failure is not None).most_common()),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(whole) / duration_s,
+        "request_goodput": good / duration_s if goodput else None,
+        "output_throughput": output_tokens / duration_s,
+        "total_token_throughput": (prompt_tokens + output_tokens) / duration_s,
+    }
+    seconds = {name: [_took(answer)[name] for answer in whole] for name in ("ttft", "e2el")}
+    seconds["tpot"] = [_took(answer)["tpot"] for answer in whole if (answer.output_tokens or 0) > 1]
+    seconds["itl"] = [gap for answer in whole for gap in gaps_s(answer)]
+    names = ("mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles))
+    for metric in METRICS:
+        ms = [1e3 * value for value in seconds[metric]]
+        values = (
+            (np.mean(ms), np.median(ms), np.std(ms), *np.percentile(ms, percentiles)) if ms else [None] * len(names)
+        )
+        found |= {f"{n}_{metric}_ms": None if v is None else float(v) for n, v in zip(names, values, strict=True)}
+    return found
+
+
+def gaps_s(answer: Answer) -> list[float]:
+    """Return the times between chunks; accepted tokens come together and are one gap."""
+    return [later - earlier for earlier, later in pairwise(answer.chunks_s)]
+
+
+def _took(answer: Answer) -> dict[str, float]:
+    """Return seconds of an answer; time per output token is after the first."""
+    tokens = answer.output_tokens or 0
+    tpot_s = (answer.e2el_s - answer.ttft_s) / (tokens - 1) if tokens > 1 else 0.0
+    return {"ttft": answer.ttft_s, "tpot": tpot_s, "e2el": answer.e2el_s}
+
+
+def _require_counts(answers: Sequence[Answer]) -> None:
+    if any(answer.failure is None and answer.output_tokens is None for answer in answers):
+        raise ValueError("the server sends neither usage nor token ids with its streams, so tokens are not known")
+
+
+async def _counters(http: httpx.AsyncClient) -> Counter[str] | None:
+    try:
+        return counters((await http.get("/metrics")).text)
+    except httpx.HTTPError:
+        return None
+
+
+def counters(text: str | None) -> Counter[str] | None:
+    """Return vLLM's counters of drafts in the text of /metrics, summed over labels but `position`; None without any."""
+    found: Counter[str] = Counter()
+    try:
+        for family in text_string_to_metric_families(text or ""):
+            for sample in family.samples:
+                if sample.name.startswith(DRAFT_COUNTERS) and sample.name.endswith("_total"):
+                    name = sample.name.removeprefix(DRAFT_COUNTERS).removesuffix("_total")
+                    found[name + sample.labels.get("position", "")] += sample.value  # type: ignore[assignment]
+    except (ValueError, LookupError):  # something else answers there
+        return None
+    return found or None
+
+
+def speculation(before: Counter[str] | None, after: Counter[str] | None) -> dict[str, Any]:
+    """Return the figures of drafts between two readings, under vLLM's names; empty without drafts."""
+    if after is None:
+        return {}
+    change = {name: value - (before or Counter())[name] for name, value in after.items()}
+    drafts, tokens, accepted = (change.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    if drafts <= 0 or tokens <= 0:
+        return {}
+    by_position = {int(n.removeprefix("accepted_tokens_per_pos")): v for n, v in change.items() if "_per_pos" in n}
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / tokens,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": int(drafts),
+        "spec_decode_draft_tokens": int(tokens),
+        "spec_decode_accepted_tokens": int(accepted),
+        "spec_decode_per_position_acceptance_rates": [by_position[i] / drafts for i in sorted(by_position)],
+    }
+
+
+def compare(load: Load, naive: Load) -> None:
+    """Add the ratios to naive with the same requests, and the number of equal texts."""
+    ours, theirs = load.result, naive.result
+    keys = (*RATIOS, *(key for key in ours if key.startswith("p") and key.endswith("_itl_ms")))
+    ours["ratio_to_naive"] = {
+        key: ours[key] / theirs[key] if ours[key] is not None and theirs[key] else None for key in keys
+    }
+    pairs = [(a, b) for a, b in zip(load.answers, naive.answers, strict=True) if not (a.failure or b.failure)]
+    ours["same_texts_as_naive"], ours["texts_compared"] = sum(a.text == b.text for a, b in pairs), len(pairs)
+
+
+def median(turns: Sequence[Load]) -> Load:
+    """Return the load of median throughput, with the medians of all ratios and the texts of all turns."""
+    chosen = sorted(turns, key=lambda load: load.result["output_throughput"])[(len(turns) - 1) // 2]
+    found = [load.result for load in turns]
+    result = {**chosen.result, "output_throughputs": [each["output_throughput"] for each in found]}
+    if "ratio_to_naive" in result:
+        ratios = [each["ratio_to_naive"] for each in found]
+        given = {key: [each[key] for each in ratios if each[key] is not None] for key in ratios[0]}
+        result["ratio_to_naive"] = {key: statistics.median(some) if some else None for key, some in given.items()}
+        for key in ("same_texts_as_naive", "texts_compared"):
+            result[key] = sum(each[key] for each in found)
+    return replace(chosen, result=result)
+
+
+def details(load: Load) -> dict[str, Any]:
+    """Return every answer, under vLLM's names; times in seconds."""
+    columns: dict[str, Callable[[Answer], Any]] = {
+        "input_lens": lambda answer: answer.prompt_tokens or 0,
+        "output_lens": lambda answer: answer.output_tokens or 0,
+        "ttfts": lambda answer: answer.ttft_s if answer.chunks_s else 0.0,
+        "itls": gaps_s,
+        "start_times": lambda answer: answer.sent_s,
+        "generated_texts": lambda answer: answer.text,
+        "errors": lambda answer: f"{answer.failure}: {answer.detail}" if answer.failure else "",
+    }
+    return {name: list(map(value, load.answers)) for name, value in columns.items()}

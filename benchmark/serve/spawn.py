@@ -1,4 +1,4 @@
-"""Our own server in a process of its own, for as long as it is asked."""
+"""Our own server in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -23,7 +23,7 @@ URL = re.compile(r"http://[\w.\-]+:\d+")
 
 @contextmanager
 def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
-    """The URL of a server in `mode` that is ready; it is stopped at the end. RuntimeError where it does not start."""
+    """Start a server in `mode`, yield its URL once it is ready, and stop it; RuntimeError if it does not start."""
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
         [*COMMAND, "--mode", mode, "--port", "0", *flags],
@@ -52,7 +52,7 @@ def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
 
 
 class _Output(threading.Thread):
-    """Reads what a server prints, so that it never waits for a reader; keeps its URL and its last lines."""
+    """Reader of a server's output, which keeps its URL and its last lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         super().__init__(daemon=True)
@@ -71,27 +71,20 @@ class _Output(threading.Thread):
                     self.url = found[0]
 
     def last_words(self) -> str:
-        """The last line; complete once the process has ended."""
+        """Return the last line; complete once the process has ended."""
         self.join(STOP_S)
         return self._lines[-1] if self._lines else "it said nothing"
 
 
 def _ready_url(mode: str, process: subprocess.Popen[str], output: _Output) -> str:
-    """Waits until /health says 200."""
+    """Wait for 200 at /health."""
     limit = monotonic() + READY_S
     while monotonic() < limit:
         if process.poll() is not None:
-            raise RuntimeError(
-                f"the server in mode {mode} ended with status {process.returncode}: {output.last_words()}"
-            )
-        if output.url is not None and _is_healthy(output.url):
-            return output.url
+            ended = f"ended with status {process.returncode}: {output.last_words()}"
+            raise RuntimeError(f"the server in mode {mode} {ended}")
+        with suppress(httpx.HTTPError):
+            if output.url and httpx.get(f"{output.url}/health", trust_env=False, timeout=5).status_code == 200:
+                return output.url
         sleep(0.1)
     raise RuntimeError(f"the server in mode {mode} was not ready within {READY_S:g} s")
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False

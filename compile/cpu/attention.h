@@ -1,19 +1,19 @@
-// Attention over a static KV cache. Every query goes through the same operations in the same order over the slots it may
-// see and nothing else: its result is the same bits whatever the width of the step, the number of slots, the batch or the
-// number of threads. That is what makes a row of a wide verify step equal to a plain step.
+// Attention over a static KV cache, batch invariant: every query goes through the same operations in the same order over the
+// slots that it attends to, and nothing else. Its result has the same bits whatever the width of the step, the number of slots,
+// the batch or the number of threads, so that a row of a wide verify step equals a plain step.
 //
-// Slots are taken in chunks at fixed places. Of each chunk a query gets a part: its largest score, the sum of its weights
+// Slots are taken in chunks at fixed positions. Of each chunk a query gets a part: its largest score, the sum of its weights
 // and its weighted sum of values. Parts are joined from the first chunk to the last, so that any thread may make any part
-// (flash decoding). Keys and values lie in the order of packed weights: scores are a linear whose outputs are slots, sums
-// one whose inputs are slots.
+// (flash decoding). Keys and values are in the order of packed weights: scores are a linear whose outputs are slots, sums one
+// whose inputs are slots.
 //
 // Layouts: q [B, T, H, d] and k, v [B, T, K, d] with a stride per row and token (they are slices of one projection);
 // k cache [B, K, S / L, d / P, L, P], v cache [B, K, S / P, d, P], with L and P of linear.h, and d padded to whole P and L;
 // out [B, T, H, d] contiguous; lengths [B]. S is a multiple of 32.
 //
-// Rows of a tree: the row sees what lies below the length, and above it only its own path, whose last entry is where it is
-// written itself. To give it the bits that it has in plain decoding, its path is copied to where it would lie then: behind
-// the last full block of slots.
+// Rows of a tree: a row attends to slots below the length, and above it only to its own path, whose last entry is its own slot.
+// To give it the bits that it has in plain decoding, its path is copied to where plain decoding has it: after the last full
+// block of slots.
 #pragma once
 #include "linear.h"
 
@@ -21,26 +21,26 @@ namespace sharesd {
 
 constexpr int64_t kBlock = 32;   // slots; caches are multiples of it
 constexpr int64_t kChunk = 128;  // slots of a part
-constexpr int64_t kFewChunks = 8;  // of a head lie in the second level of cache
-constexpr int64_t kSinks = 32;   // first slots, which are seen even where only recent ones are
+constexpr int64_t kFewChunks = 8;  // of a head fit the second level of cache
+constexpr int64_t kSinks = 32;   // first slots, which every window includes
 constexpr int64_t kTile = SHARESD_TILES ? 16 : 12;  // queries that are scored together
-constexpr int64_t kRows = 32;    // new rows of the batch's row that read a chunk together
+constexpr int64_t kRows = 32;    // new rows of a batch row that read a chunk together
 constexpr int64_t kMaxHead = 512;
 
 inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
-struct Branches {  // of a draft tree; null pointers for a chain
+struct TreeAttentionMask {  // of a draft tree; null pointers for a chain
   const int64_t* depth = nullptr;  // [B, T]: nodes above each row on its path
-  const int64_t* path = nullptr;   // [B, T, P]: their slots behind the length, the row's own last
+  const int64_t* path = nullptr;   // [B, T, P]: their slots after the length, the row's own last
   int64_t P = 0;
 };
 
 struct AttentionShape {
   int64_t B, T, H, K, S, d;
-  Branches tree;
+  TreeAttentionMask tree;
   int64_t depth(int64_t b, int64_t t) const { return tree.path ? tree.depth[b * T + t] : t; }
   const int64_t* path(int64_t b, int64_t t) const { return tree.path + (b * T + t) * tree.P; }
-  // Where a new row is written, counted from the length.
+  // Slot of a new row, counted from the length.
   int64_t place(int64_t b, int64_t t) const { return tree.path ? path(b, t)[depth(b, t)] : t; }
 };
 
@@ -53,15 +53,15 @@ template <typename T> struct Attention {  // one call
   const int64_t* lengths;
   T* out;
   double scale;
-  int64_t window;  // slots that a query sees, the last ones; 0 = all
-  int64_t recent;  // the same for drafts: in whole chunks, and besides the first slots
+  int64_t window;  // last slots that a query attends to; 0 = all
+  int64_t recent;  // the same for drafts: in whole chunks, and with the first slots
   double softcap;
 };
 
-// What a row sees: slots first..last, and low..sinks in chunk 0, where that is another chunk.
+// Slots that a row attends to: first..last, and low..sinks in chunk 0, if that is another chunk.
 struct Seen {
   int64_t first, last, low, sinks;
-  // Of a chunk, counted from its begin; nothing where `begin` is `end`.
+  // Those of a chunk, counted from its begin; none if `begin` is `end`.
   void of_chunk(int64_t chunk, int64_t* begin, int64_t* end) const {
     const int64_t base = chunk * kChunk;
     *begin = std::max<int64_t>(first - base, 0), *end = std::min(last - base, kChunk);
@@ -79,7 +79,7 @@ Seen seen(const Attention<T>& a, int64_t b, int64_t t) {
   return {recent, last, first, first < kSinks ? kSinks : 0};
 }
 
-// How the work of one call is cut. Results do not depend on it.
+// Division of a call's work. Results do not depend on it.
 struct Plan {
   int64_t strip;  // new rows that read a chunk together
   int64_t strips, groups;
@@ -115,7 +115,7 @@ template <typename T> struct Group {
   int64_t slots(int64_t i) const { return std::min(kChunk, end - chunk(i) * kChunk); }
 };
 
-// Where numbers of a head lie.
+// Positions of a head's numbers in packed memory.
 template <typename T> struct Layout {
   static constexpr int64_t P = Kernel<T>::P, L = lanes<T>();
   int64_t d;
@@ -170,7 +170,7 @@ void add_rows(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, i
     if (M > 0) add_rows<T, R - 1, B>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
 }
 
-// The same for any number of blocks.
+// As above, for any number of blocks.
 template <typename T, typename W>
 void add_products(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t blocks, int64_t steps,
                   int64_t ahead, W* y, int64_t y_pitch, int64_t M) {
@@ -182,7 +182,7 @@ void add_products(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t bloc
   if (blocks) add_rows<T, 6, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
 }
 
-// Whether sums over heads of this size go by tiles (see linear.h); then they go over whole steps of slots, too.
+// True if sums over heads of this size run in tiles (see linear.h), and then in whole steps of slots.
 template <typename T> bool by_tiles(const Layout<T>& at) {
   return std::is_same_v<T, bf16> && has_tiles && at.key_size() % STEP == 0 && at.value_size() == at.key_size();
 }
@@ -190,7 +190,7 @@ template <typename T> bool by_tiles(const Layout<T>& at) {
 // Slots that sums over slots take together.
 template <typename T> int64_t slot_step(const Layout<T>& at) { return by_tiles(at) ? STEP : Layout<T>::P; }
 
-// Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them. Fetches keys `ahead` slots behind.
+// Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them. Prefetches keys `ahead` slots later.
 template <typename T, typename W>
 void score(const Layout<T>& at, const Operand<T>* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
@@ -202,7 +202,8 @@ void score(const Layout<T>& at, const Operand<T>* q, const T* keys, int64_t slot
   add_products<T>(q, size, keys, L * size, L * P, slots / L, size / P, ahead * size * sizeof(T), scores, kChunk, M);
 }
 
-// Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of `slot_step`. Fetches values `ahead` slots behind.
+// Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of `slot_step`. Prefetches values `ahead` slots
+// later.
 template <typename T, typename W>
 void blend(const Layout<T>& at, const Operand<T>* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M,
            int64_t ahead = 0) {
@@ -217,7 +218,8 @@ void blend(const Layout<T>& at, const Operand<T>* weights, const T* values, int6
 
 // From scores [slots] to weights, 0 outside of begin..end, relative to the largest, `top`. Returns their sum.
 template <typename T, typename W>
-W weigh(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double softcap, Operand<T>* weights, W* top) {
+W softmax_weights(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double softcap, Operand<T>* weights,
+                  W* top) {
   using V = typename Vec<W>::type;
   constexpr int64_t L = 64 / sizeof(W);
   constexpr W nothing = -std::numeric_limits<W>::infinity();
@@ -247,10 +249,10 @@ W weigh(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double 
   return sum_of(sums);
 }
 
-// Adds a part to those of the chunks before.
+// Add a part to those of the chunks before.
 template <typename W> __attribute__((noinline)) void join(W* all, const W* part, int64_t pitch) {
   constexpr int64_t L = 64 / sizeof(W);
-  if (part[1] == 0) return;  // nothing was seen
+  if (part[1] == 0) return;  // no slot is in sight
   if (all[1] == 0) {
     std::memcpy(all, part, pitch * sizeof(W));
     return;
@@ -267,8 +269,8 @@ template <typename T, typename W> void finish(const W* joined, int64_t d, T* out
   for (int64_t i = 0; i < d; ++i) narrow(joined[L + i] / joined[1], out + i);
 }
 
-// Keys or values of a tree's row at positions begin..end, `begin` a block's first, copied to where they would lie without
-// branches: copy(slot, place). What lies below the length is not copied here.
+// Copy keys or values of a tree's row at positions begin..end, `begin` a block's first, to where a chain has them: copy(slot,
+// place). Slots below the length are not copied here.
 template <typename Copy>
 void gather(const AttentionShape& z, int64_t b, int64_t t, int64_t length, int64_t begin, int64_t end, Copy&& copy) {
   for (int64_t at = std::max(begin, length); at < end; ++at)
@@ -290,8 +292,8 @@ void load_queries(const Attention<T>& a, const Group<T>& g, Scratch<T>& scratch)
   }
 }
 
-// Parts of all queries of a group from one chunk, tile after tile. Those of the tile which begins with query `first` are
-// made at to(first), `stride` elements apart; then comes done(first, how many).
+// Compute parts of all queries of a group from one chunk, tile after tile. Those of the tile which begins with query `first`
+// are written to to(first), `stride` elements apart; then done(first, number) is called.
 template <typename T, typename To, typename Done>
 void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scratch<T>& scratch, int64_t stride, To&& to,
                   Done&& done) {
@@ -304,12 +306,12 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   const int64_t ahead = g.chunks() <= kFewChunks ? z.S : kChunk;  // the same chunk of the next head, or the next chunk
   const T* k_head = a.k_cache + (g.b * z.K + g.h) * z.S * at.key_size();
   const T* v_head = a.v_cache + (g.b * z.K + g.h) * z.S * at.value_size();
-  int64_t begin[kRows], end[kRows], stop = 0;  // slots of the chunk that each row sees, and that any sees
+  int64_t begin[kRows], end[kRows], stop = 0;  // slots of the chunk that each row attends to, and the last of all
   for (int64_t r = 0; r < g.rows; ++r) {
     seen(a, g.b, g.t + r).of_chunk(chunk, &begin[r], &end[r]);
     stop = std::max(stop, end[r]);
   }
-  const int64_t below = z.tree.path ? std::min(z.S, length / kBlock * kBlock) : z.S;  // up to here all rows see the same
+  const int64_t below = z.tree.path ? std::min(z.S, length / kBlock * kBlock) : z.S;  // all rows attend to slots below
   const int64_t blocks = round_up(stop, kBlock);
   const int64_t shared = std::min(blocks, std::max<int64_t>(0, below - base)), own = base + shared;
   for (int64_t first = 0; first < num; first += kTile) {
@@ -339,13 +341,14 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       W* part = parts + n * stride;
       std::memset(part, 0, at.part() * sizeof(W));
       if (begin[r] < end[r])
-        part[1] = weigh<T>(scores + n * kChunk, begin[r], end[r], blocks, a.scale, a.softcap, weights + n * kChunk, part);
+        part[1] = softmax_weights<T>(scores + n * kChunk, begin[r], end[r], blocks, a.scale, a.softcap, weights + n * kChunk,
+                                     part);
       else
         std::memset(weights + n * kChunk, 0, blocks * sizeof(Operand<T>));
     }
     const int64_t known = std::min(shared, stop), whole = known / unit * unit, size = at.value_size();
     blend<T>(at, weights, v_head + base * size, whole, parts + L, stride, queries, ahead);
-    // Behind the last slot there may be anything, and 0 times that may be no number.
+    // After the last slot there may be any bits, and 0 times those may be NaN.
     auto clear = [&](int64_t slots) {
       const int64_t from = slots / P * P;
       std::memset(scratch.values.data() + from * size, 0, (round_up(slots, unit) - from) * size * sizeof(T));
@@ -387,7 +390,7 @@ void attend_group(const Attention<T>& a, const Group<T>& g, Scratch<T>& scratch)
     finish(joined + n * pitch, d, a.out + (((g.b * a.z.T + g.t + n / G) * a.z.H) + g.h * G + n % G) * d);
 }
 
-// Elements of the parts that threads make for each other, [B, K, T, H / K, chunks, pitch].
+// Elements of the parts that threads exchange, [B, K, T, H / K, chunks, pitch].
 template <typename T> int64_t num_parts(const AttentionShape& z, const Plan& plan) {
   return plan.split ? z.B * z.T * z.H * plan.chunks * Layout<T>{z.d}.part() : 0;
 }
@@ -413,7 +416,7 @@ void attend_share(const Attention<T>& a, const Plan& plan, int64_t me, int64_t a
     const Group<T> g(a, plan, index);
     bool loaded = false;
     for (int64_t i = 0; i < g.chunks(); before += g.slots(i++)) {
-      if ((2 * before + g.slots(i)) * all / (2 * total) != me) continue;  // in whose share its middle lies
+      if ((2 * before + g.slots(i)) * all / (2 * total) != me) continue;  // its middle is in another share
       if (!loaded) load_queries(a, g, scratch);
       loaded = true;
       W* to = parts + ((g.b * z.K + g.h) * z.T + g.t) * G * stride + g.chunk(i) * pitch;
@@ -446,9 +449,9 @@ void store_kv(const AttentionShape& z, int64_t b, int64_t h, int64_t slot, const
   for (int64_t i = 0; i < z.d; ++i) keys[at.key_step(i)] = k[i], values[at.value_step(i)] = v[i];
 }
 
-// Keeps the rows of a path: row path[j] of the new ones becomes row j, for all layers (kv: addresses of all k, then v).
+// Compact the rows of a path: row path[j] of the new ones becomes row j, for all layers (kv: addresses of all k, then v).
 template <typename T>
-void keep_rows(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes, int64_t B, int64_t S,
+void compact_kv(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes, int64_t B, int64_t S,
                const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t P) {
   for (int64_t layer = 0; layer < layers; ++layer)
     for (int64_t b = 0; b < B; ++b) {

@@ -1,4 +1,4 @@
-// Where threads of a step wait for each other, some two hundred times a token.
+// Barrier of a step's threads, some two hundred times a token.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -7,13 +7,13 @@
 
 namespace sharesd {
 
-// Spins briefly, since the work between is short, and then gives way: on a busy machine the thread that is waited for may
-// need this very core. (Sleeping instead was tried: with a busy neighbour steps took a third longer.)
+// Spin briefly, since the work between is short, then yield: on a busy machine the missing thread may need this very core.
+// (Sleeping instead was tried: with a busy neighbour steps took a third longer.)
 class Barrier {
  public:
   explicit Barrier(int64_t threads) : threads_(threads) {}
 
-  // `counts`: waiting long means that a thread has lost its core, and not that one of them waits for something else.
+  // `counts`: long waiting means that a thread has lost its core, not that one of them waits for other things.
   void wait(bool counts = true) {
     const uint64_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
@@ -33,7 +33,7 @@ class Barrier {
     if (counts) lost_ += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - since).count();
   }
 
-  // Nanoseconds lost to threads that had lost their core: what waiting took beyond spinning, on average over who may wait.
+  // Nanoseconds lost to descheduled threads: waiting time beyond spinning, averaged over the threads that may wait.
   int64_t lost() const { return threads_ > 1 ? lost_.load() / (threads_ - 1) : 0; }
 
  private:

@@ -1,8 +1,8 @@
-// All blocks of a Llama-family decoder in one call. One parallel region with a few barriers per block: between matrix
-// products there is nothing but the little that a block does besides, so a step costs hardly more than reading its weights.
+// All blocks of a Llama-family decoder in one call: one parallel region with a few barriers per block. Between matrix products
+// there is little work, so that a step takes hardly longer than reading its weights.
 //
-// Threads share the outputs of each product; norms and the residual stream are so small that each thread keeps its own.
-// Every row is computed by itself, in an order that nothing else enters: rows have the same bits at any width.
+// Threads share the outputs of each product; norms and the residual stream are so small that each thread has its own. Every row
+// is computed by itself in a constant order: rows have the same bits at any width.
 #pragma once
 #include "attention.h"
 #include "barrier.h"
@@ -10,43 +10,43 @@
 
 namespace sharesd {
 
-// The descriptions below are written by stack.py as int64 words; keep both in step.
+// decoder_stack.py writes these descriptions as int64 words; keep both in step.
 struct Linear {
-  int64_t bits;  // 0: full precision, 4, 8: low
+  int64_t bits;  // 0: full precision, 4, 8: quantized
   const void* weight;
   const void* bias;
   int64_t N, K, G;
 };
 struct Norm {
   const void* weight;  // null: no norm here
-  int64_t wide;        // the weight is kept in the wide type and multiplies before rounding (Gemma)
+  int64_t wide;        // the weight is of the wide type and multiplies before rounding (Gemma)
 };
 struct Block {
   Norm attn_norm, q_norm, k_norm, attn_out_norm, mlp_norm, mlp_out_norm;
-  Linear linears[2][4];  // full, low: qkv, o, gate_up, down
-  int64_t window, rope;  // rope: which table of angles, -1 = none
+  Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down
+  int64_t window, rope;  // rope: number of the table of angles, -1 = none
 };
 struct Step {
-  const Block* blocks;  // that run in this call, all of a decoder's or some next to each other
+  const Block* blocks;  // of this call: all of a decoder's, or some neighbours
   int64_t num_blocks;
   const int64_t* kv;  // addresses: k and v of every block
   const int64_t* angles;  // addresses [positions, r]: cosines of every rope, then sines
   int64_t num_ropes, positions;
   const int64_t* lengths;
   void* x;  // [B * T, D], replaced by the result
-  Norm norm;  // of the result; where these are not the last blocks there is none
-  int64_t B, T, H, K, S, d, r, D, mlp, activation, low, threads, recent;
-  Branches tree;
-  void* features;  // [B, S, num_taps * D]: rows behind so many blocks are copied to their slots, null: none
+  Norm norm;  // of the result; none unless these are the last blocks
+  int64_t B, T, H, K, S, d, r, D, mlp, activation, quantized, threads, recent;
+  TreeAttentionMask tree;
+  void* features;  // [B, S, num_taps * D]: rows after so many blocks are copied to their slots, null: none
   int64_t num_taps;
-  const int64_t* taps;  // counted from the first of these blocks; one more than there are: behind the norm
-  int64_t* lost;  // nanoseconds that threads waited for one which had lost its core are added here
-  // Where ranks share the blocks, each with some outputs of every linear (H, K and mlp are then its own numbers):
-  // fills `whole` with the rows of all ranks' parts side by side, or with their sum, where these are as wide. Linears
-  // behind attention and the MLP that have some of the inputs read this rank's part. Null: there is one rank.
+  const int64_t* taps;  // counted from the first of these blocks; one more than there are: after the norm
+  int64_t* lost;  // nanoseconds lost to descheduled threads are added here
+  // If ranks share the blocks, each with some outputs of every linear (H, K and mlp are then its own numbers): fills `whole`
+  // with the rows of all ranks' parts side by side, or with their sum, if these are as wide. Linears after attention and the
+  // MLP that have some of the inputs read this rank's part. Null: there is one rank.
   void (*join)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "decoder_stack.py writes these words");
 
 template <typename W> inline W gelu(W x, int64_t kind) {
   if (kind == 1) return W(0.5) * x * (1 + std::erf(x * W(0.7071067811865476)));
@@ -86,14 +86,14 @@ void rotate(T* x, const T* cos, const T* sin, int64_t r) {
   }
 }
 
-// Where a thread's share of a product's weights begins; null where that does not matter.
+// Begin of a thread's share of a product's weights; null if that does not matter.
 template <typename T>
 const void* begin_of(const Linear* l, int64_t me, int64_t all) {
   if (!l || l->bits) return nullptr;
   return static_cast<const T*>(l->weight) + share((l->N + lanes<T>() - 1) / lanes<T>(), me, all) * lanes<T>() * l->K;
 }
 
-// This thread's share of a product; `next` is the one which follows.
+// Compute this thread's share of a product; `next` is the following product.
 template <typename T>
 void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, int64_t me, int64_t all,
              RoundedRows& rounded) {
@@ -111,7 +111,7 @@ void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, i
 
 struct Numbers { double eps, scale, softcap; };
 
-// What threads make for each other: of all new rows queries, keys and values, and of `kept` rows the rest.
+// Buffers that threads exchange: queries, keys and values of all new rows, and the rest of `kept` rows.
 template <typename T> struct Shared {
   std::vector<T> qkv, attended, out, gate_up, hidden;
   std::vector<T> whole;  // one of these from all ranks
@@ -123,7 +123,7 @@ template <typename T> struct Shared {
   }
 };
 
-// Has work(me, all, barrier) done by so many threads together; returns the nanoseconds that they lost (see barrier.h).
+// Run work(me, all, barrier) on so many threads; returns the nanoseconds that they lost (see barrier.h).
 template <typename Work> int64_t together(int64_t threads, Work&& work) {
   std::unique_ptr<Barrier> barrier;
 #pragma omp parallel num_threads(static_cast<int>(threads))
@@ -150,7 +150,7 @@ template <typename T> struct Worker {
     barrier.wait();
   }
 
-  // What a linear reads, of which all threads have written their share: `width` columns, of `whole_width` that it wants.
+  // Inputs of a linear, of which all threads have written their share: `width` columns, of `whole_width` that it needs.
   const T* inputs(const std::vector<T>& part, int64_t width, int64_t whole_width, int64_t M) {
     return width == whole_width ? part.data() : joined(part, width, whole_width, M);
   }
@@ -163,7 +163,7 @@ template <typename T> struct Worker {
     return shared.whole.data();
   }
 
-  // x += out, perhaps normalised.
+  // x += out, normalised if there is a norm.
   void add(const T* out, const Norm& how, int64_t M, T* x, T* h) {
     for (int64_t m = 0; m < M; ++m) {
       const T* y = out + m * s.D;
@@ -179,7 +179,7 @@ template <typename T> struct Worker {
   // Queries, keys and values of all new rows from `inputs` [B * T, K of qkv]; keys and values into their slots.
   void project(int64_t index, const T* inputs) {
     const Block& block = s.blocks[index];
-    const Linear* linears = block.linears[s.low];
+    const Linear* linears = block.linears[s.quantized];
     const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
     const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
     T* k_cache = reinterpret_cast<T*>(s.kv[2 * index]);
@@ -197,7 +197,7 @@ template <typename T> struct Worker {
       return vector;
     };
     for (int64_t item = share(M * s.H, me, all); item < share(M * s.H, me + 1, all); ++item) turn(item / s.H, item % s.H);
-    // Neighbouring rows of a head share lines of the caches, which threads had better not take from each other.
+    // Neighbouring rows of a head share cache lines: one thread writes them.
     const int64_t pieces = (s.T + kRows - 1) / kRows, items = s.B * s.K * pieces;
     for (int64_t item = share(items, me, all); item < share(items, me + 1, all); ++item) {
       const int64_t b = item / pieces / s.K, h = item / pieces % s.K, first = item % pieces * kRows;
@@ -209,11 +209,11 @@ template <typename T> struct Worker {
     barrier.wait();
   }
 
-  // Attention of rows that see what `a` says, onto the residual stream x [rows, D]; h is memory for as much.
+  // Attention of rows as `a` describes, onto the residual stream x [rows, D]; h is memory of the same size.
   void attend(int64_t index, const Attention<T>& a, const Plan& plan, typename Wide<T>::type* parts, Scratch<T>& scratch,
               const Linear* next, T* x, T* h) {
     const Block& block = s.blocks[index];
-    const Linear& o = block.linears[s.low][1];
+    const Linear& o = block.linears[s.quantized][1];
     const int64_t M = a.z.B * a.z.T;
     attend_share(a, plan, me, all, parts, scratch, [&] { barrier.wait(); });
     barrier.wait();
@@ -221,11 +221,11 @@ template <typename T> struct Worker {
     add(joined(shared.out, o.N, s.D, M), block.attn_out_norm, M, x, h);
   }
 
-  // The MLP of M rows, likewise.
+  // MLP of M rows, likewise.
   void feed_forward(int64_t index, int64_t M, const Linear* next, T* x, T* h) {
     using W = typename Wide<T>::type;
     const Block& block = s.blocks[index];
-    const Linear* linears = block.linears[s.low];
+    const Linear* linears = block.linears[s.quantized];
     for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x + m * s.D, h + m * s.D, s.D, n.eps);
     multiply(linears[2], &linears[3], h, shared.gate_up.data(), M);
     for (int64_t m = 0; m < M; ++m) {
@@ -266,13 +266,13 @@ void run_stack(const Step& s, const Numbers& n) {
     const int64_t mine = share(M, me, all), mine_end = share(M, me + 1, all);
     for (int64_t index = 0; index < s.num_blocks; ++index) {
       const Block& block = s.blocks[index];
-      const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.low] : nullptr;
+      const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.quantized] : nullptr;
       for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, n.eps);
       worker.project(index, h.data());
       const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<const T*>(s.kv[2 * index]),
                            reinterpret_cast<const T*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
                            n.scale, block.window, s.recent, n.softcap};
-      worker.attend(index, a, plan, parts.data(), scratch, &block.linears[s.low][2], x.data(), h.data());
+      worker.attend(index, a, plan, parts.data(), scratch, &block.linears[s.quantized][2], x.data(), h.data());
       worker.feed_forward(index, M, next, x.data(), h.data());
       for (int64_t m = mine; m < mine_end; ++m) tap(index + 1, m, x.data() + m * s.D);
     }

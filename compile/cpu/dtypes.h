@@ -1,4 +1,4 @@
-// Number types of the CPU kernels: what is stored, and the wider type that sums are kept in.
+// Number types of the CPU kernels: the stored type, and the wider type of sums.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -25,7 +25,7 @@ using float32 = float;
 using float64 = double;
 }  // namespace names
 
-// One 64-byte vector of the type that sums are kept in: float, or double for double.
+// One 64-byte vector of the type of sums: float, or double for double.
 template <typename T> struct Wide { using type = float; };
 template <> struct Wide<double> { using type = double; };
 template <typename W> struct Vec { using type = vfloat; };
@@ -86,8 +86,8 @@ inline float exp_neg(float x) {
 }
 inline double exp_neg(double x) { return std::exp(x); }
 
-// The same of a whole vector, and 0 where it is too small to matter, -infinity included. For weights that are rounded to 16
-// bits (T) a shorter polynomial is enough, with an error of 4e-5.
+// As above for a whole vector, and 0 if it is too small to matter, -infinity included. For weights that are rounded to 16 bits
+// (T) a shorter polynomial is enough, with an error of 4e-5.
 template <typename T> inline vfloat exp_or_0(vfloat x) {
   constexpr float magic = 12582912.0f;  // 1.5 * 2^23: a number added to it is rounded to a whole one, in its lowest bits
   const vfloat shifted = x * 1.44269504f + magic, n = shifted - magic;
@@ -118,7 +118,7 @@ template <typename T, typename V> inline void store_rounded(const V& x, T* to, V
     const halves bits = (halves)_mm512_cvtneps_pbh((__m512)x);
 #else
     const words u = (words)x;
-    const halves bits = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, halves);  // NaN is left to chance
+    const halves bits = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, halves);  // NaN is not kept
 #endif
     put(bits, to);
     *rounded = (V)(__builtin_convertvector(bits, words) << 16);
@@ -137,8 +137,8 @@ template <typename T, typename V> inline void store_rounded(const V& x, T* to, V
   }
 }
 
-// Goes through arrays of this size a vector at a time: f(get, put), where get(p) is the next vector of p, filled up with 0 behind
-// the end, and put(x, p) stores one there, rounded, and returns what was stored.
+// Process arrays of this size a vector at a time: f(get, put), where get(p) is the next vector of p, padded with 0 at the end,
+// and put(x, p) stores one there, rounded, and returns the stored numbers.
 template <typename T, typename F> inline void by_vectors(int64_t size, F&& f) {
   using V = typename Vec<typename Wide<T>::type>::type;
   constexpr int64_t L = sizeof(V) / sizeof(typename Wide<T>::type);
@@ -167,7 +167,7 @@ template <typename T, typename F> inline void by_vectors(int64_t size, F&& f) {
   });
 }
 
-// Memory of n elements on a 64-byte border, whatever it held before.
+// Memory of n elements on a 64-byte border, not initialised.
 template <typename T> class Aligned {
  public:
   explicit Aligned(int64_t n) : memory_(new T[n + 64 / sizeof(T)]) {}

@@ -1,16 +1,16 @@
-// A step of a trained head in one call: embeddings, what it makes of the target's hidden states or of its own, its only block
-// over a KV cache of its own, norm and LM head. Rows keep their bits, as in decoder_stack.h: each is computed by itself.
+// A step of a trained head in one call: embeddings, states from the target's features or its own, its only block over a KV
+// cache of its own, norm and LM head. Rows keep their bits, as in decoder_stack.h: each is computed by itself.
 //
-// It reads places of a text, from the target's features by their slots or from tokens alone: of all of these it needs keys and
-// values, and of the last one logits, if anything; masks may follow it, which guess further tokens. Or it goes on with guesses,
-// the rows of a level of a tree or the next of a chain: from states of its own, or from their tokens.
+// It reads positions of a text, from the target's features by their slots or from tokens alone: all need keys and values, and
+// the last one logits, if any; masks may follow it, which guess further tokens. Or it continues a draft, with the rows of a
+// tree's level or the next of a chain: from states of its own, or from their tokens.
 #pragma once
 #include "decoder_stack.h"
 
 namespace sharesd {
 
-// A layer of the target into which rows look (GLIDE): queries and what is made of what these find.
-struct Look {
+// Cross attention to a layer of the target (GLIDE): its queries, and the output's linear.
+struct CrossAttention {
   Linear q, o;
   Norm q_norm;
   void *k, *v;  // the target's cache of this layer
@@ -19,51 +19,51 @@ struct Look {
   double scale, eps;  // eps: of q_norm
 };
 
-// Written by head.py as int64 words.
+// head_step.py writes these int64 words.
 struct HeadStep {
   Step stack;  // the block over the rows that are read; its norm is the one before the LM head
-  const int64_t* tokens;  // [B, token_pitch]: by slot, of which each place reads the next; or those of the rows
+  const int64_t* tokens;  // [B, token_pitch]: by slot, each position reads the next; or those of the rows
   int64_t token_pitch;
   const void* embed;  // [vocab, D]
   int64_t vocab;
-  int64_t reads;         // places of a text; else rows go on
-  const int64_t* ends;   // [B]: slots behind the last places that are read
+  int64_t reads;         // positions of a text; 0: rows of a draft
+  const int64_t* ends;   // [B]: slots after the last positions that are read
   const void* features;  // [B, S, F], by slot
-  int64_t guesses;       // rows of a text of which there are logits: the last place, and masks behind it
-  const void *mask_embeds, *mask_states;  // [guesses - 1, D], added to that place's embedding and state; null: no masks
-  void* states;  // [B, P, D]: of the root or a chain's last guess, and of a tree's nodes, by slots behind the length
+  int64_t guesses;       // rows of a text with logits: the last position, and masks after it
+  const void *mask_embeds, *mask_states;  // [guesses - 1, D], added to that position's embedding and state; null: no masks
+  void* states;  // [B, P, D]: of the root or a chain's last guess, and of a tree's nodes, by slots after the length
   int64_t P;
   Linear fuse, mix, lm_head;  // F -> D, 2 D -> D, D -> draft tokens; without a weight: none
   Norm embed_norm, state_norm;
   int64_t normed;  // the residual stream begins with the normalised state
-  // Rows that look into the target instead have no features and no states.
-  const Look* looks;
-  int64_t num_looks;
-  Norm look_norm;
-  const int64_t* seen;  // [B]: what of the target's slots they see
+  // Rows with cross attention have no features and no states.
+  const CrossAttention* cross_attentions;
+  int64_t num_cross_attentions;
+  Norm cross_norm;
+  const int64_t* seen;  // [B]: number of the target's slots that they attend to
   int64_t H, K, S, d;   // of the target
-  void* logits;  // [rows, draft tokens]; null: only keys and values are wanted
+  void* logits;  // [rows, draft tokens]; null: only keys and values are written
 };
-static_assert(sizeof(Look) == 23 * 8 && sizeof(HeadStep) == 76 * 8, "head.py writes these words");
+static_assert(sizeof(CrossAttention) == 23 * 8 && sizeof(HeadStep) == 76 * 8, "head_step.py writes these words");
 
-// What some rows look for and find in layers of the target, made by all threads for each other.
-template <typename T> struct Looking {
+// Buffers of cross attention that all threads share.
+template <typename T> struct CrossBuffers {
   using W = typename Wide<T>::type;
-  std::vector<int64_t> zeros;  // all rows in one slot, behind what the target has read
+  std::vector<int64_t> zeros;  // all rows in one slot, after those that the target has read
   AttentionShape z;
   Plan plan;
   Aligned<W> parts;
   std::vector<T> queries, found;
-  Looking(const HeadStep& h, int64_t rows)
+  CrossBuffers(const HeadStep& h, int64_t rows)
       : zeros(rows), z{h.stack.B, rows / h.stack.B, h.H, h.K, h.S, h.d, {zeros.data(), zeros.data(), 1}},
         plan(z, h.seen, h.stack.threads), parts(num_parts<T>(z, plan)), queries(rows * h.H * h.d), found(rows * h.H * h.d) {}
 };
 
-// Adds what rows find in a layer to x [rows, D], the residual stream. `from` [rows, D] is what queries are made of;
-// position(m) is that of a row.
+// Add the cross attention of a layer to x [rows, D], the residual stream. `from` [rows, D] are inputs of queries; position(m)
+// is that of a row.
 template <typename T, typename Position>
-void look(Worker<T>& worker, const HeadStep& head, const Look& layer, Looking<T>& at, Scratch<T>& scratch, const T* from, T* x,
-          Position&& position) {
+void attend_to_target(Worker<T>& worker, const HeadStep& head, const CrossAttention& layer, CrossBuffers<T>& at,
+                      Scratch<T>& scratch, const T* from, T* x, Position&& position) {
   const AttentionShape& z = at.z;
   const int64_t me = worker.me, all = worker.all, M = z.B * z.T, size = z.H * z.d;
   worker.multiply(layer.q, &layer.o, from, at.queries.data(), M);
@@ -74,7 +74,7 @@ void look(Worker<T>& worker, const HeadStep& head, const Look& layer, Looking<T>
     const int64_t angle = std::clamp<int64_t>(position(item / z.H), 0, layer.positions - 1) * layer.r;
     rotate(query, static_cast<const T*>(layer.cos) + angle, static_cast<const T*>(layer.sin) + angle, layer.r);
   }
-  // An entry of zeros lets a row look at nothing. It lies where the target's next token will.
+  // An entry of zeros, in the slot of the target's next token, is all that a row without others attends to.
   const std::vector<T> nothing(z.d);
   for (int64_t item = share(z.B * z.K, me, all); item < share(z.B * z.K, me + 1, all); ++item)
     store_kv(z, item / z.K, item % z.K, head.seen[item / z.K], nothing.data(), nothing.data(), static_cast<T*>(layer.k),
@@ -96,12 +96,12 @@ void run_head(const HeadStep& head, const Numbers& n) {
   const Linear* linears = block.linears[0];
   const int64_t M = s.B * s.T, D = s.D, row = (s.H + 2 * s.K) * s.d, size = s.H * s.d;
   const int64_t F = head.fuse.weight ? head.fuse.K : D;
-  const bool reads = head.reads, looks = head.num_looks;
-  // The row that is read last of a text; those behind are masks, the place again that is so far `ahead`, or nothing.
+  const bool reads = head.reads, cross_attentions = head.num_cross_attentions;
+  // Row of the last read position of a text; after it are masks, the same position `ahead` times further, or nothing.
   auto last = [&](int64_t b) { return std::clamp<int64_t>(head.ends[b] - 1 - s.lengths[b], 0, s.T - head.guesses); };
   auto place = [&](int64_t m) { return head.mask_states ? std::min(m % s.T, last(m / s.T)) : m % s.T; };
   auto ahead = [&](int64_t m) { return std::min(m % s.T - place(m), head.guesses - 1); };
-  // Rows of which there will be logits: all, or of those that are read the last of each text, and its masks.
+  // Rows with logits: all, or the last read one of each text, and its masks.
   std::vector<int64_t> kept, lengths(s.lengths, s.lengths + s.B);
   if (!reads)
     for (int64_t m = 0; m < M; ++m) kept.push_back(m);
@@ -115,13 +115,13 @@ void run_head(const HeadStep& head, const Numbers& n) {
   Aligned<W> parts(num_parts<T>(z, plan));
   Shared<T> shared(s, num);
   std::vector<T> fused(head.fuse.weight && reads ? M * D : 0), mixed(head.mix.weight ? M * D : 0), queries(num * size);
-  std::unique_ptr<Looking<T>> looking(looks && num ? new Looking<T>(head, num) : nullptr);
+  std::unique_ptr<CrossBuffers<T>> buffers(cross_attentions && num ? new CrossBuffers<T>(head, num) : nullptr);
   auto token = [&](int64_t m) {
     const int64_t b = m / s.T, at = reads ? s.lengths[b] + place(m) + 1 : m % s.T;
     const int64_t id = head.tokens[b * head.token_pitch + std::clamp<int64_t>(at, 0, head.token_pitch - 1)];
     return static_cast<const T*>(head.embed) + std::clamp<int64_t>(id, 0, head.vocab - 1) * D;
   };
-  // Which state a row goes on from, and which one it becomes.
+  // State that a row continues, and the state that it becomes.
   auto state = [&](int64_t m, bool own) {
     int64_t at = 0;
     if (s.tree.path) {
@@ -133,11 +133,11 @@ void run_head(const HeadStep& head, const Numbers& n) {
   *s.lost += together(s.threads, [&](int64_t me, int64_t all, Barrier& barrier) {
     Worker<T> worker{s, n, shared, barrier, me, all};
     Scratch<T> scratch(z, plan);
-    std::vector<T> before(M * (reads && !looks ? F : D)), joined(M * 2 * D), x(num * D), h(num * D);
+    std::vector<T> before(M * (reads && !cross_attentions ? F : D)), joined(M * 2 * D), x(num * D), h(num * D);
     std::vector<T> states(head.mask_states ? M * D : 0);
     const T *inputs = joined.data(), *begin = before.data();
     int64_t pitch = D;
-    if (looks) {
+    if (cross_attentions) {
       for (int64_t m = 0; m < M; ++m) {
         std::memcpy(before.data() + m * D, token(m), D * sizeof(T));
         norm(block.attn_norm, token(m), joined.data() + m * D, D, n.eps);
@@ -193,13 +193,14 @@ void run_head(const HeadStep& head, const Numbers& n) {
     const Attention<T> a{z, queries.data(), z.T * size, size, reinterpret_cast<const T*>(s.kv[0]),
                          reinterpret_cast<const T*>(s.kv[1]), lengths.data(), shared.attended.data(), n.scale, block.window,
                          s.recent, n.softcap};
-    worker.attend(0, a, plan, parts.data(), scratch, looks ? &head.looks->q : linears + 2, x.data(), h.data());
-    if (looks) {
-      Scratch<T> scratch(looking->z, looking->plan);
-      for (int64_t i = 0; i < num; ++i) norm(head.look_norm, x.data() + i * D, joined.data() + i * D, D, n.eps);
+    worker.attend(0, a, plan, parts.data(), scratch, cross_attentions ? &head.cross_attentions->q : linears + 2, x.data(),
+                  h.data());
+    if (cross_attentions) {
+      Scratch<T> scratch(buffers->z, buffers->plan);
+      for (int64_t i = 0; i < num; ++i) norm(head.cross_norm, x.data() + i * D, joined.data() + i * D, D, n.eps);
       auto position = [&](int64_t i) { return lengths[i / z.T] + 1 + z.depth(i / z.T, i % z.T); };
-      for (int64_t layer = 0; layer < head.num_looks; ++layer)
-        look(worker, head, head.looks[layer], *looking, scratch, joined.data(), x.data(), position);
+      for (int64_t layer = 0; layer < head.num_cross_attentions; ++layer)
+        attend_to_target(worker, head, head.cross_attentions[layer], *buffers, scratch, joined.data(), x.data(), position);
     }
     worker.feed_forward(0, num, &head.lm_head, x.data(), h.data());
     for (int64_t i = share(num, me, all); head.states && i < share(num, me + 1, all); ++i)

@@ -1,5 +1,5 @@
 // Low-bit codes by half-quadratic quantization (HQQ; Badri and Shaji 2023): w = (code - zero) / inverse, group by group of a
-// row, with the zero that lowers the error in the norm of power 0.7. Blocks of rows stop alone, each where its error no longer falls.
+// row, with the zero that lowers the error in the norm of power 0.7. A block of rows stops once its error no longer falls.
 #pragma once
 #include "lowbit.h"
 
@@ -9,7 +9,7 @@ constexpr int64_t kSolveBlock = 1 << 15;  // weights: they stay in a core's cach
 constexpr int kSolvePasses = 20;
 constexpr float kPower = 0.7f, kBeta = 10.0f;
 
-struct Coding {  // of weights, and how they are coded
+struct Coding {  // scale and zero of a group of weights
   float inverse, zero;
 
   vfloat codes(const vfloat& w, float top) const {
@@ -19,7 +19,7 @@ struct Coding {  // of weights, and how they are coded
   }
 };
 
-// What remains of an error when the norm of power 0.7 has taken its share: nothing, as a rule.
+// Remainder of an error after shrinkage by the norm of power 0.7: zero, as a rule.
 inline const float kTaken = std::pow(1 / kBeta, 1 / (2 - kPower));
 inline void shrink(vfloat& error) {
   float some[16];
@@ -32,7 +32,7 @@ inline void shrink(vfloat& error) {
   error = get<vfloat>(some);
 }
 
-// Moves the zero of G weights; returns the sum of the absolute errors which they had before.
+// Move the zero of G weights; returns the sum of their absolute errors before.
 template <bool SHRINK>
 float move_zero(const float* w, int64_t G, float top, Coding& group) {
   const float scale = 1 / group.inverse;
@@ -67,7 +67,7 @@ inline Coding spread(const float* w, int64_t G, float top) {
 
 // weights [N, K] -> codes [N, K], scales and zeros [N, K / G]; G is a multiple of 16.
 template <typename T>
-void solve(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_t N, int64_t K, int64_t G, int64_t bits,
+void solve_hqq(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_t N, int64_t K, int64_t G, int64_t bits,
            int threads) {
   const float top = static_cast<float>((1 << bits) - 1);
   const int64_t rows = std::max<int64_t>(1, kSolveBlock / K), blocks = (N + rows - 1) / rows;

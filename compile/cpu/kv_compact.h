@@ -1,12 +1,12 @@
-// What is kept beside keys and values for each place of a text moves with these: what compile/kv_compact.py describes.
+// Compaction of slots beside keys and values: see compile/kv_compact.py.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace sharesd {
 
-// Of the rows behind lengths [B] those of an ascending path [B, T] become the first `num` [B] ones; a row is so many bytes.
-inline void keep_places(char* places, const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t B, int64_t S,
+// Rows after lengths [B] on an ascending path [B, T] become the first `num` [B]; a row is `bytes` long.
+inline void compact_slots(char* places, const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t B, int64_t S,
                         int64_t T, int64_t bytes) {
   for (int64_t b = 0; b < B; ++b) {
     char* first = places + (b * S + lengths[b]) * bytes;

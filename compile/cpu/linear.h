@@ -1,14 +1,14 @@
-// y = x W^T + b for a few rows of x. Weights are packed so that the lanes of a vector are neighbouring outputs; every output
-// is summed over k in order, one accumulator, whatever the number of rows, the tile or the thread. A row's result is
-// therefore the same bits in a plain step and in a wide verify step, for every dtype and shape.
+// y = x W^T + b for a few rows of x, batch invariant. Weights are packed so that the lanes of a vector are neighbouring
+// outputs; every output is summed over k in order, one accumulator, whatever the number of rows, the tile or the thread. A
+// row's result has the same bits in a plain step and in a wide verify step, for every dtype and shape.
 //
 // Packed weights: [N / L][K / P][L][P], padded with zeros; L lanes (16, or 8 of float64), P = 2 for bfloat16, else 1.
 //
-// Rows are widened first where the processor has no product of their type: a widened number is an operand in memory, others
-// would have to be widened again for every output.
+// Rows are widened first if the processor has no product of their type: a widened number is an operand in memory, others would
+// be widened again for every output.
 //
-// With AMX, bfloat16 is multiplied by tiles instead (see `linear_tiles`): same layout, other sums, and still the same ones for a
-// row in any step.
+// With AMX, bfloat16 is multiplied by tiles instead (see `linear_tiles`): same layout, other sums, and the same ones for a row
+// in any step.
 #pragma once
 #include <type_traits>
 
@@ -26,7 +26,7 @@ namespace sharesd {
 template <typename T> struct Kernel {  // one step: acc += x[k] * w[k], all lanes
   using W = float;
   using V = vfloat;
-  using X = float;  // what rows are multiplied as
+  using X = float;  // type of the rows in products
   static constexpr int64_t P = 1;
   static inline V weights(const T* w) {
     V v;
@@ -81,11 +81,11 @@ template <typename T> const Operand<T>* as_operands(const T* x, int64_t n, std::
   }
 }
 
-// acc += M rows of x, `x_pitch` apart, times B vector blocks of packed weights: `steps` steps of k, `step` elements apart in
-// a block, blocks `block` apart. Meanwhile fetches what lies `ahead` bytes behind.
+// acc += M rows of x, `x_pitch` apart, times B vector blocks of packed weights: `steps` steps of k, `step` elements apart in a
+// block, blocks `block` apart. Prefetches the bytes `ahead` further.
 template <typename T, int M, int B>
-inline void multiply(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead,
-                     typename Kernel<T>::V (&acc)[M][B]) {
+inline void multiply(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps,
+                     int64_t ahead, typename Kernel<T>::V (&acc)[M][B]) {
   using Kn = Kernel<T>;
   for (int64_t k = 0; k < steps; ++k) {
     decltype(Kn::weights(w)) wv[B];
@@ -99,7 +99,7 @@ inline void multiply(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t b
   }
 }
 
-// Rows m..m+M of x against vector blocks n..n+B of the weights; fetches what lies `ahead` bytes behind these.
+// Multiply rows m..m+M of x by vector blocks n..n+B of the weights; prefetch the bytes `ahead` further.
 template <typename T, int M, int B>
 void tile(const Operand<T>* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K, int64_t ahead) {
   using W = typename Kernel<T>::W;
@@ -135,11 +135,11 @@ template <typename T> constexpr int64_t lanes() { return 64 / sizeof(typename Ke
 constexpr int64_t STEP = 32;  // inputs of a step of tiles
 
 #if SHARESD_TILES
-// The kernel of Linux gives a process its tiles when it asks (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
+// Linux gives a process its tiles on request (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
 inline const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 constexpr int64_t TILE = 16;     // rows and columns of a tile of sums
-constexpr int64_t AHEAD = 2048;  // weights that are fetched while others are multiplied
+constexpr int64_t AHEAD = 2048;  // weights that are prefetched while others are multiplied
 
 struct TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -147,7 +147,7 @@ struct TileShapes {
   uint8_t num_rows[16] = {};
 };
 
-// GCC does not know that tiles read memory: what they read is written before this.
+// GCC does not see that tiles read memory: their inputs are written before this.
 inline void written() { asm volatile("" : : : "memory"); }
 
 // Tiles of this thread: sums 0 to 5 and inputs 6, of so many rows, and weights 7. With 16 rows all have one shape.
@@ -169,7 +169,7 @@ inline void store_sums(const float* sums, int64_t pitch, const bf16* bias, bf16*
     }
 }
 
-// What tiles make of M rows and B blocks of weights, bit for bit: in each step inputs of even and of odd number are summed by
+// Results of tiles for M rows and B blocks of weights, bit for bit: in each step inputs of even and of odd number are summed by
 // themselves, and subnormal numbers count as 0.
 template <int M, int B>
 void sums_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t n, int64_t N, int64_t K) {
@@ -195,7 +195,7 @@ void sums_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, i
     for (int b = 0; b < B; ++b) store_sums(reinterpret_cast<const float*>(&sums[m][b]), TILE, bias, y, 1, m, n + b, N);
 }
 
-// The same for blocks begin..end. One or two rows wait for memory, which vectors read better than tiles do.
+// As above, for blocks begin..end. One or two rows wait for memory, which vectors read better than tiles do.
 template <int M, int B>
 void linear_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K, int64_t begin,
                         int64_t end) {
@@ -208,15 +208,15 @@ void linear_as_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y,
   _mm_setcsr(control);
 }
 
-// Fetches a tile of weights some kilobytes behind `at`, which is input k of one of `blocks` blocks that are read at once: of this
-// block, or of the one that is read next. Processors foresee a stream to the end of a page only.
+// Prefetch a tile of weights some kilobytes after `at`, which is input k of one of `blocks` blocks that are read at once: of
+// this block, or of the one that is read next. Processors predict a stream to the end of a page only.
 inline void fetch_tile(const bf16* at, int64_t k, int64_t K, int64_t blocks) {
   const bf16* to = at + AHEAD + (k * TILE + AHEAD < K * TILE ? 0 : (blocks - 1) * K * TILE);
   for (int64_t line = 0; line < 16; ++line) __builtin_prefetch(to + line * 32, 0, 2);
 }
 
-// y [M, y_pitch] += x [M, x_pitch] times B blocks of weights, up to 6, which are read at once, by tiles of M rows. A tile of weights
-// has rows `row` apart, that of the next of `steps` steps lies `step` behind, and those of the next block `block`.
+// y [M, y_pitch] += x [M, x_pitch] times B blocks of weights, up to 6, which are read at once, by tiles of M rows. Rows of a
+// tile of weights are `row` apart, tiles of the next of `steps` steps `step` further, those of the next block `block`.
 // fetch(tile, step) is called for each.
 template <int B, typename Fetch>
 void add_tiles(const bf16* x, int64_t x_pitch, const bf16* w, int64_t block, int64_t row, int64_t step, int64_t steps, float* y,
@@ -276,8 +276,8 @@ void few_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, 
 // More rows against two blocks, 32 rows at once. The last tiles of rows begin early
 // enough to be whole: what they share with those before is computed twice. Of an only block (`single`) the second tile of
 // weights is the first once more.
-inline void many_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t n, int64_t N, int64_t K,
-                               bool single) {
+inline void many_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t n, int64_t N,
+                               int64_t K, bool single) {
   const int64_t pitch = K * sizeof(bf16), block = K * TILE, other = single ? 0 : block;
   alignas(64) float sums[4][TILE * TILE];
   written();
@@ -355,12 +355,12 @@ constexpr int kMostRows = kWideRegisters ? 16 : 8;
 constexpr int kStreams = kWideRegisters ? 6 : 3;
 constexpr int64_t kWidened = 128;  // rows at once, which bounds their memory
 
-// Vector blocks begin..end of the outputs; several threads may share a product. Processors foresee a stream of memory to the
-// end of a page only, so what comes is fetched by instruction. A row or two wait for memory, which gives most where several
-// blocks are read at once. Up to `kMostRows` rows reading hides behind arithmetic, best with one block after the other, each
-// fetched while the one before is multiplied; with the last, `next`, where this thread will read then, if that is known.
-// With more rows, which read weights again, two blocks at once spare loads of x and lie in cache still. The numbers were
-// found by timing, those for fewer registers with AVX2.
+// Compute vector blocks begin..end of the outputs; several threads may share a product. Processors predict a stream of memory
+// to the end of a page only, so what follows is prefetched by instruction. A row or two wait for memory, which gives most if
+// several blocks are read at once. Up to `kMostRows` rows arithmetic hides reading, best with one block after the other, each
+// prefetched while the one before is multiplied; with the last, `next`, where this thread will read then, if that is given.
+// With more rows, which read weights again, two blocks at once spare loads of x and are in cache still. The numbers were found
+// by timing, those for fewer registers with AVX2.
 template <typename T>
 void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
                    const void* next = nullptr) {

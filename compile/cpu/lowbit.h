@@ -1,13 +1,13 @@
 // y = x W^T for weights of 4 or 8 bits and a few rows: the drafter's linears. Activations are rounded with one scale for every
-// 32 of them, so that products are integers (as llama.cpp does it for its 4-bit formats); sums of a group are exact, groups
-// are added in float32. Beside weights of 4 bits they are rounded to 8 bits, which would be most of the error beside weights of
-// 8: there they have 16.
+// 32 of them, so that products are integers (as llama.cpp does for its 4-bit formats); sums of a group are exact, groups are
+// added in float32. With weights of 4 bits they are rounded to 8 bits, which would be most of the error with weights of 8 bits:
+// there they have 16.
 //
 // w[n, k] = (code - middle) * scale[n, g] + offset[n, g], middle = 8 or 128.
 // Weights [N / 16][K / G], each the codes of G inputs of 16 outputs, their scales [16] and offsets [16] in bfloat16: a thread
-// reads one stream of memory, which processors foresee far better than several short ones.
+// reads one stream of memory, which processors predict far better than several short ones.
 // 4 bits: codes [G / 8][16 outputs][4 bytes]; a byte holds input k (low half) and input k + 4 (high half).
-// 8 bits: codes [G / 4][16 outputs][4 bytes], of inputs k, k + 2, k + 1, k + 3: its even bytes, and its odd ones, are neighbours.
+// 8 bits: codes [G / 4][16 outputs][4 bytes], of inputs k, k + 2, k + 1, k + 3: even bytes, and odd ones, are neighbours.
 #pragma once
 #include "linear.h"
 
@@ -16,9 +16,9 @@ namespace sharesd {
 constexpr int64_t kXGroup = 32;  // activations that share a scale; divides every group size of the weights
 
 struct RoundedRows {  // M rows of x
-  std::vector<int8_t> codes8;     // beside weights of 4 bits
-  std::vector<int16_t> codes16;   // beside weights of 8
-  std::vector<float> scale, sum;  // of every group; the sum is of what the codes stand for
+  std::vector<int8_t> codes8;     // with weights of 4 bits
+  std::vector<int16_t> codes16;   // with weights of 8
+  std::vector<float> scale, sum;  // of every group; the sum is of the decoded values
   std::vector<int32_t> total;     // sum of the codes
 };
 
@@ -29,7 +29,7 @@ inline void load_floats(const double* p, vfloat* out) {
   *out = get<vfloat>(some);
 }
 
-// 16 numbers that need fewer bits than they have.
+// 16 numbers with fewer significant bits than their type.
 template <typename E, typename V> inline void store_narrow(const V& x, E* to) {
   if constexpr (IsPair<V>::value) {
     store_narrow(x.low, to);
@@ -68,7 +68,7 @@ void round_rows(const T* x, int64_t M, int64_t K, std::vector<E>& to, RoundedRow
   }
 }
 
-// As products with weights of so many bits want them.
+// Codes in the order that products with weights of so many bits read.
 template <typename T>
 void round_rows(int64_t bits, const T* x, int64_t M, int64_t K, RoundedRows& r) {
   if (bits == 4) round_rows(x, M, K, r.codes8, r);
@@ -178,7 +178,7 @@ void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, 
   }
 }
 
-// All rows from m on against 16 outputs: unpacking codes takes longer than multiplying them, so rows share it.
+// Multiply all rows from m on by 16 outputs: unpacking codes takes longer than multiplying them, so rows share it.
 template <int BITS, int R, typename T>
 void low_rows(const RoundedRows& x, int64_t m, int64_t M, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t left,
               int64_t K, int64_t G) {
@@ -200,8 +200,8 @@ void low_blocks(int bits, const RoundedRows& x, const uint8_t* w, const T* bias,
 }
 
 template <typename T>
-void low_linear(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t G, int64_t bits,
-                int threads) {
+void quantized_linear(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t G,
+                      int64_t bits, int threads) {
   RoundedRows rounded;
   round_rows(bits, x, M, K, rounded);
   const int64_t blocks = (N + 15) / 16;

@@ -1,4 +1,4 @@
-// What Python calls of a model, for one dtype: build with -DDTYPE=bfloat16, float16, float32 or float64.
+// Functions of a model that Python calls, for one dtype: build with -DDTYPE=bfloat16, float16, float32 or float64.
 #include "attention.h"
 #include "head_step.h"
 #include "linear.h"
@@ -13,22 +13,22 @@
                                 const int64_t* strides, double scale, int64_t window, int64_t recent, double softcap) { \
     sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, recent, softcap);       \
   }                                                                                                                    \
-  extern "C" void keep_rows_##NAME(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes,       \
+  extern "C" void compact_kv_##NAME(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes,       \
                                    int64_t B, int64_t S, const int64_t* lengths, const int64_t* path,                   \
                                    const int64_t* num, int64_t P) {                                                     \
-    sharesd::keep_rows<T>(kv, layers, heads, sizes, B, S, lengths, path, num, P);                                      \
+    sharesd::compact_kv<T>(kv, layers, heads, sizes, B, S, lengths, path, num, P);                                      \
   }                                                                                                                    \
   extern "C" void linear_##NAME(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,           \
                                 int64_t threads) {                                                                     \
     sharesd::linear(x, w, bias, y, M, N, K, static_cast<int>(threads));                                                \
   }                                                                                                                    \
-  extern "C" void low_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N,           \
+  extern "C" void quantized_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N,           \
                                     int64_t K, int64_t G, int64_t bits, int64_t threads) {                             \
-    sharesd::low_linear(x, w, bias, y, M, N, K, G, bits, static_cast<int>(threads));                                   \
+    sharesd::quantized_linear(x, w, bias, y, M, N, K, G, bits, static_cast<int>(threads));                                   \
   }                                                                                                                    \
-  extern "C" void solve_##NAME(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_t N, int64_t K,     \
+  extern "C" void solve_hqq_##NAME(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_t N, int64_t K,     \
                                int64_t G, int64_t bits, int64_t threads) {                                             \
-    sharesd::solve(weights, codes, scales, zeros, N, K, G, bits, static_cast<int>(threads));                           \
+    sharesd::solve_hqq(weights, codes, scales, zeros, N, K, G, bits, static_cast<int>(threads));                           \
   }                                                                                                                    \
   extern "C" void run_stack_##NAME(const sharesd::Step* step, double eps, double scale, double softcap) {               \
     sharesd::run_stack<T>(*step, {eps, scale, softcap});                                                               \

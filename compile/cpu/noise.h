@@ -1,5 +1,5 @@
-// Gumbel noise of a counter-based hash: one word of 32 bits for each token of the vocabulary, and two logarithms of it. The
-// numbers of the hash are the caller's (salts and multipliers); the formula is that of sharesd/sampling/noise.py.
+// Gumbel noise of a counter-based hash: one word of 32 bits for each token of the vocabulary, and two logarithms of it. Salts
+// and multipliers of the hash are arguments; the formula is that of sharesd/sampling/noise.py.
 #pragma once
 #include "lowbit.h"
 
@@ -30,7 +30,7 @@ inline vfloat gumbel_of(vuint word) {
 typedef VectorOf<uint64_t, 64>::type words;
 constexpr uint64_t kWord = 0xffffffffu;
 
-// The products of the low halves of each.
+// Products of the low halves of each.
 template <typename U> inline U times(const U& x, uint64_t multiplier) {  // below 2^32
   if constexpr (IsPair<U>::value) return {times(x.low, multiplier), times(x.high, multiplier)};
 #if defined(__AVX512F__)
@@ -45,7 +45,7 @@ template <typename U> inline U times(const U& x, uint64_t multiplier) {  // belo
 // The hash: x -> ((x ^ key) * multiplier >> 16) mod 2^32 for each of its rounds.
 struct Hash {
   const int64_t* multipliers;  // [rounds], below 2^32
-  const int64_t* salts;        // [2, num_salts]: a word of a key is the hash of its place by the halves of the seed and these
+  const int64_t* salts;        // [2, num_salts]: a word of a key hashes its position by the halves of the seed and these
   int64_t num_salts;
 
   uint64_t word(int64_t seed, int64_t place, const int64_t* salt) const {
@@ -57,7 +57,7 @@ struct Hash {
   }
 };
 
-// A row's noise: the hashes of tokens by J rounds, with the two words of its key by turns.
+// A row's noise: hashes of tokens by J rounds, with the two words of its key in alternation.
 struct RowNoise {
   const Hash& hash;
   int64_t J;
@@ -65,7 +65,7 @@ struct RowNoise {
   RowNoise(const Hash& hash, int64_t J, int64_t seed, int64_t place)
       : hash(hash), J(J), keys{hash.word(seed, place, hash.salts), hash.word(seed, place, hash.salts + hash.num_salts)} {}
 
-  // Of tokens v..v+15, or of those that are named there, as far as there are any. Two lie in each word of products.
+  // Noise of tokens v..v+15, or of those named there, up to the last. Two are in each word of products.
   vuint words_of(int64_t v, const int64_t* ids, int64_t V) const {
     uint32_t tokens[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     if (ids) std::copy(ids + v, ids + std::min(v + 16, V), tokens);
@@ -95,13 +95,14 @@ inline void gumbel(const int64_t* seeds, const int64_t* places, const Hash& hash
     }
 }
 
-// The index of the largest sum of noise and x / heat of each row, the first among equals; without noise where `noisy` is 0.
+// Sample the index of the largest sum of noise and x / temperature of each row, the first among equals; without noise if
+// `has_noise` is 0.
 //
-// Noise above n has a word below 2^32 exp(-n). So of most tokens the word tells that they are not the largest, and of blocks whose
-// best logit is low nothing need be known at all.
+// Noise above n has a word below 2^32 exp(-n): the word excludes most tokens, and blocks whose best logit is low need no hash
+// at all.
 template <typename T>
-void sample(const T* x, const double* heat, const double* noisy, const int64_t* seeds, const int64_t* places, const Hash& hash,
-            int64_t J, const int64_t* ids, int64_t* out, int64_t R, int64_t V, int threads) {
+void sample(const T* x, const double* temperature, const double* has_noise, const int64_t* seeds, const int64_t* places,
+            const Hash& hash, int64_t J, const int64_t* ids, int64_t* out, int64_t R, int64_t V, int threads) {
   using W = typename Wide<T>::type;
   using Vw = typename Vec<W>::type;
   constexpr int64_t L = 64 / sizeof(W), kBlock = 256;
@@ -110,7 +111,7 @@ void sample(const T* x, const double* heat, const double* noisy, const int64_t* 
   for (int64_t r = 0; r < R; ++r) {
     const T* row = x + r * V;
     const RowNoise noise(hash, J, seeds[r], places[r]);
-    const W hot = static_cast<W>(heat[r]), low = -std::numeric_limits<W>::infinity();
+    const W hot = static_cast<W>(temperature[r]), low = -std::numeric_limits<W>::infinity();
     const int64_t blocks = (V + kBlock - 1) / kBlock;
     std::vector<W> tops(blocks, low);
     for (int64_t block = 0; block < blocks; ++block) {
@@ -132,12 +133,12 @@ void sample(const T* x, const double* heat, const double* noisy, const int64_t* 
       // Sums are rounded, and so is the noise.
       const double margin = 1e-4 + 1e-6 * (std::abs(static_cast<double>(best)) + std::abs(top));
       const bool any = !(best > low) || !(need > margin);
-      if (!any && need - margin > (noisy[r] != 0 ? kMost : 0)) return;
+      if (!any && need - margin > (has_noise[r] != 0 ? kMost : 0)) return;
       const uint32_t limit = any ? 0xffffffffu : static_cast<uint32_t>(4294967294.0 * std::exp(margin - need)) + 1;
       const int64_t end = std::min(V, (block + 1) * kBlock);
       for (int64_t v = block * kBlock; v < end; v += 16) {
         float some[16] = {};
-        if (noisy[r] != 0) {
+        if (has_noise[r] != 0) {
           const vuint word = noise.words_of(v, ids, V);
           if (!any_of(word <= limit)) continue;
           put(gumbel_of(word), some);

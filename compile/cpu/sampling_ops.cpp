@@ -1,4 +1,4 @@
-// What Python calls to choose and to guess tokens.
+// Functions for sampling and drafting that Python calls.
 #include "suffix_search.h"
 #include "tree_expand.h"
 #include "noise.h"
@@ -21,11 +21,11 @@
                                   int64_t threads) {                                                                   \
     sharesd::top_logp(x, out, logp, R, V, k, static_cast<int>(threads));                                               \
   }                                                                                                                    \
-  extern "C" void sample_##NAME(const sharesd::names::NAME* x, const double* heat, const double* noisy,                 \
+  extern "C" void sample_##NAME(const sharesd::names::NAME* x, const double* temperature, const double* has_noise,     \
                                 const int64_t* seeds, const int64_t* places, const int64_t* multipliers,               \
                                 const int64_t* salts, int64_t num_salts, int64_t J, const int64_t* ids, int64_t* out,   \
                                 int64_t R, int64_t V, int64_t threads) {                                               \
-    sharesd::sample(x, heat, noisy, seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V,                  \
+    sharesd::sample(x, temperature, has_noise, seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V,      \
                     static_cast<int>(threads));                                                                        \
   }
 EXPORT(bfloat16)
@@ -47,37 +47,39 @@ extern "C" void gumbel_float32(const int64_t* seeds, const int64_t* places, cons
   sharesd::gumbel(seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V, static_cast<int>(threads));
 }
 
-extern "C" void walk_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,
+extern "C" void accept_path_int64(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target,
                            int64_t* out, int64_t B, int64_t T, int64_t P) {
-  sharesd::walk(tokens, depth, path, target, out, B, T, P);
+  sharesd::accept_path(tokens, depth, path, target, out, B, T, P);
 }
 
-extern "C" void grow_int64(int64_t* levels, const sharesd::Nodes* nodes, const sharesd::Front* front, const int64_t* tokens,
-                           const float* logp, int64_t B, int64_t F, int64_t k, int64_t C, int64_t D) {
-  sharesd::grow(levels, *nodes, *front, tokens, logp, B, F, k, C, D);
+extern "C" void expand_tree_int64(int64_t* levels, const sharesd::Nodes* nodes, const sharesd::Frontier* frontier,
+                                  const int64_t* tokens, const float* logp, int64_t B, int64_t F, int64_t k, int64_t C,
+                                  int64_t D) {
+  sharesd::expand_tree(levels, *nodes, *frontier, tokens, logp, B, F, k, C, D);
 }
 
-extern "C" void choose_int64(const int64_t* wanted, int64_t k, const sharesd::Nodes* nodes, const sharesd::Draft* draft,
+extern "C" void select_nodes_int64(const int64_t* wanted, int64_t k, const sharesd::Nodes* nodes, const sharesd::Draft* draft,
                              int64_t B, int64_t C, int64_t D, int64_t N) {
-  sharesd::choose(*wanted, k, *nodes, *draft, B, C, D, N);
+  sharesd::select_nodes(*wanted, k, *nodes, *draft, B, C, D, N);
 }
 
-extern "C" void weigh_float32(const int64_t* levels, const float* chances, float* said, float* logp, int64_t R, int64_t B,
-                              int64_t F, int64_t k, int64_t C, double spread) {
-  sharesd::weigh(levels, chances, said, logp, R, B, F, k, C, static_cast<float>(spread));
+extern "C" void rescore_children_float32(const int64_t* levels, const float* calibrated_probs, float* draft_probs, float* logp,
+                                         int64_t R, int64_t B, int64_t F, int64_t k, int64_t C, double spread) {
+  sharesd::rescore_children(levels, calibrated_probs, draft_probs, logp, R, B, F, k, C, static_cast<float>(spread));
 }
 
-extern "C" void weighed_float32(const sharesd::Nodes* nodes, const float* said, float* said_best, float* odds,
-                                int64_t* parents, int64_t k, int64_t B, int64_t C, int64_t D, int64_t N) {
-  sharesd::weighed(*nodes, said, said_best, odds, parents, k, B, C, D, N);
+extern "C" void best_nodes_float32(const sharesd::Nodes* nodes, const float* draft_probs, float* best_draft_probs,
+                                   float* accept_probs, int64_t* parents, int64_t k, int64_t B, int64_t C, int64_t D,
+                                   int64_t N) {
+  sharesd::best_nodes(*nodes, draft_probs, best_draft_probs, accept_probs, parents, k, B, C, D, N);
 }
 
-extern "C" void keep_places_int64(char* places, const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t B,
+extern "C" void compact_slots_int64(char* places, const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t B,
                                   int64_t S, int64_t T, int64_t bytes) {
-  sharesd::keep_places(places, lengths, path, num, B, S, T, bytes);
+  sharesd::compact_slots(places, lengths, path, num, B, S, T, bytes);
 }
 
-extern "C" void find_int32(const uint8_t* backward, const uint8_t* order, const int32_t* wanted, int64_t n, int64_t N,
+extern "C" void find_suffixes_int32(const uint8_t* backward, const uint8_t* order, const int32_t* wanted, int64_t n, int64_t N,
                            int64_t most, int64_t* out) {
-  sharesd::find({backward, order, N}, wanted, n, most, out);
+  sharesd::find_suffixes({backward, order, N}, wanted, n, most, out);
 }

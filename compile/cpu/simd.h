@@ -1,5 +1,5 @@
-// Vectors of 64 bytes on every processor. With AVX-512 one fills a register. Elsewhere it is a pair of halves, down to a register,
-// since compilers keep vectors that are larger than that in memory.
+// Vectors of 64 bytes on every processor. With AVX-512 one fills a register. Elsewhere it is a pair of halves, down to a
+// register, since compilers keep larger vectors in memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -80,7 +80,7 @@ typedef VectorOf<uint8_t, 64>::type vbyte;
 template <typename V> struct IsPair : std::false_type {};
 template <typename H> struct IsPair<Pair<H>> : std::true_type {};
 
-// Where the mask is set a, else b.
+// a if the mask is set, else b.
 template <typename M, typename V> inline V select(const M& mask, const V& a, const V& b) {
   if constexpr (IsPair<V>::value)
     return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};

@@ -1,4 +1,4 @@
-// Where the end of a text occurred before, in a corpus whose places are sorted by what stands before them.
+// Search for a text's end in a corpus whose positions are sorted by the tokens before them.
 #pragma once
 #include "dtypes.h"
 
@@ -14,11 +14,11 @@ struct Corpus {
     return __builtin_bswap32(x);
   }
   int64_t start(int64_t rank) const { return word(order + 4 * rank); }
-  // Tokens that the suffix of a rank shares with the beginning of `wanted`, and which of them is smaller: -1, or 0 if none.
+  // Tokens that the suffix of a rank shares with the beginning of `wanted`, and the smaller of both: -1 the suffix, 0 neither.
   int64_t common(int64_t rank, const int32_t* wanted, int64_t n, int64_t* sign) const {
     const int64_t first = start(rank);
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t token = first + i < N ? word(backward + 4 * (first + i)) : -1;  // what ends sooner comes first
+      const int64_t token = first + i < N ? word(backward + 4 * (first + i)) : -1;  // a suffix that ends sooner comes first
       if (token != wanted[i]) {
         *sign = token < wanted[i] ? -1 : 1;
         return i;
@@ -40,9 +40,9 @@ template <typename Before> int64_t boundary(int64_t low, int64_t high, Before be
   return low;
 }
 
-// Looks for the suffixes with the longest beginning of wanted [n]. out: how long it is, then how many of their starts follow:
-// at most `most`, spread evenly. The length is -1 if the order points nowhere.
-inline void find(const Corpus& corpus, const int32_t* wanted, int64_t n, int64_t most, int64_t* out) {
+// Find the suffixes with the longest match of wanted [n]. out: its length, then the number of their starts that follow: at most
+// `most`, spread evenly. The length is -1 if the order points outside the corpus.
+inline void find_suffixes(const Corpus& corpus, const int32_t* wanted, int64_t n, int64_t most, int64_t* out) {
   int64_t sign, matched = 0;
   auto compare = [&](int64_t rank, int64_t length) {
     corpus.common(rank, wanted, length, &sign);
@@ -54,7 +54,7 @@ inline void find(const Corpus& corpus, const int32_t* wanted, int64_t n, int64_t
   out[0] = matched;
   out[1] = 0;
   if (matched == 0) return;
-  int64_t below = 1, above = 1;  // most matches are few: look near first
+  int64_t below = 1, above = 1;  // most matches are few: search nearby first
   while (near - below > 0 && compare(near - below, matched) == 0) below *= 2;
   while (near + above < corpus.N && compare(near + above, matched) == 0) above *= 2;
   const int64_t first =

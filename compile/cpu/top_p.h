@@ -1,18 +1,18 @@
-// The tokens that hold most of the mass of each row of logits (top-p).
+// Top-p: the tokens with most of the mass of each row of logits.
 #pragma once
 #include "dtypes.h"
 
 namespace sharesd {
 
-// Copies rows [R, V], with -infinity at tokens that are less likely than those that hold a share p [R] of the mass. Masses are
-// integers, in units of 2^-40 of the likeliest token's, so that sums depend on no order; equal tokens stay or go together.
+// Copy rows [R, V], with -infinity at tokens less likely than those with a share p [R] of the mass. Masses are integers, in
+// units of 2^-40 of the likeliest token's, so that sums depend on no order; equal tokens stay or go together.
 template <typename T>
 void top_p(const T* x, const double* p, T* out, int64_t R, int64_t V, int threads) {
   using Vw = typename Vec<T>::type;
   constexpr int64_t L = 64 / sizeof(T), kBuckets = 1 << 11;
 #pragma omp parallel num_threads(R > 1 ? threads : 1)
   {
-    std::vector<uint32_t> order(V + L);  // of a token: the bits of how far it lies below the likeliest, as a float
+    std::vector<uint32_t> order(V + L);  // of a token: the bits of its depth below the likeliest, as a float
     std::vector<int64_t> mass(V + L), buckets(kBuckets);
     std::vector<std::pair<uint32_t, int64_t>> last;
 #pragma omp for schedule(static)

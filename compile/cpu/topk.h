@@ -1,11 +1,10 @@
-// The largest of each row of logits. One pass: vectors of maxima decide whether a block holds anything of interest, which it
-// seldom does.
+// Largest logits of each row. One pass: vectors of maxima exclude blocks without a large value, which most are.
 #pragma once
 #include "dtypes.h"
 
 namespace sharesd {
 
-// Calls `visit(v, w)` for the values w at v of a row, but for those of blocks in which, once `full()`, none is above `least()`.
+// Call `visit(v, w)` for the values w at v of a row, except for blocks without any above `least()` once `full()`.
 template <typename T, typename Full, typename Least, typename Visit>
 void for_large(const T* row, int64_t V, Full full, Least least, Visit visit) {
   using W = typename Wide<T>::type;
@@ -46,7 +45,7 @@ void top_k(const T* x, int64_t* out, int64_t R, int64_t V, int64_t k, int thread
   }
 }
 
-// The same, and their log probabilities under the softmax of the row; k is at most V.
+// top_k, and log probabilities under the softmax of the row; k is at most V.
 template <typename T>
 void top_logp(const T* x, int64_t* out, typename Wide<T>::type* logp, int64_t R, int64_t V, int64_t k, int threads) {
   using W = typename Wide<T>::type;

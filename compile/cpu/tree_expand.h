@@ -1,4 +1,5 @@
-// Draft trees grow level by level: what compile/tree_expand.py describes, where tensor operations take some 25 calls a level.
+// Expansion of draft trees by level, and selection of nodes: see compile/tree_expand.py. Tensor operations take some 25 calls a
+// level.
 //
 // Legend: B rows, F nodes that were expanded, k children of each, C nodes that can be found, D levels, N nodes of a draft at
 // most, T = N + 1.
@@ -17,7 +18,7 @@ struct Nodes {  // [B, C] each, ancestors [B, C, D]
   float* scores;
   int64_t *ancestors, *places;
 };
-struct Front {  // [B, k] each, paths and slots [B, k, D]
+struct Frontier {  // [B, k] each, paths and slots [B, k, D]
   int64_t* tokens;
   float* scores;
   int64_t *paths, *slots, *depth;
@@ -26,7 +27,7 @@ struct Draft {  // [B, N], [B, T], [B, T, T], [B, T]
   int64_t *tokens, *depth, *path, *places;
 };
 
-// The places of the `most` largest scores, largest first, the first among equals first.
+// Indices of the `most` largest scores, largest first, the first among equals first.
 inline std::vector<int64_t> largest_first(const float* scores, int64_t num, int64_t most) {
   std::vector<int64_t> order(num);
   std::iota(order.begin(), order.end(), 0);
@@ -39,9 +40,9 @@ inline std::vector<int64_t> largest_first(const float* scores, int64_t num, int6
   return order;
 }
 
-// Children `tokens` [B, F, k] of the front, and their log probabilities.
-inline void grow(int64_t* levels, const Nodes& nodes, const Front& front, const int64_t* tokens, const float* logp, int64_t B,
-                 int64_t F, int64_t k, int64_t C, int64_t D) {
+// Expand the frontier by children `tokens` [B, F, k] with log probabilities `logp`.
+inline void expand_tree(int64_t* levels, const Nodes& nodes, const Frontier& frontier, const int64_t* tokens,
+                        const float* logp, int64_t B, int64_t F, int64_t k, int64_t C, int64_t D) {
   std::vector<int64_t> paths(k * D), slots(k * D), ancestors(F * k * D);
   std::vector<float> scores(F * k);
   for (int64_t b = 0; b < B; ++b) {
@@ -49,11 +50,11 @@ inline void grow(int64_t* levels, const Nodes& nodes, const Front& front, const 
     if (level < 0 || level >= D || first + num > C) continue;  // deeper than any draft
     std::fill(paths.begin(), paths.end(), 0), std::fill(slots.begin(), slots.end(), 0);
     if (level) {
-      std::memcpy(paths.data(), front.paths + b * k * D, F * D * 8);
-      std::memcpy(slots.data(), front.slots + b * k * D, F * D * 8);
+      std::memcpy(paths.data(), frontier.paths + b * k * D, F * D * 8);
+      std::memcpy(slots.data(), frontier.slots + b * k * D, F * D * 8);
     }
     for (int64_t i = 0; i < num; ++i) {
-      scores[i] = (level ? front.scores[b * k + i / k] : 0.0f) + logp[b * num + i];
+      scores[i] = (level ? frontier.scores[b * k + i / k] : 0.0f) + logp[b * num + i];
       int64_t* path = ancestors.data() + i * D;
       std::memcpy(path, paths.data() + i / k * D, D * 8);
       path[level] = first + i;
@@ -64,18 +65,18 @@ inline void grow(int64_t* levels, const Nodes& nodes, const Front& front, const 
     const std::vector<int64_t> best = largest_first(scores.data(), num, k);
     for (int64_t j = 0; j < static_cast<int64_t>(best.size()); ++j) {
       const int64_t i = best[j], to = b * k + j, place = level * k + j;
-      front.tokens[to] = tokens[b * num + i], front.scores[to] = scores[i], front.depth[to] = level;
-      std::memcpy(front.paths + to * D, ancestors.data() + i * D, D * 8);
-      std::memcpy(front.slots + to * D, slots.data() + i / k * D, D * 8);
-      front.slots[to * D + level] = place;
+      frontier.tokens[to] = tokens[b * num + i], frontier.scores[to] = scores[i], frontier.depth[to] = level;
+      std::memcpy(frontier.paths + to * D, ancestors.data() + i * D, D * 8);
+      std::memcpy(frontier.slots + to * D, slots.data() + i / k * D, D * 8);
+      frontier.slots[to * D + level] = place;
       nodes.places[b * C + first + i] = place;
     }
     ++levels[b];
   }
 }
 
-// The best `wanted` of all nodes into the draft.
-inline void choose(int64_t wanted, int64_t k, const Nodes& nodes, const Draft& draft, int64_t B, int64_t C, int64_t D,
+// Select the best `wanted` of all nodes for the draft.
+inline void select_nodes(int64_t wanted, int64_t k, const Nodes& nodes, const Draft& draft, int64_t B, int64_t C, int64_t D,
                    int64_t N) {
   const int64_t T = N + 1, M = std::min(N, C);
   std::vector<int64_t> rows(C);

@@ -1,13 +1,13 @@
-// The walk through a draft tree: from the root to the child that equals the target's choice, as long as there is one.
+// Accepted path through a draft tree: from the root to each child that equals the target's token.
 #pragma once
 #include "dtypes.h"
 
 namespace sharesd {
 
 // T rows (the root, then nodes, parents first), row t at the end of path[t][0..depth[t]]; tokens [B, T - 1] of the nodes,
-// target [B, T] what the target chose after each row. out [B, 1 + 2T]: how many rows were kept, what the target chose after
-// each, and the rows; what lies behind them is filled up with the last row.
-inline void walk(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target, int64_t* out,
+// target [B, T] the target's token after each row. out [B, 1 + 2T]: number of accepted rows, the target's token after each, and
+// the rows, of which the last is repeated.
+inline void accept_path(const int64_t* tokens, const int64_t* depth, const int64_t* path, const int64_t* target, int64_t* out,
                  int64_t B, int64_t T, int64_t P) {
   for (int64_t b = 0; b < B; ++b, tokens += T - 1, depth += T, path += T * P, target += T, out += 1 + 2 * T) {
     int64_t kept = 0;

@@ -1,11 +1,11 @@
-"""Attention over live slots in Triton: a query's bits depend on its own prefix only, in chains and in trees.
+"""Attention over live slots in Triton, batch invariant in chains and trees.
 
-Three launches: turn and write (norms and rotary embedding of new queries and keys; new keys and values into the
-cache), parts (each SPLIT slots by themselves), join (parts in order). Parts lie at absolute multiples of SPLIT, blocks
-within them at multiples of BLOCK, and a tile of queries has a constant number of rows: so T, S, B and the length change
-which programs have work, and never the sums that a query's row is made of. Where the slots of a part hold new rows of a
-tree, each row has a program of its own, which gathers its path into the order of plain decoding. A row of the batch
-whose length is below 0 takes no part: nothing of it is read or written, and its output is 0.
+Three launches: `write_new_kv` (norms and rotary embedding of new queries and keys; new keys and values into the cache),
+`attend_parts` (SPLIT slots each), `join_parts` (parts in order). Parts begin at absolute multiples of SPLIT, blocks
+within them at multiples of BLOCK, and a tile of queries has a constant number of rows: T, S, B and the length change
+which programs have work, and never the sums of a query's row. If slots of a part hold new rows of a tree, each row has
+a program of its own, which gathers its path into the order of plain decoding. A row of the batch with a length below 0
+is idle: nothing of it is read or written, and its output is 0.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, G = H / K, S slots, P slots that a path may
 name, d head size, D the power of two above it, R rotated half, N positions that have an angle, X parts.
@@ -23,125 +23,35 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.gemm_config import device
+from compile.cuda.kv_write import write_new_kv
 from compile.cuda.pdl import launch_options, with_room
-from compile.sight import CHUNK, SINKS
+from compile.kv_layout import CHUNK, SINKS
 
 ROWS = 16
 """Queries of a tile. Bits depend on it, as on SPLIT."""
 SPLIT = 128
 """Slots of a part."""
 STAGES = 5
-"""Stages of the loop over slots: one each for places, keys and values, and two more for the next block's."""
-RESIDENT = 2
-"""Programs that every processor holds at once; with 32 KB each in flight they are enough for its share of bandwidth."""
+"""Stages of the loop: slot numbers, keys, values, and two of prefetch."""
+PROGRAMS_PER_SM = 2
+"""Programs resident on a multiprocessor: 32 KB each use its bandwidth."""
 GROUP = 32
 """Parts that the join sums up together."""
-FAR = 1 << 30
+NO_WINDOW = 1 << 30
 """A window that sees everything."""
-# One binary serves all steps: what differs between them must not make another.
-_PLACES = ["length_ptr", "depth_ptr", "path_ptr"]
-_INTS = ["T", "S", "P", "X", "N", "turns", "window", "recent", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
-
-
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
-def turn_and_write(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,  # [N, R]
-    sin_ptr,
-    q_norm_ptr,  # [d] or None
-    k_norm_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    length_ptr,
-    depth_ptr,
-    path_ptr,
-    out_ptr,
-    T,
-    S,
-    P,
-    N,
-    q_b,
-    q_t,
-    k_b,
-    k_t,
-    v_b,
-    v_t,
-    eps,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    d: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    GEMMA: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One head of one new token. Grid (B * T, H + 2K). R = 0: nothing is turned. Rounds as the plain composition."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    token, head = tl.program_id(0), tl.program_id(1)
-    b, t = (token // T).to(tl.int64), token % T
-    place, ahead = t, t
-    if P > 0:
-        depth = tl.load(depth_ptr + token)
-        place = tl.load(path_ptr + token.to(tl.int64) * P + depth).to(tl.int32)
-        ahead = depth.to(tl.int32)
-    length = tl.load(length_ptr + b)
-    slot = length + place
-    writes = (slot >= 0) & (slot < S)  # rows of padding may lie behind the cache
-    if head < H:
-        source, target = q_ptr + b * q_b + t * q_t + head * d, out_ptr + (token.to(tl.int64) * H + head) * d
-        writes = slot >= 0
-    elif head < H + K:
-        source = k_ptr + b * k_b + t * k_t + (head - H) * d
-        target = k_cache_ptr + ((b * K + head - H) * S + slot) * d
-    else:
-        source = v_ptr + b * v_b + t * v_t + (head - H - K) * d
-        target = v_cache_ptr + ((b * K + head - H - K) * S + slot) * d
-    i = tl.arange(0, D)
-    x = tl.load(source + i, mask=i < d, other=0.0)
-    if head < H + K:
-        root = 0.0
-        if q_norm_ptr is not None:
-            wide = x.to(tl.float32)
-            root = tl.rsqrt(tl.sum(wide * wide, 0) / d + eps)
-            x = _normalised(x, root, q_norm_ptr, k_norm_ptr, head < H, i, i < d, GEMMA)
-        if R > 0:
-            turned = i < 2 * R
-            across = tl.where(i < R, i + R, i - R)
-            other = tl.load(source + across, mask=turned, other=0.0)
-            if q_norm_ptr is not None:
-                other = _normalised(other, root, q_norm_ptr, k_norm_ptr, head < H, across, turned, GEMMA)
-            angle = tl.maximum(tl.minimum(length + ahead, N - 1), 0) * R + tl.where(i < R, i, i - R)
-            cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
-            straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
-            crossed = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
-            y = tl.where(i < R, straight - crossed, straight + crossed)
-            x = tl.where(turned, y.to(x.dtype), x)
-    tl.store(target + i, x, mask=(i < d) & writes)
-
-
-@triton.jit
-def _normalised(x, root, q_norm_ptr, k_norm_ptr, is_query, at, there, GEMMA: tl.constexpr):
-    """Entries `at` of a head, times the reciprocal of its root mean square, times their weights."""
-    weight = tl.load(tl.where(is_query, q_norm_ptr, k_norm_ptr) + at, mask=there, other=0.0).to(tl.float32)
-    wide = x.to(tl.float32) * root
-    if GEMMA:
-        return (wide * weight).to(x.dtype)
-    return (wide.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+# One binary serves all steps: values that differ between them must not make another.
+_UNALIGNED = ["length_ptr", "depth_ptr", "path_ptr"]
+_INTS = ["T", "S", "P", "X", "num_programs", "window", "recent"]
 
 
 @triton.jit
 def _recent_from(own, recent, CHUNK: tl.constexpr):
-    """The first of the recent positions that a query at position `own` sees."""
+    """First recent position that a query at position `own` attends to."""
     return tl.maximum(own + 1 - recent, 0) // CHUNK * CHUNK
 
 
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
-def parts(
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
+def attend_parts(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -155,7 +65,7 @@ def parts(
     S,
     P,
     X,
-    turns,
+    num_programs,
     scale,
     softcap,
     window,
@@ -172,11 +82,12 @@ def parts(
     CAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Softmax over parts for ROWS queries of a key/value head: the largest score, the total, the weighted values.
+    """Compute a part's maximum, total and weighted values for ROWS queries.
 
-    Grid (programs, B * K), see `programs_of`. Of the first ones each takes a tile of queries, those of (t, g) in
-    order, and every `turns`-th part. In trees these hold old slots alone, and further programs have a part with new
-    rows each, for one token. Scores are logarithms of base 2; `scale` and `softcap` make them so.
+    The queries are those of a key/value head. Grid (programs, B * K), see `count_programs`. Each of the first programs
+    takes a tile of queries, those of (t, g) in order, and every `num_programs`-th part. In trees these hold old slots
+    alone; further programs have a part with new rows each, for one token. Scores are logarithms of base 2; `scale` and
+    `softcap` make them so.
     """
     if PDL:
         gdc_wait()
@@ -189,16 +100,16 @@ def parts(
     tile, first_part = program % tiles, program // tiles
     t, g = (tile * ROWS + row) // G, (tile * ROWS + row) % G
     live = t < T
-    first, end = n, n + T  # position of the tile's first query; behind those of all
-    behind_part = tl.where(P > 0, n // SPLIT, (end + SPLIT - 1) // SPLIT)
-    alone = program >= tiles * turns
+    first, end = n, n + T  # position of the tile's first query; end of those of all
+    end_part = tl.where(P > 0, n // SPLIT, (end + SPLIT - 1) // SPLIT)
+    is_tree_part = program >= tiles * num_programs
     token = 0
-    if alone:
+    if is_tree_part:
         TILES: tl.constexpr = (G + ROWS - 1) // ROWS
-        program -= tiles * turns
+        program -= tiles * num_programs
         token = program // TILES % T
         first_part = n // SPLIT + program // (TILES * T)
-        behind_part = first_part + 1
+        end_part = first_part + 1
         t, g = token + row * 0, program % TILES * ROWS + row
         live = g < G
         first += tl.load(depth_ptr + b * T + token).to(tl.int32)
@@ -210,23 +121,23 @@ def parts(
     q = tl.load(q_ptr + query[:, None] * d + i[None, :], mask=live[:, None] & (i < d)[None, :], other=0.0)
     k_cache_ptr += (b * K + kv) * S * d
     v_cache_ptr += (b * K + kv) * S * d
-    for part in range(first_part, tl.minimum(behind_part, X), turns):  # rows of padding may lie behind the cache
+    for part in range(first_part, tl.minimum(end_part, X), num_programs):  # padding may exceed the cache
         begin = part * SPLIT
-        behind = begin + SPLIT
-        seen_by_some = (n >= 0) & (begin < end) & (behind > first + 1 - window)
-        seen_by_some = seen_by_some & ((begin < SINKS) | (behind > _recent_from(first, recent, CHUNK)))
+        end_slot = begin + SPLIT
+        seen_by_some = (n >= 0) & (begin < end) & (end_slot > first + 1 - window)
+        seen_by_some = seen_by_some & ((begin < SINKS) | (end_slot > _recent_from(first, recent, CHUNK)))
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         values = tl.zeros((ROWS, D), tl.float32)
-        for start in range(begin, tl.where(seen_by_some, tl.minimum(behind, end), begin), BLOCK):
+        for start in range(begin, tl.where(seen_by_some, tl.minimum(end_slot, end), begin), BLOCK):
             at = start + tl.arange(0, BLOCK)
-            gathered = (at >= n) & (at < end) & alone
+            gathered = (at >= n) & (at < end) & is_tree_part
             step = tl.load(path_ptr + (b * T + token) * P + (at - n), mask=gathered, other=0).to(tl.int32)
             slot = tl.where(gathered, n + step, at)
-            there = ((at < end) & (slot < S))[:, None] & (i < d)[None, :]
+            is_valid = ((at < end) & (slot < S))[:, None] & (i < d)[None, :]
             where = slot[:, None] * d + i[None, :]
-            k = tl.load(k_cache_ptr + where, mask=there, other=0.0)
-            v = tl.load(v_cache_ptr + where, mask=there, other=0.0)
+            k = tl.load(k_cache_ptr + where, mask=is_valid, other=0.0)
+            v = tl.load(v_cache_ptr + where, mask=is_valid, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             if CAP:
                 scores = softcap - 2 * softcap / (tl.exp(scores) + 1)  # softcap * tanh(score / softcap)
@@ -241,14 +152,14 @@ def parts(
             values = values * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = new_top
         out = query * X + part
-        told = live & seen_by_some
-        tl.store(top_ptr + out, top, mask=told)
-        tl.store(total_ptr + out, total, mask=told)
-        tl.store(part_ptr + out[:, None] * d + i[None, :], values, mask=told[:, None] & (i < d)[None, :])
+        stored = live & seen_by_some
+        tl.store(top_ptr + out, top, mask=stored)
+        tl.store(total_ptr + out, total, mask=stored)
+        tl.store(part_ptr + out[:, None] * d + i[None, :], values, mask=stored[:, None] & (i < d)[None, :])
 
 
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_PLACES)
-def join(
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
+def join_parts(
     length_ptr,
     depth_ptr,
     top_ptr,
@@ -269,7 +180,10 @@ def join(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The parts of one query that it sees, in order, GROUP by GROUP. Grid (B * T, H)."""
+    """Join a query's parts in order, GROUP at once.
+
+    Grid (B * T, H).
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -289,8 +203,10 @@ def join(
     for group in range(first, tl.minimum(own // SPLIT + 1, X), GROUP):
         part = group + tl.arange(0, GROUP)
         begin = part * SPLIT
-        behind = begin + SPLIT
-        seen = (part < X) & (begin <= own) & (behind > own + 1 - window) & ((behind > recent_from) | (begin < SINKS))
+        end_slot = begin + SPLIT
+        seen = (
+            (part < X) & (begin <= own) & (end_slot > own + 1 - window) & ((end_slot > recent_from) | (begin < SINKS))
+        )
         at = query * X + part
         tops = tl.load(top_ptr + at, mask=seen, other=float("-inf"))
         totals = tl.load(total_ptr + at, mask=seen, other=0.0)
@@ -302,7 +218,7 @@ def join(
         total = total * shrink + tl.sum(totals * weights, 0)
         values = values * shrink + tl.sum(some * weights[:, None], 0)
         top = new_top
-    total = tl.where(total == 0, 1.0, total)  # of a row that takes no part
+    total = tl.where(total == 0, 1.0, total)  # of an idle row
     tl.store(out_ptr + query * d + i, (values / total).to(out_ptr.dtype.element_ty), mask=i < d)
 
 
@@ -326,7 +242,7 @@ def attend_live(
     eps: float = 0.0,
     gemma: bool = False,
 ) -> Tensor:
-    """`compile.attention.attend`, with the norms and the rotary embedding where they are given: [B, T, H, d].
+    """Run `compile.attention.attend` with its norms and rotary embedding: [B, T, H, d].
 
     Tensors of bfloat16, float16 or float32 on a GPU, or on a CPU under Triton's interpreter.
     """
@@ -338,41 +254,34 @@ def attend_live(
     depth, path, P = lengths_B, lengths_B, 0  # chains: neither is read
     if depth_BT is not None and path_BTP is not None:
         depth, path, P = depth_BT.contiguous(), path_BTP.contiguous(), path_BTP.shape[2]
-    turned = q.new_empty((B, T, H, d))
-    cos, sin, N, R = turned, turned, 0, 0
-    if cos_Nr is not None and sin_Nr is not None:
-        cos, sin, (N, R) = cos_Nr.contiguous(), sin_Nr.contiguous(), cos_Nr.shape
     launch = launch_options(q.device)
-    turn_and_write[(B * T, H + 2 * K)](
-        *(q, k, v, cos, sin, q_norm_d, k_norm_d, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, turned),
-        *(T, S, P, N, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps),
-        **{"H": H, "K": K, "d": d, "D": D, "R": R, "GEMMA": gemma},
-        **launch,
-        num_warps=1,
-        enable_fp_fusion=False,
+    turned = write_new_kv(
+        q, k, v, cos_Nr, sin_Nr, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, P, (q_norm_d, k_norm_d, eps, gemma)
     )
     G = H // K
-    BLOCK = block_of(D, q.dtype)
-    programs, turns = programs_of(T, G, P > 0, X, B * K, device(q.device.index if q.is_cuda else None).processors)
+    BLOCK = slots_per_block(D, q.dtype)
+    programs, num_programs = count_programs(
+        T, G, P > 0, X, B * K, device(q.device.index if q.is_cuda else None).processors
+    )
     top, total = (q.new_empty((B * T * H, X), dtype=torch.float32) for _ in range(2))
     part = q.new_empty((B * T * H, X, d), dtype=torch.float32)
     log2e = math.log2(math.e)
     units = (2 * scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
     sight = {"SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS}
-    back = (window or FAR, recent or FAR)
+    back = (window or NO_WINDOW, recent or NO_WINDOW)
     in_parts = partial(
-        parts[(programs, B * K)],
+        attend_parts[(programs, B * K)],
         *(turned, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, top, total, part),
-        *(T, S, P, X, turns, *units, *back),
+        *(T, S, P, X, num_programs, *units, *back),
         **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0},
         **sight,
         **launch,
         num_warps=4,
         enable_fp_fusion=False,
     )
-    with_room(lambda stages: in_parts(num_stages=stages), STAGES, (q.device, "parts", d, q.dtype))
+    with_room(lambda stages: in_parts(num_stages=stages), STAGES, (q.device, "attend_parts", d, q.dtype))
     out = torch.empty_like(turned)
-    join[(B * T, H)](
+    join_parts[(B * T, H)](
         *(lengths_B, depth, top, total, part, out),
         *(T, P, X, *back),
         **{"H": H, "d": d, "D": D, "GROUP": GROUP},
@@ -384,18 +293,18 @@ def attend_live(
     return out
 
 
-def programs_of(T: int, G: int, tree: bool, X: int, heads: int, processors: int) -> tuple[int, int]:
-    """Programs of a key/value head, of `heads` in all, and how many of them share the parts of a tile of queries.
+def count_programs(T: int, G: int, tree: bool, X: int, heads: int, processors: int) -> tuple[int, int]:
+    """Count programs of a key/value head, and those of a tile's parts.
 
-    Together they are what the GPU runs at once, however long the cache. Where new rows of a tree lie, each row has
-    programs of its own.
+    All `heads` together fill the GPU once, however long the cache. New rows of a tree have further programs, one or
+    more each.
     """
     tiles = triton.cdiv(T * G, ROWS)
-    turns = max(1, min(X, RESIDENT * processors // (tiles * heads)))
-    alone = T * triton.cdiv(G, ROWS) * (triton.cdiv(T - 1, SPLIT) + 1) if tree else 0
-    return tiles * turns + alone, turns
+    num_programs = max(1, min(X, PROGRAMS_PER_SM * processors // (tiles * heads)))
+    num_tree_programs = T * triton.cdiv(G, ROWS) * (triton.cdiv(T - 1, SPLIT) + 1) if tree else 0
+    return tiles * num_programs + num_tree_programs, num_programs
 
 
-def block_of(D: int, dtype: torch.dtype) -> int:
-    """Slots that are multiplied at once: a function of the model alone, since bits depend on it."""
+def slots_per_block(D: int, dtype: torch.dtype) -> int:
+    """Return slots multiplied at once, which bits of a model depend on."""
     return 16 if D * dtype.itemsize >= 1024 else 64 if D <= 64 else 32

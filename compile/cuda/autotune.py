@@ -1,7 +1,6 @@
-"""Measures on a GPU which tile is fastest for a shape of weights, and keeps it. Nothing here runs at a start:
-`sharesd bench gpu --step tiles` does.
+"""Measure and keep the fastest tile for a shape of weights.
 
-Another tile may be another order of summation, so what was measured once stays until somebody measures anew.
+Runs in `sharesd bench gpu --step tiles` only, never at a start: another tile may be another order of summation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from compile.cuda import gemm_config
-from compile.cuda.bench import Calls, seconds_per_call, turns
+from compile.cuda.bench import Calls, num_weight_copies, seconds_per_call
 from compile.cuda.gemm import multiply
 from compile.cuda.gemm_config import Tile
 
@@ -25,7 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Weights [outputs, inputs] of 16 or 32 bits, or codes of 8, or of 4 in groups."""
+    """Weights [outputs, inputs] of 32, 16, 8 or 4 bits.
+
+    Those of 4 bits are in groups.
+    """
 
     outputs: int
     inputs: int
@@ -34,7 +36,7 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """What it is called in files of tiles."""
+        """Name of the shape in files of tiles."""
         return gemm_config.key_of(self.outputs, self.inputs, self.bits, self.group)
 
 
@@ -46,8 +48,9 @@ def tune(
     rows: int = 1,
     measure: Callable[[Calls], float] = seconds_per_call,
 ) -> dict[Shape, dict[Tile, float]]:
-    """Seconds per product of every tile that runs. The fastest of each shape is kept for this device, for later
-    programs. `measure` returns seconds per call.
+    """Return seconds per product of every tile; keep the fastest.
+
+    `measure` returns seconds per call. Tiles are kept for this device and later programs.
     """
     on = gemm_config.device(_index(device))
     found: dict[Shape, dict[Tile, float]] = {}
@@ -68,7 +71,7 @@ def fastest(found: Mapping[Shape, Mapping[Tile, float]]) -> dict[str, Tile]:
 
 
 def runs(product: Callable[[], object], shape: Shape, tile: Tile) -> bool:
-    """Whether this device has what a product's tile needs; why not, is logged."""
+    """Return True if this device can run a tile; log why not."""
     try:
         product()
     except (TritonError, RuntimeError) as error:  # too little shared memory, or the compiler gives up
@@ -99,7 +102,7 @@ def _index(device: torch.device) -> int | None:
 
 
 def _products(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int) -> list[Callable[..., Tensor]]:
-    """Products, but for their tile, with different weights of a shape, of random bits."""
+    """Return products, to be given a tile, with different random weights."""
     columns, values = shape.inputs, {8: torch.int8, 4: torch.int16}.get(shape.bits, dtype)
     scale = None
     if shape.bits == 8:
@@ -116,5 +119,5 @@ def _products(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int)
         return torch.randint(-128, 128, (shape.outputs, columns), dtype=values, device=device)
 
     group = shape.group if shape.bits == 4 else 0
-    copies = turns(shape.outputs * columns * values.itemsize, device)
+    copies = num_weight_copies(shape.outputs * columns * values.itemsize, device)
     return [partial(multiply, x_MK, weight(), scale=scale, group=group, counters=counters) for _ in range(copies)]

@@ -1,4 +1,4 @@
-"""Seconds of calls on a GPU, and how many weights take turns so that no cache holds one when its turn comes."""
+"""Time of calls on a GPU with weights that no cache holds."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 Calls = Sequence[Callable[[], object]]
 UNCACHED_BYTES = 2**28
-"""So many bytes of weights in turn: several times what caches of GPUs hold."""
+"""Bytes of weights used in turn: several times the caches of GPUs."""
 
 
-def turns(nbytes: int, device: torch.device) -> int:
-    """How many weights of this size to measure with; one on a CPU, where measuring is tried out."""
+def num_weight_copies(nbytes: int, device: torch.device) -> int:
+    """Return the number of weights in turn; 1 on a CPU."""
     return 1 + UNCACHED_BYTES // nbytes if device.type == "cuda" else 1
 
 
 def seconds_per_call(calls: Calls, *, repeats: int = 9) -> float:
-    """Median over repeats of all calls in turn; on a GPU they are one graph, so that launches cost little."""
+    """Return the median of all calls, which are one graph on GPUs."""
     for call in calls:
         call()
     if not torch.cuda.is_initialized():

@@ -1,12 +1,12 @@
-"""Matrix products for few rows, in Triton: a row's bits depend on that row, the weights and (N, K), on nothing else.
+"""Matrix products for few rows in Triton: batch invariant.
 
-y = W x with the weights as first operand and the rows as the 16 columns of the second. Tile, order of summation and
-split of K are those of the weights (`settings.Tile`); further rows are further tiles of 16, and what is missing of a
-tile is masked. Where K is split, whichever program arrives last adds the parts up, first to last. No sum is made by
-atomics.
+y = W x with the weights as first operand and the rows as the 16 columns of the second. A row's bits depend on that row,
+the weights and (N, K) alone: tile, order of summation and split of K are those of the weights (`gemm_config.Tile`);
+further rows are further tiles of 16, and missing rows of a tile are masked. If K is split, the program that arrives
+last adds the parts, first to last. No sum is made by atomics.
 
-Where a kernel begins before the one in front of it has ended (`launch`), it fetches weights, which nobody writes, into
-the second level of cache, and then waits.
+A kernel that begins before its predecessor has ended (`pdl`) prefetches weights, which no kernel writes, into the
+second level of cache, and then waits.
 
 Legend: M rows, N outputs, K inputs, G groups of a row of 4-bit weights.
 """
@@ -52,7 +52,7 @@ def row_gemm(
     PDL: tl.constexpr,
     PACKED_MATH: tl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of outputs, SPLIT): neighbours in time share weights."""
+    """Multiply. Grid (tiles of rows, tiles of outputs, SPLIT): neighbours share weights."""
     tile_n, part = tl.program_id(1), tl.program_id(2)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < M
@@ -65,11 +65,11 @@ def row_gemm(
         outs = tile_n * BN + lanes
         w_rows = outs
         W = N
-    there = outs < N
+    is_valid = outs < N
     w_base = w_ptr + w_rows[:, None].to(tl.int64) * COLUMNS
     STEPS: tl.constexpr = (COLUMNS + BK * SPLIT - 1) // (BK * SPLIT)
     if PDL:
-        _prefetch(w_base, there, part * STEPS * BK, COLUMNS, STEPS * BK, BN, BK, STAGES)
+        _prefetch(w_base, is_valid, part * STEPS * BK, COLUMNS, STEPS * BK, BN, BK, STAGES)
         gdc_wait()
         gdc_launch_dependents()
 
@@ -78,7 +78,7 @@ def row_gemm(
     for step in tl.range(0, STEPS, num_stages=STAGES):
         first = (part * STEPS + step) * BK
         columns = first + tl.arange(0, BK)
-        mask = there[:, None]
+        mask = is_valid[:, None]
         if COLUMNS % (BK * SPLIT) != 0:
             mask = mask & (columns < COLUMNS)[None, :]
         w = tl.load(w_base + columns[None, :], mask=mask, other=0)
@@ -94,7 +94,7 @@ def row_gemm(
             MASKED: tl.constexpr = K != 4 * COLUMNS or COLUMNS % (BK * SPLIT) != 0
             for i in tl.static_range(4):
                 q = q0 if i == 0 else q1 if i == 1 else q2 if i == 2 else q3
-                inside = there & ((group + i) * GROUP < K)
+                inside = is_valid & ((group + i) * GROUP < K)
                 factors = tl.load(scale_ptr + (group + i) * W + w_rows, mask=inside, other=0)
                 x, squares = _rows(x_ptr, norm_ptr, rows, live, k + i * GROUP, squares, K, MASKED)
                 acc = tl.dot(_dequantized(q, factors, PACKED_MATH), x, acc, input_precision="ieee")
@@ -102,7 +102,7 @@ def row_gemm(
     total = tl.sum(squares, 0)
     if SPLIT == 1:
         _finish(
-            acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, there, N, eps,
+            acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, is_valid, N, eps,
             K, GROUP, GATED, ROWS, BN,
         )  # fmt: skip
     else:
@@ -123,20 +123,20 @@ def row_gemm(
                 total += tl.load(tile_ptr + other * SIZE + at_total, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
             _finish(
-                acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, there, N,
+                acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, is_valid, N,
                 eps, K, GROUP, GATED, ROWS, BN,
             )  # fmt: skip
 
 
 @triton.jit
-def _prefetch(w_base, there, first, COLUMNS: tl.constexpr, PART: tl.constexpr, BN, BK, STAGES):
+def _prefetch(w_base, is_valid, first, COLUMNS: tl.constexpr, PART: tl.constexpr, BN, BK, STAGES):
     """Ask for the weights of the first steps; nothing waits for them."""
     SIZE: tl.constexpr = w_base.dtype.element_ty.primitive_bitwidth // 8
     PER_LINE: tl.constexpr = LINE // SIZE
     AHEAD: tl.constexpr = PART if PART < BK * STAGES else BK * STAGES
     LINES: tl.constexpr = triton.next_power_of_2((AHEAD + PER_LINE - 1) // PER_LINE)
     columns = first + tl.arange(0, LINES) * PER_LINE
-    inside = there[:, None] & (columns < COLUMNS)[None, :]
+    inside = is_valid[:, None] & (columns < COLUMNS)[None, :]
     addresses = w_base + tl.where(columns < COLUMNS, columns, 0)[None, :]
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
@@ -150,7 +150,7 @@ def _prefetch(w_base, there, first, COLUMNS: tl.constexpr, PART: tl.constexpr, B
 
 @triton.jit
 def _rows(x_ptr, norm_ptr, rows, live, k, squares, K: tl.constexpr, MASKED: tl.constexpr):
-    """A tile [k, rows] of the inputs as the product takes it, and the sums of squares so far."""
+    """Tile [k, rows] of inputs as an operand, and sums of squares."""
     mask = live[None, :]
     if MASKED:
         mask = mask & (k < K)[:, None]
@@ -165,7 +165,7 @@ def _rows(x_ptr, norm_ptr, rows, live, k, squares, K: tl.constexpr, MASKED: tl.c
 
 @triton.jit
 def _codes4(w, dtype: tl.constexpr, PACKED_MATH: tl.constexpr):
-    """The four codes of each int16 as numbers of `dtype` around 0 (code - 8), lowest bits first."""
+    """Four codes of each int16, around 0, lowest bits first."""
     if PACKED_MATH:
         # Or-ed into the mantissa of 128 (bfloat16) or 1024 (float16), two at a time; then that and 8 are taken off.
         MAGIC: tl.constexpr = "0x43004300" if dtype == tl.bfloat16 else "0x64006400"
@@ -190,12 +190,17 @@ def _codes4(w, dtype: tl.constexpr, PACKED_MATH: tl.constexpr):
 
 @triton.jit
 def _value(codes, dtype: tl.constexpr):
-    return ((codes & 15) - 8).to(tl.float32).to(dtype)  # Triton's interpreter knows no way from integers to bfloat16
+    return (
+        ((codes & 15) - 8).to(tl.float32).to(dtype)
+    )  # Triton's interpreter has no conversion from integers to bfloat16
 
 
 @triton.jit
 def _dequantized(q, factors, PACKED_MATH: tl.constexpr):
-    """codes * scale + offset, rounded once. A factor holds the scale in its lower half, the offset in its upper one."""
+    """codes * scale + offset, rounded once.
+
+    A factor holds the scale in its lower half.
+    """
     half: tl.constexpr = q.dtype
     if half == tl.float32:
         scale, offset = (factors << 16).to(tl.float32, bitcast=True), (factors & -65536).to(tl.float32, bitcast=True)
@@ -217,23 +222,23 @@ def _dequantized(q, factors, PACKED_MATH: tl.constexpr):
 
 @triton.jit
 def _finish(
-    acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, there, N, eps,
+    acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, is_valid, N, eps,
     K: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What follows the product, in float32, and the store."""
+    """Norm, bias, gate and residual in float32, and the store."""
     if norm_ptr is not None:
         acc *= tl.rsqrt(total / K + eps)[None, :]
     if scale_ptr is not None and GROUP == 0:
-        acc *= tl.load(scale_ptr + w_rows, mask=there, other=0.0)[:, None]
+        acc *= tl.load(scale_ptr + w_rows, mask=is_valid, other=0.0)[:, None]
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + w_rows, mask=there, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias_ptr + w_rows, mask=is_valid, other=0.0).to(tl.float32)[:, None]
     if GATED != "":
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, ROWS)), (1, 2, 0)))
         acc = _activated(gate, GATED) * up
         outs = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)
-        there = outs < N
+        is_valid = outs < N
     at = rows[None, :].to(tl.int64) * N + outs[:, None]
-    mask = there[:, None] & live[None, :]
+    mask = is_valid[:, None] & live[None, :]
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=mask)
@@ -264,7 +269,7 @@ def multiply(
     group: int = 0,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """[M, N] in x's dtype; see `row_gemm`. All tensors contiguous and on one device."""
+    """Return [M, N] by `row_gemm`; tensors are contiguous on one device."""
     M, K = x_MK.shape
     W, columns = weight.shape
     N = W // 2 if gated else W

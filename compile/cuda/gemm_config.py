@@ -1,7 +1,7 @@
-"""Which tile a matrix of weights is multiplied in: measured once per device and shape, else by rule.
+"""Tiles of matrix products, measured per device and shape or by rule.
 
-Tile and split decide the order of summation, so they depend on the device and the weights alone, never on the number of
-rows; another tile is another text. Imports no Triton.
+Tile and split decide the order of summation: they depend on the device and the weights alone, never on the number of
+rows. Another tile may be another text. Imports no Triton.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 
 import torch
 
-from compile.cpp_extension import cache_root
+from sharesd_files import atomic_write, cache_root
 
 ROWS = 16
-"""Rows of a tile: the least that matrix units take as columns of their second operand."""
+"""Rows of a tile: the fewest columns of a second operand."""
 SHIPPED = Path(__file__).parent / "measured"
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut up."""
+    """Sizes into which a product is divided."""
 
     outputs: int
     """Rows of the weights that a program multiplies."""
     inputs: int
-    """Columns of the weights that it takes in one step; with 4 bits a column is four inputs."""
+    """Columns of the weights per step; four inputs each with 4 bits."""
     split: int
     """Parts of K, each a program of its own."""
     stages: int
@@ -39,7 +39,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the rule asks of a GPU."""
+    """Properties of a GPU that the rule reads."""
 
     name: str
     processors: int
@@ -48,13 +48,13 @@ class Device:
 
 
 WGMMA_SHARED = 200 * 1024
-"""GPUs with so much shared memory multiply 64 rows at once, from shared memory."""
+"""Shared memory, in bytes, from which on 64 rows multiply at once."""
 INTERPRETER = Device("interpreter", 132, 227 * 1024)
 
 
 @cache
 def device(index: int | None) -> Device:
-    """A CUDA device; None where Triton's interpreter stands in for one."""
+    """Properties of a CUDA device, or of Triton's interpreter if None."""
     if index is None:
         return INTERPRETER
     found = torch.cuda.get_device_properties(index)
@@ -64,14 +64,14 @@ def device(index: int | None) -> Device:
 
 @cache
 def tile_of(index: int | None, outputs: int, inputs: int, bits: int, group: int = 0) -> Tile:
-    """The tile for weights [outputs, inputs] with codes of 4 or 8 bits, or values of 16 or 32, on a device."""
+    """Return the tile for weights [outputs, inputs] of so many bits."""
     measured = _measured(index)
     found = measured.get(key_of(outputs, inputs, bits, group)) or _neighbour(measured, outputs, inputs, bits, group)
     return found or by_rule(outputs, inputs, bits, group, device(index))
 
 
 def _neighbour(measured: dict[str, Tile], outputs: int, inputs: int, bits: int, group: int) -> Tile | None:
-    """The tile of the nearest shape that was measured, if neither size is farther off than a fifth."""
+    """Return the measured tile of the nearest shape, within a fifth."""
     distances = []
     for key, tile in measured.items():
         n, k, b, g = map(int, re.findall(r"\d+", f"{key}g0")[:4])
@@ -82,24 +82,24 @@ def _neighbour(measured: dict[str, Tile], outputs: int, inputs: int, bits: int, 
 
 
 def key_of(outputs: int, inputs: int, bits: int, group: int = 0) -> str:
-    """What a shape is called in the files of tiles."""
+    """Name of a shape in the files of tiles."""
     return f"{outputs}x{inputs}x{bits}" + (f"g{group}" if group else "")
 
 
 def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Tile:
-    """Enough bytes in flight for the bandwidth, and few instructions for each of them.
+    """Choose bytes in flight for the bandwidth, and few instructions per byte.
 
     Products of the matrix units are 16 rows high, and a program has four warps: with 4 bits, 64 rows give each its own.
-    Arithmetic of low bits needs three programs on two processors; values of 16 bits are kept coming by fewer.
+    Arithmetic of low bits needs three programs on two processors; 16 bits need fewer.
     """
-    low = bits in (4, 8)
+    is_quantized = bits in (4, 8)
     tall = outputs >= 64 * 2 * on.processors
-    rows = 64 if low or (tall and bits == 16) else 32
+    rows = 64 if is_quantized or (tall and bits == 16) else 32
     if bits == 4:
         columns, width = -(-inputs // (4 * group)) * group, min(group, 64)
         step_inputs, step_bytes = 4 * width, 2 * width
         if on.shared >= WGMMA_SHARED and 2 * outputs >= 3 * 128 * on.processors:
-            rows = 128  # an eighth fewer instructions a byte, where one product takes 64 rows
+            rows = 128  # an eighth fewer instructions a byte if one product takes 64 rows
     else:
         # In 128 threads norms of 128 inputs are 2 bytes for each, which cannot be copied ahead.
         columns, widest = inputs, 64 if bits == 32 or (bits == 16 and tall) else 256
@@ -107,10 +107,10 @@ def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Til
         step_inputs, step_bytes = width, width * bits // 8
     steps, tiles = -(-columns // width), -(-outputs // rows)
     splits = [s for s in range(1, 9) if s == 1 or (steps >= 2 * s and 10 * -(-steps // s) * s <= 11 * steps)]
-    wanted = 6 if low else 3  # programs on four processors
+    wanted = 6 if is_quantized else 3  # programs on four processors
     split = next((s for s in splits if 4 * tiles * s >= wanted * on.processors), splits[-1])
     value_bytes = 4 if bits == 32 else 2
-    together = (4 if low else 2) * (rows * step_bytes + ROWS * step_inputs * value_bytes)
+    together = (4 if is_quantized else 2) * (rows * step_bytes + ROWS * step_inputs * value_bytes)
     stages = 4 if together * 3 <= on.shared else 3  # the step that is multiplied has no buffer of its own
     return Tile(rows, width, split, stages, 4)
 
@@ -121,15 +121,15 @@ def device_file(name: str) -> str:
 
 
 def kernels_version() -> str:
-    """Another one for other kernels, tiles, or choices among kernels: what was measured with the old ones is void."""
+    """Hash of kernels, tiles and rules: measurements of others are void."""
     folder = Path(__file__).parent
-    files = (*folder.glob("*.py"), *SHIPPED.glob("*.json"), *own_file("").parent.glob("*"))
+    files = (*folder.glob("*.py"), *SHIPPED.glob("*.json"), *own_file("").parent.glob("*.json"))
     parts = (part for file in sorted(files) for part in (file.name.encode(), file.read_bytes()))
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def own_file(name: str) -> Path:
-    """Where the tiles measured on this machine are kept."""
+    """File of the tiles measured on this machine."""
     return cache_root() / "tiles" / device_file(name)
 
 
@@ -142,7 +142,7 @@ def _measured(index: int | None) -> dict[str, Tile]:
 
 
 def read_tiles(path: Path) -> dict[str, Tile]:
-    """The tiles of a file; none where there is no file. ValueError where it holds something else."""
+    """Read tiles, none without a file; raises ValueError if malformed."""
     if not path.exists():
         return {}
     try:
@@ -152,9 +152,6 @@ def read_tiles(path: Path) -> dict[str, Tile]:
 
 
 def write_tiles(path: Path, tiles: dict[str, Tile]) -> None:
-    """Put tiles beside those that the file holds. What is running keeps those it began with."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Add tiles to a file; running programs keep those in use."""
     kept = {key: astuple(tile) for key, tile in (read_tiles(path) | tiles).items()}
-    scratch = path.with_suffix(".new")
-    scratch.write_text(json.dumps(dict(sorted(kept.items())), indent=1))
-    scratch.replace(path)
+    atomic_write(path, json.dumps(dict(sorted(kept.items())), indent=1))

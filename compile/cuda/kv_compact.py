@@ -1,4 +1,4 @@
-"""Rows of a tree that were accepted become the first behind the length, in all layers by one launch.
+"""Accepted rows of a tree move after the length, in one launch.
 
 Legend: B rows of the batch, T rows of a tree, L caches of equal shapes, K key/value heads, S slots, d head size.
 """
@@ -13,10 +13,13 @@ from torch import Tensor
 
 
 @triton.jit(do_not_specialize=["T", "S"])
-def keep_rows(
+def compact_kv_kernel(
     address_ptr, like_ptr, length_ptr, path_ptr, num_ptr, T, S, K: tl.constexpr, d: tl.constexpr, D: tl.constexpr
 ):
-    """One head of one cache. Grid (L, B * K). Rows only move down, so that none is overwritten before it has moved."""
+    """Move one head of one cache. Grid (L, B * K).
+
+    Rows only move down: none is overwritten before it has moved.
+    """
     cache_ptr = tl.load(address_ptr + tl.program_id(0)).to(tl.pointer_type(like_ptr.dtype.element_ty))
     b = tl.program_id(1) // K
     cache_ptr += (tl.program_id(1).to(tl.int64) * S + tl.load(length_ptr + b)) * d
@@ -27,9 +30,13 @@ def keep_rows(
         tl.store(cache_ptr + row * d + i, moved, mask=i < d)
 
 
-def move_kept(caches: Sequence[Tensor], addresses_L: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
-    """See `compile.attention.row_keeper`; `addresses` int64 are those of the caches [B, K, S, d]."""
+def compact_kv(
+    caches: Sequence[Tensor], addresses_L: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
+) -> None:
+    """See `compile.kv_compact.kv_compactor`; `addresses` are those of caches [B, K, S, d]."""
     B, K, S, d = caches[0].shape
     D = triton.next_power_of_2(d)
     places = (lengths_B, path_BT.contiguous(), num_B.contiguous())
-    keep_rows[(len(caches), B * K)](addresses_L, caches[0], *places, path_BT.shape[1], S, K=K, d=d, D=D, num_warps=1)
+    compact_kv_kernel[(len(caches), B * K)](
+        addresses_L, caches[0], *places, path_BT.shape[1], S, K=K, d=d, D=D, num_warps=1
+    )

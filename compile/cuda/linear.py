@@ -1,8 +1,8 @@
-"""Linears for few rows on CUDA: a row has the same bits in a step of any width.
+"""Batch invariant linears for few rows on CUDA.
 
-What follows a norm, gates its outputs or adds a residual does so in the same launch. The norm is not applied to the
-inputs: the product takes x * weight, and its sums are divided by the root mean square, one rounding fewer than either
-kind of RMSNorm has. In float16, where x * weight may be out of range, norms stay outside.
+A preceding norm, a gate of the outputs and a residual are part of the launch. The product takes x * norm weight and
+divides its sums by the root mean square, one rounding fewer than either kind of RMSNorm has. In float16, whose range x
+* weight may exceed, norms run before it.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch import Tensor, nn
 from compile.cuda.gemm_config import ROWS, tile_of
 from compile.cuda.pdl import with_room
 from compile.fused_linear import compose
-from compile.op_registry import LIBRARY, on_cuda
+from compile.op_registry import LIBRARY, register_cuda
 
 INPUT_MULTIPLE = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BITS = {torch.int16: 4, torch.int8: 8, torch.float32: 32}
 
 
-class FewRows(nn.Module):
-    """What linears of this kind share: x [..., T, K] -> [..., T, N], by one kernel for T up to `most_rows`.
+class RowLinearBase(nn.Module):
+    """Base of linears by one kernel for up to `max_rows` rows.
 
-    Subclasses have `weight` as `gemm.row_gemm` reads it, and know what the full matrix is.
+    They map [..., T, K] to [..., T, N]. Subclasses have `weight` as `gemm.row_gemm` reads it, and `full_weight`.
     """
 
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None
-    counters: Tensor  # int32: who has arrived, where K is split; zero between calls
+    counters: Tensor  # int32: programs that have arrived if K is split; zero between calls
     fuses = True
 
-    def __init__(self, outputs: int, inputs: int, device: torch.device, most_rows: int, batch: int) -> None:
-        """`batch` sequences of up to `most_rows` rows each: what kernel a row gets depends on its own sequence."""
+    def __init__(self, outputs: int, inputs: int, device: torch.device, max_rows: int, batch: int) -> None:
+        """`batch` sequences have up to `max_rows` rows each."""
         super().__init__()
-        self.out_features, self.in_features, self.most_rows, self.group_size = outputs, inputs, most_rows, 0
-        tiles = -(-most_rows * batch // ROWS) * -(-outputs // ROWS)  # at most: no tile has fewer outputs
+        self.out_features, self.in_features, self.max_rows, self.group_size = outputs, inputs, max_rows, 0
+        tiles = -(-max_rows * batch // ROWS) * -(-outputs // ROWS)  # at most: no tile has fewer outputs
         self.register_buffer("counters", torch.zeros(tiles, dtype=torch.int32, device=device), persistent=False)
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,7 @@ class FewRows(nn.Module):
 
     def forward(self, x: Tensor, *, norm: Any = None, gated: str = "", residual: Tensor | None = None) -> Tensor:
         """See `compile.fused_linear.project`; `norm` has `weight` and `eps`."""
-        if x.shape[-2] > self.most_rows:
+        if x.shape[-2] > self.max_rows:
             linear = partial(F.linear, weight=self.full_weight(x.dtype), bias=self.bias)
             return compose(linear, x, norm=norm, gated=gated, residual=residual)
         if norm is not None and x.dtype == torch.float16:
@@ -69,35 +69,35 @@ class FewRows(nn.Module):
         )
 
 
-class RowLinear(FewRows):
-    """nn.Linear whose rows do not depend on each other's number; shares its weights."""
+class RowLinear(RowLinearBase):
+    """nn.Linear, batch invariant; shares its weights."""
 
-    def __init__(self, linear: nn.Linear, most_rows: int, batch: int = 1) -> None:
-        super().__init__(linear.out_features, linear.in_features, linear.weight.device, most_rows, batch)
+    def __init__(self, linear: nn.Linear, max_rows: int, batch: int = 1) -> None:
+        super().__init__(linear.out_features, linear.in_features, linear.weight.device, max_rows, batch)
         self.weight, self.bias, self.scale = linear.weight, linear.bias, None
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight
 
 
-def use_row_linears(model: nn.Module, most_rows: int, batch: int = 1) -> int:
-    """Replace every nn.Linear that the kernel takes, in place; returns how many. Weights stay where they are."""
+def replace_with_row_linears(model: nn.Module, max_rows: int, batch: int = 1) -> int:
+    """Replace every supported nn.Linear in place, sharing its weights; returns their number."""
     count = 0
     for parent in model.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and takes(child.in_features, child.weight.dtype):
-                setattr(parent, name, RowLinear(child, most_rows, batch))
+            if type(child) is nn.Linear and supports_linear(child.in_features, child.weight.dtype):
+                setattr(parent, name, RowLinear(child, max_rows, batch))
                 count += 1
     return count
 
 
-def takes(inputs: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies weights with so many inputs."""
+def supports_linear(inputs: int, dtype: torch.dtype) -> bool:
+    """Return True if the kernel supports such weights."""
     return inputs % INPUT_MULTIPLE == 0 and dtype in DTYPES
 
 
 def _row_linear(x, weight, bias, norm, eps, residual, gated, scale, group, counters):
-    from compile.cuda.gemm import multiply  # Triton is wanted where the kernel runs, and nowhere else
+    from compile.cuda.gemm import multiply  # imports Triton, which not every machine has
 
     K = x.shape[-1]
     bits = _BITS.get(weight.dtype, 16)
@@ -123,11 +123,11 @@ def _row_linear_meta(x, weight, bias, norm, eps, residual, gated, scale, group, 
     return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if gated else 1)))
 
 
-# `counters` are as before when the kernel has ended: nothing that anybody sees is mutated.
+# `counters` are zero again when the kernel has ended: no visible tensor is mutated.
 LIBRARY.define(
     "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, Tensor? residual, str gated, "
     "Tensor? scale, int group, Tensor counters) -> Tensor"
 )
-on_cuda("row_linear", _row_linear)
+register_cuda("row_linear", _row_linear)
 LIBRARY.impl("row_linear", _row_linear, "CPU")  # by Triton's interpreter, for tests
 LIBRARY.impl("row_linear", _row_linear_meta, "Meta")

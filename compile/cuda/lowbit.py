@@ -1,6 +1,6 @@
-"""Linears with weights of 4 or 8 bits for drafts on CUDA, multiplied by the kernel of full-precision ones.
+"""Linears of 4 or 8 bits for drafts on CUDA.
 
-No atomics add values up, so drafts are the same in every run, whatever their width. Codes become numbers in registers.
+No atomics add values: drafts are the same in every run, whatever their width. Codes become numbers in registers.
 
 Legend: N outputs, K inputs, G groups of inputs.
 """
@@ -11,18 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile.cuda.linear import FewRows
+from compile.cuda.linear import RowLinearBase
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Inputs that share a scale and an offset, with 4 bits."""
 _PACKED_ROWS = 4096
-"""Rows that are packed at a time: a head's are many, and int32 takes four times as much as their codes."""
+"""Rows packed at a time: int32 takes four times the memory."""
 
 
-class LowRowLinear(FewRows):
-    """w = (code - 8) * scale + offset with 4 bits, in groups of inputs; (code - 128) * scale with 8 bits, row by row.
+class QuantizedRowLinear(RowLinearBase):
+    """Linear with weights of 4 bits in groups, or 8 by row.
 
-    Scales and offsets of 4 bits are rounded to the dtype of the inputs; float32 inputs get them as bfloat16.
+    w = (code - 8) * scale + offset with 4 bits, (code - 128) * scale with 8. Scales and offsets of 4 bits are rounded
+    to the dtype of the inputs; float32 inputs get them as bfloat16.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class LowRowLinear(FewRows):
         bias_N: Tensor | None,
         bits: int,
         dtype: torch.dtype,
-        most_rows: int,
+        max_rows: int,
         batch: int = 1,
     ) -> None:
         """`codes_NK` is uint8, below 16 with 4 bits. ValueError for other groups."""
         N, K = codes_NK.shape
-        super().__init__(N, K, codes_NK.device, most_rows, batch)
+        super().__init__(N, K, codes_NK.device, max_rows, batch)
         self.factor_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
         if bits == 8:
             weight, scale = (codes_NK ^ 128).view(torch.int8), scale_NG.float().flatten()  # code - 128
@@ -70,7 +71,10 @@ class LowRowLinear(FewRows):
 
 
 def pack4(codes_NK: Tensor, group: int) -> Tensor:
-    """int16 [N, K / 4]: four groups side by side, the first in the lowest bits of `group` columns. Zeros fill up."""
+    """Pack codes into int16 [N, K / 4], padded with zeros.
+
+    Four groups are side by side. The first group is in the lowest bits of `group` columns.
+    """
     shifts = torch.tensor([1, 1 << 4, 1 << 8, 1 << 12], dtype=torch.int32, device=codes_NK.device)
     missing, words = -codes_NK.shape[1] % (4 * group), []
     for codes_RK in codes_NK.split(_PACKED_ROWS):
@@ -87,5 +91,5 @@ def unpack4(words: Tensor, group: int) -> Tensor:
 
 
 def pack_factors(scale_NG: Tensor, offset_NG: Tensor, half: torch.dtype) -> Tensor:
-    """int32 [G, N]: scale in the lower half, offset in the upper one."""
+    """Pack factors into int32 [G, N], scale in the lower half."""
     return torch.stack([scale_NG.t(), offset_NG.t()], 2).to(half).contiguous().view(torch.int32)[..., 0]

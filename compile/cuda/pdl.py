@@ -1,14 +1,13 @@
-"""Launches of kernels: with as many stages as shared memory holds, one behind the other.
+"""Programmatic dependent launch, and as many stages as shared memory holds.
 
-Programmatic dependent launch: kernels of compute capability 9.0 and above begin before the one in front has ended.
+Kernels of compute capability 9.0 and above begin before their predecessor has ended. This is safe for all memory that
+kernels share or reuse, split products and replays included:
 
-What makes it safe, whatever memory kernels hand to each other or reuse, split products and replays included:
-
-- Each such kernel first waits (`gdc_wait`) for the one in front to end, and only then lets the next one begin
-  (`gdc_launch_dependents`). So a kernel begins when the one two in front of it has ended: at most two are alive.
-- Before it waits it reads and writes nothing; prefetches of weights, which nobody writes, are all it does.
-- What is launched otherwise (by torch, Inductor, cuBLAS, or without these options) begins when all before it has ended,
-  and so does the first kernel of a graph.
+- Each such kernel first waits (`gdc_wait`) for the end of its predecessor, and only then lets its successor begin
+  (`gdc_launch_dependents`): at most two are alive.
+- Before it waits it reads and writes nothing; it only prefetches weights, which no kernel writes.
+- Other launches (by torch, Inductor, cuBLAS, or without these options) begin when all before have ended, and so does
+  the first kernel of a graph.
 
 Imports no Triton.
 """
@@ -28,9 +27,9 @@ VARIABLE = "SHARESD_PDL"
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """What kernels with a constant PDL are launched with: whether they wait, and the launch's own option."""
+    """Return options of launches, and the constant PDL of their kernels."""
     if device.type != "cuda":
-        return {"PDL": False}  # Triton's interpreter knows no such option
+        return {"PDL": False}  # Triton's interpreter has no such option
     able = torch.cuda.get_device_capability(device) >= (9, 0) and os.environ.get(VARIABLE) != "0"
     return {"PDL": able, "launch_pdl": able}
 
@@ -39,9 +38,10 @@ _fitting: dict[Hashable, int] = {}
 
 
 def with_room(run: Callable[[int], T], stages: int, kernel: Hashable) -> T:
-    """Run with so many stages, or with fewer where the GPU lacks shared memory for all: bits do not change.
+    """Run with `stages`, or fewer if shared memory is short.
 
-    What fits is remembered by `kernel`, which names the device too. Raises what Triton says where one is too much.
+    Bits do not change. The number that fits is kept by `kernel`, which names the device too. Raises Triton's error if
+    one stage is too many.
     """
     tried = _fitting.get(kernel, stages)
     while True:

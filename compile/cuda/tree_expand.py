@@ -13,12 +13,12 @@ from torch import Tensor
 
 COMPARED = 16
 """Nodes that ranks are compared with at once."""
-FEW = tl.constexpr(16)
+COLUMNS = tl.constexpr(16)
 """Columns of a path that are written at once."""
 
 
 @triton.jit
-def _grow(
+def expand_tree_kernel(
     level_ptr,
     tokens_ptr,
     scores_ptr,
@@ -38,45 +38,45 @@ def _grow(
     LANES: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    """Grid (B). On level 0 the parent is the root, whatever the front holds."""
+    """Expand a level. Grid (B). Level 0 has the root as parent."""
     b = tl.program_id(0)
     n, e = tl.arange(0, LANES), tl.arange(0, DEPTHS)
-    there, both = n < N, (n < N)[:, None] & (e < D)[None, :]
+    is_valid, both = n < N, (n < N)[:, None] & (e < D)[None, :]
     level = tl.load(level_ptr + b)
-    token = tl.load(new_ptr + b * N + n, mask=there, other=0)
-    score = tl.load(logp_ptr + b * N + n, mask=there, other=float("-inf")).to(tl.float32)
+    token = tl.load(new_ptr + b * N + n, mask=is_valid, other=0)
+    score = tl.load(logp_ptr + b * N + n, mask=is_valid, other=float("-inf")).to(tl.float32)
     deep, parent = level > 0, b * TOP + n // TOP
     first = tl.where(deep, TOP + (level - 1) * TOP * TOP, 0)
-    score += tl.load(front_scores_ptr + parent, mask=there & deep, other=0.0)
+    score += tl.load(front_scores_ptr + parent, mask=is_valid & deep, other=0.0)
     paths = tl.load(front_paths_ptr + parent[:, None] * D + e[None, :], mask=both & deep, other=0)
     slots = tl.load(front_slots_ptr + parent[:, None] * D + e[None, :], mask=both & deep, other=0)
     node = first + n
     paths = tl.where((e == level)[None, :], node[:, None], paths)
-    # Who is better, or equal and earlier? Of what is no node nobody is worse.
+    # Nodes that are better, or equal and earlier; what is no node comes before none.
     others = tl.trans(tl.broadcast_to(score[:, None], (LANES, LANES)))
     better = (others > score[:, None]) | ((others == score[:, None]) & (n[None, :] < n[:, None]))
-    rank = tl.sum((better & there[None, :]).to(tl.int32), 1)
-    goes_on = there & (rank < TOP)
+    rank = tl.sum((better & is_valid[None, :]).to(tl.int32), 1)
+    is_expanded = is_valid & (rank < TOP)
     place = level * TOP + rank
     slots = tl.where((e == level)[None, :], place[:, None], slots)
-    tl.debug_barrier()  # the front has been read
+    tl.debug_barrier()  # the frontier has been read
     at = b * C + node
-    tl.store(tokens_ptr + at, token, mask=there)
-    tl.store(scores_ptr + at, score, mask=there)
+    tl.store(tokens_ptr + at, token, mask=is_valid)
+    tl.store(scores_ptr + at, score, mask=is_valid)
     tl.store(ancestors_ptr + at[:, None] * D + e[None, :], paths, mask=both)
-    tl.store(places_ptr + at, place, mask=goes_on)
+    tl.store(places_ptr + at, place, mask=is_expanded)
     at = b * TOP + rank
-    tl.store(front_tokens_ptr + at, token, mask=goes_on)
-    tl.store(front_scores_ptr + at, score, mask=goes_on)
-    tl.store(front_depth_ptr + at, level + n * 0, mask=goes_on)
-    tl.store(front_paths_ptr + at[:, None] * D + e[None, :], paths, mask=both & goes_on[:, None])
-    tl.store(front_slots_ptr + at[:, None] * D + e[None, :], slots, mask=both & goes_on[:, None])
+    tl.store(front_tokens_ptr + at, token, mask=is_expanded)
+    tl.store(front_scores_ptr + at, score, mask=is_expanded)
+    tl.store(front_depth_ptr + at, level + n * 0, mask=is_expanded)
+    tl.store(front_paths_ptr + at[:, None] * D + e[None, :], paths, mask=both & is_expanded[:, None])
+    tl.store(front_slots_ptr + at[:, None] * D + e[None, :], slots, mask=both & is_expanded[:, None])
     tl.store(level_ptr + b, level + 1)
 
 
 @triton.jit
-def _choose(
-    wanted_ptr,
+def select_nodes_kernel(
+    max_nodes_ptr,
     tokens_ptr,
     scores_ptr,
     ancestors_ptr,
@@ -95,10 +95,13 @@ def _choose(
     WIDTH: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """Grid (B). Each node writes its own row; rows without a node are written by their numbers."""
+    """Select nodes. Grid (B). Each node writes its own row.
+
+    Other rows are written by their numbers.
+    """
     b = tl.program_id(0)
     c, e, t = tl.arange(0, LANES), tl.arange(0, DEPTHS), tl.arange(0, WIDTH)
-    wanted = tl.load(wanted_ptr)
+    max_nodes = tl.load(max_nodes_ptr)
     score = tl.load(scores_ptr + b * C + c, mask=c < C, other=float("-inf"))
     rank = tl.zeros((LANES,), tl.int32)
     for start in range(0, C, COMPARED):
@@ -109,14 +112,14 @@ def _choose(
     row = rank.to(tl.int64) + 1
     tl.store(row_ptr + b * C + c, row, mask=c < C)
     T: tl.constexpr = N + 1
-    missing = (t > 0) & (t < T) & ((t > wanted) | (t > C))
+    missing = (t > 0) & (t < T) & ((t > max_nodes) | (t > C))
     tl.store(draft_ptr + b * N + t - 1, (t * 0 - 1).to(tl.int64), mask=missing)
     tl.store(depth_ptr + b * T + t, (t > 0).to(tl.int64), mask=(t == 0) | missing)
     star = tl.where((t == 1)[None, :], t[:, None], 0).to(tl.int64)
     inside = ((t == 0) | missing)[:, None] & (t < T)[None, :]
     tl.store(path_ptr + (b * T + t[:, None]) * T + t[None, :], star, mask=inside)
-    tl.debug_barrier()  # all rows are there
-    kept, placed = (c < C) & (row <= wanted) & (row < T), (c < C) & (row < T)
+    tl.debug_barrier()  # all rows are written
+    kept, placed = (c < C) & (row <= max_nodes) & (row < T), (c < C) & (row < T)
     both = (c < C)[:, None] & (e < D)[None, :]
     ancestors = tl.load(ancestors_ptr + (b * C + c[:, None]) * D + e[None, :], mask=both, other=0)
     rows = tl.load(row_ptr + b * C + ancestors, mask=both & kept[:, None], other=0)
@@ -125,16 +128,16 @@ def _choose(
     tl.store(draft_ptr + b * N + row - 1, tl.load(tokens_ptr + b * C + c, mask=kept, other=0), mask=kept)
     tl.store(depth_ptr + b * T + row, level.to(tl.int64), mask=kept)
     own = path_ptr + (b * T + row[:, None]) * T
-    for start in range(0, T, FEW):  # all at once are more than registers hold
-        u = start + tl.arange(0, FEW)
+    for start in range(0, T, COLUMNS):  # all at once are more than registers hold
+        u = start + tl.arange(0, COLUMNS)
         unnamed = kept[:, None] & ((u == 0) | (u > D))[None, :] & (u < T)[None, :]
-        tl.store(own + u[None, :], tl.zeros((LANES, FEW), tl.int64), mask=unnamed)
+        tl.store(own + u[None, :], tl.zeros((LANES, COLUMNS), tl.int64), mask=unnamed)
     tl.store(own + 1 + e[None, :], rows, mask=both & kept[:, None])
     place = tl.load(places_ptr + b * C + c, mask=placed, other=0) + 1
     tl.store(draft_places_ptr + b * T + row, place, mask=placed)
 
 
-def grow(
+def expand_tree(
     level_B: Tensor,
     tokens_BC: Tensor,
     scores_BC: Tensor,
@@ -148,9 +151,9 @@ def grow(
     new_BFk: Tensor,
     logp_BFk: Tensor,
 ) -> None:
-    """See `compile.tree_expand.grow`."""
+    """See `compile.tree_expand.expand_tree`."""
     (B, C, D), (_, num, top) = ancestors_BCD.shape, new_BFk.shape
-    _grow[(B,)](
+    expand_tree_kernel[(B,)](
         *(level_B, tokens_BC, scores_BC, ancestors_BCD, places_BC),
         *(front_tokens_Bk, front_scores_Bk, front_paths_BkD, front_slots_BkD, front_depth_Bk),
         *(new_BFk.contiguous(), logp_BFk.contiguous()),
@@ -159,8 +162,8 @@ def grow(
     )
 
 
-def choose(
-    wanted_1: Tensor,
+def select_nodes(
+    max_nodes_1: Tensor,
     top: int,
     tokens_BC: Tensor,
     scores_BC: Tensor,
@@ -171,10 +174,10 @@ def choose(
     path_BTT: Tensor,
     draft_places_BT: Tensor,
 ) -> None:
-    """See `compile.tree_expand.choose`."""
+    """See `compile.tree_expand.select_nodes`."""
     (B, C, D), N = ancestors_BCD.shape, draft_BN.shape[1]
-    _choose[(B,)](
-        *(wanted_1, tokens_BC, scores_BC, ancestors_BCD, places_BC, draft_BN, depth_BT, path_BTT, draft_places_BT),
+    select_nodes_kernel[(B,)](
+        *(max_nodes_1, tokens_BC, scores_BC, ancestors_BCD, places_BC, draft_BN, depth_BT, path_BTT, draft_places_BT),
         tokens_BC.new_empty(B, C),
         **{"C": C, "D": D, "TOP": top, "N": N, "COMPARED": COMPARED},
         **{"LANES": triton.next_power_of_2(C), "DEPTHS": triton.next_power_of_2(D)},

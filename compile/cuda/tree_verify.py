@@ -1,4 +1,4 @@
-"""The walk through drafts in one launch: as small tensor operations trees take a dozen and a half.
+"""Accepted path through drafts in one launch, instead of 18 or so.
 
 Legend: B rows of the batch, T rows of a tree (the root and N = T - 1 nodes), P rows that a path may name.
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 @triton.jit(do_not_specialize=["T", "P"])
-def walk(token_ptr, depth_ptr, path_ptr, target_ptr, out_ptr, T, P, ROWS: tl.constexpr):
-    """One draft: a chain where there are no paths, else a tree. Grid (B)."""
+def accept_path_kernel(token_ptr, depth_ptr, path_ptr, target_ptr, out_ptr, T, P, ROWS: tl.constexpr):
+    """Accept a path: of a chain if without paths. Grid (B)."""
     b = tl.program_id(0)
     t = tl.arange(0, ROWS)
     parent = tl.where(t < T, t - 1, -1)
@@ -37,11 +37,11 @@ def walk(token_ptr, depth_ptr, path_ptr, target_ptr, out_ptr, T, P, ROWS: tl.con
     tl.store(out_ptr + 1 + T + t, rows.to(tl.int64), mask=t < T)
 
 
-def walk_drafts(tokens_BN: Tensor, depth_BT: Tensor | None, path_BTP: Tensor | None, target_BT: Tensor) -> Tensor:
-    """Return [B, 1 + 2T] int64 as `compile.tree_verify` describes: count, the target's tokens, kept rows."""
+def accept_path(tokens_BN: Tensor, depth_BT: Tensor | None, path_BTP: Tensor | None, target_BT: Tensor) -> Tensor:
+    """Return [B, 1 + 2T] int64: count, target tokens, accepted rows."""
     B, T = target_BT.shape
     out = torch.empty(B, 1 + 2 * T, dtype=torch.int64, device=target_BT.device)
     P = 0 if path_BTP is None else path_BTP.shape[2]
     inputs = (None if x is None else x.contiguous() for x in (tokens_BN, depth_BT, path_BTP, target_BT))
-    walk[(B,)](*inputs, out, T, P, ROWS=triton.next_power_of_2(T), num_warps=1)
+    accept_path_kernel[(B,)](*inputs, out, T, P, ROWS=triton.next_power_of_2(T), num_warps=1)
     return out

@@ -1,4 +1,4 @@
-"""Smallest calls of the kernels that every model needs, to see whether they run on a device."""
+"""Smallest calls of needed kernels, as a test of a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 64
 
 
 def try_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Multiply and attend with zeros, and wait. Raises what the compiler or the device says."""
+    """Multiply and attend with zeros; raises errors of compiler and device."""
     if dtype not in DTYPES:
         return  # the kernels leave it to tensor operations
     with torch.cuda.device(device):

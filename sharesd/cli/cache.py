@@ -15,9 +15,11 @@ from typing import Any
 from rich.table import Table
 
 from sharesd.cli.console import console
+from sharesd_files import SCRATCH, cache_root
 
 _KEY = "[0-9a-f]" * 16
-_PARTIAL = "partial-*"
+_LEFT_OVERS = (f"{SCRATCH}*", "partial-*", "tmp????????", f"hqq-{_KEY}*.tmp", f".*-{_KEY}.json.*")
+"""Patterns of what killed processes leave in any part; all but the first are of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,23 +29,23 @@ class Part:
     holds: str
     """What is in it, for people."""
     names: tuple[str, ...]
-    """Patterns of its entries, left-overs of killed processes included."""
+    """Patterns of its entries."""
 
 
 PARTS = {
-    "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so", "tmp????????")),
-    "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}", _PARTIAL)),
-    "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors", f"hqq-{_KEY}*.tmp")),
+    "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so",)),
+    "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}",)),
+    "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors",)),
     "offload": Part(holds="blocks that come from a disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
-    "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf", _PARTIAL)),
+    "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf",)),
     "settings": Part(
         holds="measured settings",
-        names=(f"share-{_KEY}.json", f"costs-{_KEY}.json", f"gemlite-{_KEY}.json", f".*-{_KEY}.json.*"),
+        names=(f"*-{_KEY}*.json",),
     ),
     "tiles": Part(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
     "inductor": Part(holds="what Inductor has compiled", names=("*",)),
     "triton": Part(holds="kernels compiled by Triton", names=("*",)),
-    "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*", _PARTIAL)),
+    "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*",)),
 }
 """Name of the folder -> what it is."""
 
@@ -83,7 +85,7 @@ def add_parser(commands: Any) -> None:
 
 def contents(root: Path, part: str) -> Contents:
     """What is there of a part; nothing where its folder is missing."""
-    entries = sorted({path for pattern in PARTS[part].names for path in (root / part).glob(pattern)})
+    entries = sorted({path for pattern in (*PARTS[part].names, *_LEFT_OVERS) for path in (root / part).glob(pattern)})
     return Contents(part=part, entries=tuple(entries), num_bytes=sum(map(_num_bytes, entries)))
 
 
@@ -125,8 +127,6 @@ def clear_cache(part: str | None = None, *, yes: bool = False) -> int:
 
 
 def _root() -> Path:
-    from compile.cpp_extension import cache_root  # imports torch
-
     return cache_root()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import get_args
 
 from rich.text import Text
 
@@ -15,11 +14,13 @@ from sharesd.cli.console import err_console
 from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, stats_table
 from sharesd.cli.interactive import answer
 from sharesd.cli.startup import start_engine
-from sharesd.config import Mode, SamplingParams
+from sharesd.config import Mode
+from sharesd.drafters import registry
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 
 HELP = {
     "/mode NAME": "switch to one that is loaded: {loaded}; /mode alone tells the present one",
@@ -142,7 +143,7 @@ class Chat:
         loaded = self._runtime.modes
         if not name:
             note(f"mode {self._mode}; loaded are {', '.join(loaded)}")
-        elif name not in get_args(Mode):
+        elif name not in registry.modes():
             note(f"there is no mode {name!r}; loaded are {', '.join(loaded)}")
         elif name not in loaded:
             note(f"mode {name} is not loaded; start with --mode {name}")

@@ -15,9 +15,9 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from sharesd.config import PlanOnly
-from sharesd.models.progress import Progress
+from sharesd.models.checkpoint import Progress
 
-PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
+PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 """Whose log messages LOGLEVEL is about; libraries show their errors only."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from sharesd.cli.console import console
 from sharesd.engine.outputs import Source, TokenChunk
 from sharesd.engine.stats import Stats
+from sharesd.loading.report import LoadReport
 from sharesd.models.tokenizer import TextStream, Tokenizer
-from sharesd.runtime import LoadReport
 
 COLORS: dict[Source, str] = {"target": "none", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
 MEANINGS: dict[Source, str] = {

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multigpu import launcher_replicas
-from multigpu.data_parallel import Numbered, Replica, Tasks, start
+from multigpu.data_parallel import Numbered, Replica, TaskQueue, start
 from multigpu.device_assignment import environments
-from multigpu.journal import Journal, keep_settings, lines_of, write_in_order
+from multigpu.journal import Journal, keep_settings, read_lines, write_in_order
 from sharesd.cli import options
 from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.cli.offline import answering
 from sharesd.cli.prompt_encoding import encode
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode
 from sharesd.data.prompt_files import Message, conversation, records
-from sharesd.engine.batch_runner import CHUNK, converse
-from sharesd.models.progress import Progress, silent
+from sharesd.engine.batch_runner import CHUNK, run_conversations
+from sharesd.models.checkpoint import Progress, silent
+from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
     rank, world = launcher_replicas.rank_and_world()
     options.check_launched(args, world)
     if rank > 0:
-        return launcher_replicas.help_first(WORK, work, work.config.device)
+        return launcher_replicas.serve_rank_0(WORK, work, work.config.device)
     prompts = read(Path(args.file), raw=work.raw)
     places = [] if args.replicas is None else environments(args.replicas, work.config.device)
     if not out.parent.is_dir():
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
 def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Replica] | None, journal: Journal) -> str:
     """Answer these prompts, here or in replicas, and write them down; returns a line that says how fast."""
     prompts, num_tokens = dict(left), 0
-    with answering(WORK, work, left, replicas, at_once=work.config.max_batch) as results:
+    with answering(WORK, work, left, replicas, max_assigned=work.config.max_batch) as results:
         started = time.perf_counter()
         for index, result in results:
             journal.add({"index": index, "prompt": prompts[index], **result})
@@ -152,7 +153,7 @@ def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Repli
     return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, {what} included"
 
 
-def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterator[Numbered]:
+def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
     """Load the engine, and answer the prompts that are the tasks. Without `progress` it is a replica that does so."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
@@ -166,7 +167,7 @@ def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterat
 
     return (
         (number, {"error": str(reason)} if reason else question.record())
-        for number, question, reason in converse(engine, take)
+        for number, question, reason in run_conversations(engine, take)
     )
 
 
@@ -233,7 +234,7 @@ def _prompt(where: str, record: Any, raw: bool) -> Prompt:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, (_, line) in enumerate(lines_of(path), 1):
+    for number, (_, line) in enumerate(read_lines(path), 1):
         try:
             record = json.loads(line)
             record["index"], record["prompt"]

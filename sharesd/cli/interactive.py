@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
 
-from sharesd.config import SamplingParams
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion, TokenChunk
+from sharesd.sampling_params import SamplingParams
 
 
 def answer(

@@ -30,7 +30,8 @@ from sharesd.cli.options import (
     sampling_params,
 )
 from sharesd.cli.prompt_encoding import encode
-from sharesd.config import MODES, TABLES, Mode
+from sharesd.drafters import registry, selection
+from sharesd.drafters.spec import Need
 
 PROG = "python -m sharesd"
 INTERRUPTED = 130
@@ -174,8 +175,9 @@ def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params = sampling_params(args)
     # Whatever needs weights besides the target's is loaded only where it is asked for.
-    asked = {mode, *modes_of_heads(args), *(["classic"] if hasattr(args, "draft") else ())}
-    modes: tuple[Mode, ...] = tuple(m for m in MODES if m in asked or m == "naive" or m in TABLES)  # type: ignore[misc]
+    asked = {mode, *modes_of_heads(args), *(selection.needing(Need.SECOND_MODEL) if hasattr(args, "draft") else ())}
+    asked |= {registry.NAIVE, *registry.names("table")}
+    modes = tuple(each for each in registry.modes() if each in asked)
     config = engine_config(args, modes=modes)
 
     from sharesd.cli.startup import load_runtime

@@ -3,109 +3,197 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import get_args
 
 from sharesd.cli import parse_types
-from sharesd.config import (
-    MODEL_DRAFTERS,
-    TABLES,
-    CompileMode,
-    DType,
-    EngineConfig,
-    Kernels,
-    Offload,
-    TensorParallelStyle,
-)
+from sharesd.cli.options_from_dataclass import add_flags
+from sharesd.cli.parser import Parser
+from sharesd.config import DType, EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.drafters import registry, selection
+from sharesd.drafters.spec import DrafterSpec, Flag, Need
 
 DEFAULTS = EngineConfig()
 """Where flags take their defaults from."""
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add all of them, in groups. `options.engine_config` reads them."""
-    _add_model(parser.add_argument_group("model"))
-    _add_drafting(parser.add_argument_group("drafting"))
-    _add_tables(parser.add_argument_group("tables"))
-    _add_devices(parser.add_argument_group("devices"))
-    _add_offload(parser.add_argument_group("models larger than memory"))
+def _modes_needing(need: Need) -> str:
+    return registry.choices(selection.needing(need))
 
 
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--target",
-        metavar="MODEL",
-        help="checkpoint folder, .gguf file or hub id of the model that decides (default: the embedded "
+MODEL = {
+    "target": Flag(
+        "checkpoint folder, .gguf file or hub id of the model that decides (default: the embedded "
         "SmolLM2-135M-Instruct)",
-        default=argparse.SUPPRESS,
-    )
-    group.add_argument(
-        "--dtype",
-        type=parse_types.dtype,
-        default=DEFAULTS.dtype,
-        help=f"{', '.join(get_args(DType))}, or {', '.join(parse_types.DTYPES)}",
-    )
-    group.add_argument(
-        "--max-context",
-        type=parse_types.whole_or_auto,
-        default=DEFAULTS.max_context,
-        metavar="N",
-        help="tokens of prompt and answer that the KV cache holds for each sequence; auto: the model's own length, or "
-        "what half of the free memory holds",
-    )
-    group.add_argument(
-        "--compile", choices=get_args(CompileMode), default=DEFAULTS.compile, help="how steps are compiled"
-    )
-    group.add_argument(
-        "--kernels",
-        choices=get_args(Kernels),
-        default=DEFAULTS.kernels,
-        help="on a GPU: triton (ours) or torch (cuBLAS, SDPA, gemlite); auto: ours where they run",
-    )
-    group.add_argument(
-        "--exact",
-        action=argparse.BooleanOptionalAction,
-        default=DEFAULTS.exact,
-        help="give a row the same bits in all modes; --no-exact takes the fastest steps, and texts may differ",
-    )
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="run modelling code that a checkpoint brings along"
-    )
-
-
-def _add_drafting(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--draft-model",
-        dest="draft",
         metavar="MODEL",
-        help="second model of mode classic, with the same vocabulary, or `small`: the one that comes with the embedded "
-        "model (default: a quantized copy of the target)",
-        default=argparse.SUPPRESS,
-    )
-    group.add_argument(
-        "--draft-head",
-        dest="head",
-        action="append",
+    ),
+    "dtype": Flag(f"{', '.join(get_args(DType))}, or {', '.join(parse_types.DTYPES)}", parse=parse_types.dtype),
+    "max_context": Flag(
+        "tokens of prompt and answer that the KV cache holds for each sequence; auto: the model's own length, or what "
+        "half of the free memory holds",
+        metavar="N",
+        parse=parse_types.whole_or_auto,
+    ),
+    "compile": Flag("how steps are compiled"),
+    "kernels": Flag("on a GPU: triton (ours) or torch (cuBLAS, SDPA, gemlite); auto: ours where they run"),
+    "exact": Flag(
+        "same bits for a row in all modes; --no-batch-invariant: the fastest steps, and texts may differ",
+        name="--batch-invariant",
+    ),
+    "trust_remote_code": Flag("run modelling code that a checkpoint brings along"),
+}
+DRAFTING = {
+    "draft": Flag(
+        f"second model of mode {_modes_needing(Need.SECOND_MODEL)}, with the same vocabulary, or `small`: the one that "
+        "comes with the embedded model (default: a quantized copy of the target)",
+        metavar="MODEL",
+        name="--draft-model",
+    ),
+    "heads": Flag(
+        "trained head, once for each mode: "
+        + ", ".join(f"{spec.name} ({spec.source})" for spec in registry.specs("head"))
+        + " (default: the one that comes with the embedded model, if there is one)",
         metavar="HEAD",
-        help="trained head of mode eagle (a folder or hub id in a public layout of EAGLE, EAGLE-2 or EAGLE-3) or of "
-        "parallel or glide (a folder that `sharesd train parallel` or `glide` wrote); once for each mode (default: the "
-        "one that comes with the embedded model, if there is one)",
-        default=argparse.SUPPRESS,
-    )
-    group.add_argument(
-        "--head-quant",
+        name="--draft-head",
+        is_list=True,
+        is_absent=True,
+    ),
+    "head_quant": Flag(
+        "METHOD:BITS:GROUP[,PROJECTION=BITS...] of the head's linears, e.g. hqq:8:64 or hqq:4:64,head=4 (default: full "
+        "precision)",
         metavar="SPEC",
-        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of the head's linears, e.g. hqq:8:64 or hqq:4:64,head=4 (default: "
-        "full precision)",
-        default=argparse.SUPPRESS,
-    )
-    group.add_argument(
-        "--draft-quant",
-        dest="quant",
-        default=argparse.SUPPRESS,
-        metavar="SPEC",
-        help="METHOD:BITS:GROUP[,PROJECTION=BITS...] of what drafts in share and, without --draft-model, in classic; "
+        parse=str,
+    ),
+    "quant": Flag(
+        "METHOD:BITS:GROUP[,PROJECTION=BITS...] of what drafts in "
+        f"{_modes_needing(Need.QUANTIZED_TARGET)} and, without --draft-model, in {_modes_needing(Need.SECOND_MODEL)}; "
         f"auto: what `sharesd tune` found best (default: {DEFAULTS.quant.spec}; as the plan says where weights travel)",
+        metavar="SPEC",
+        name="--draft-quant",
+        parse=str,
+        is_absent=True,
+    ),
+    "num_draft": Flag(
+        "draft tokens per round; auto: what pays best at the moment, 0 included",
+        metavar="K",
+        name="--num-speculative-tokens",
+        parse=parse_types.whole_or_auto,
+        none="auto",
+    ),
+    "max_draft": Flag(
+        "draft tokens per round at most, where their number is chosen "
+        f"(default: {DEFAULTS.max_draft}; as the plan says where weights travel)",
+        metavar="K",
+        name="--max-speculative-tokens",
+        is_absent=True,
+    ),
+    "tree": Flag(
+        "models draft trees: the K likeliest nodes of each level have K children each, and of all the BUDGET likeliest "
+        "are verified; where the number of draft tokens is chosen, chains and smaller trees are taken where they pay "
+        "more. auto: the same on a CPU with up to --max-speculative-tokens; off: chains alone (default: auto)",
+        metavar="K:DEPTH:BUDGET",
+        parse=parse_types.tree,
+        is_absent=True,
+    ),
+    "hybrid_with": Flag(
+        f"what mode hybrid chooses from: one of {', '.join(registry.names('model', 'self', 'head'))}, and any of "
+        f"{', '.join(registry.names('table'))} (default: eagle,suffix where there is a head of eagle, else "
+        "share,suffix)",
+        metavar="NAMES",
+        name="--hybrid-drafters",
+        parse=parse_types.distinct_names,
+        is_absent=True,
+    ),
+}
+DRAFTER_MODULES = {
+    "drafter_modules": Flag(
+        "file or importable module with a drafter of your own, whose name becomes a mode (repeatable)",
+        metavar="FILE",
+        name="--drafter-module",
+        is_list=True,
+        is_absent=True,
     )
+}
+DEVICE = {
+    "device": Flag("cpu, cuda, cuda:N, or auto: cuda where there is one"),
+    "threads": Flag(
+        "CPU threads that share a step; auto: one per core, fewer while other programs keep cores busy",
+        metavar="N",
+        parse=parse_types.whole_or_auto,
+        none="auto",
+    ),
+}
+STAGES = {
+    "devices": Flag(
+        "devices with some of the blocks each, in order, e.g. cuda:0,cuda:1: for models that one does not hold",
+        metavar="NAMES",
+        parse=parse_types.names,
+        is_absent=True,
+    ),
+    "device_map": Flag(
+        "in place of --devices: auto (all GPUs), or a JSON file of modules and devices, as accelerate has them",
+        metavar="MAP",
+    ),
+    "max_memory": Flag(
+        "what may be taken of each GPU, e.g. 0=10GB,1=20GB; others are not used (default: what is free)",
+        metavar="SIZES",
+        parse=parse_types.sizes_of_gpus,
+        is_absent=True,
+    ),
+}
+SHARING = {
+    "draft_device": Flag(
+        f"where the second model of mode {_modes_needing(Need.SECOND_MODEL)} is (default: where the target's head is)",
+        metavar="DEVICE",
+    ),
+    "tensor_parallel": Flag(
+        "share every linear and the heads of attention among N processes, each with a device of its own (on a CPU with "
+        "a part of the cores), started here or by torchrun; texts stay the same",
+        metavar="N",
+    ),
+    "tensor_parallel_style": Flag(
+        "`gather` splits no sum; `reduce` takes half the exchanges, and texts depend on the number of processes"
+    ),
+    "steady_cublas": Flag(
+        "on a GPU, keep cuBLAS from splitting sums, so that steps may have any width more often",
+        name="--cublas-no-split-k",
+    ),
+}
+OFFLOAD = {
+    "when": Flag(
+        "auto: weights come from elsewhere if the model does not fit; plan-only: print the plan, and load nothing",
+        name="--offload",
+        dest="offload",
+    ),
+    "device_memory": Flag(
+        f"what may be taken of a GPU's memory, for example 8G; {parse_types.SIZES} (default: what is free)",
+        metavar="SIZE",
+        name="--gpu-memory-limit",
+        parse=parse_types.size,
+    ),
+    "host_memory": Flag(
+        "what may be taken of the host's memory (default: what is free)",
+        metavar="SIZE",
+        name="--cpu-memory-limit",
+        parse=parse_types.size,
+    ),
+    "folder": Flag(
+        "where blocks are kept that come from a disk (default: in the cache folder)",
+        metavar="DIR",
+        name="--offload-dir",
+        dest="offload_dir",
+    ),
+}
+ENGINE = MODEL | DRAFTING | DRAFTER_MODULES | DEVICE | SHARING
+"""Flags of fields of EngineConfig."""
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the model, in groups. `options.engine_config` reads them."""
+    add_flags(parser.add_argument_group("model"), EngineConfig, MODEL)
+    group = parser.add_argument_group("drafting")
+    add_flags(group, EngineConfig, DRAFTING)
     group.add_argument(
         "--quant-skip",
         action="append",
@@ -113,159 +201,36 @@ def _add_drafting(group: argparse._ArgumentGroup) -> None:
         metavar="SKIP",
         help="keep these at full precision: layers=0,29 or proj=down (repeatable)",
     )
-    group.add_argument(
-        "--num-speculative-tokens",
-        dest="num_draft",
-        type=parse_types.whole_or_auto,
-        default="auto",
-        metavar="K",
-        help="draft tokens per round; auto: what pays best at the moment, 0 included",
-    )
-    group.add_argument(
-        "--max-speculative-tokens",
-        dest="max_draft",
-        type=parse_types.whole,
-        default=argparse.SUPPRESS,
-        metavar="K",
-        help="draft tokens per round at most, where their number is chosen "
-        f"(default: {DEFAULTS.max_draft}; as the plan says where weights travel)",
-    )
-    group.add_argument(
-        "--tree",
-        type=parse_types.tree,
-        default=argparse.SUPPRESS,
-        metavar="K:DEPTH:BUDGET",
-        help="models draft trees: the K likeliest nodes of each level have K children each, and of all the BUDGET "
-        "likeliest are verified; where the number of draft tokens is chosen, chains and smaller trees are taken where "
-        "they pay more. auto: the same on a CPU with up to --max-speculative-tokens; off: chains alone (default: auto)",
-    )
-    group.add_argument(
-        "--draft-window",
-        type=parse_types.window,
-        default=DEFAULTS.draft_window,
-        metavar="N",
-        help="mode share: draft steps look at the last N tokens and the first few; auto: in long contexts; off: at all",
-    )
-    group.add_argument(
-        "--hybrid-drafters",
-        dest="hybrid_with",
-        default="",
-        metavar="NAMES",
-        help=f"what mode hybrid chooses from: one of {', '.join(MODEL_DRAFTERS)}, and any of {', '.join(TABLES)} "
-        "(default: eagle,suffix where there is a head of eagle, else share,suffix)",
-    )
+    _add_drafters(parser)
+    group = parser.add_argument_group("devices")
+    add_flags(group, EngineConfig, DEVICE)
+    add_flags(group, PipelineConfig, STAGES)
+    add_flags(group, EngineConfig, SHARING)
+    add_flags(parser.add_argument_group("models larger than memory"), OffloadConfig, OFFLOAD)
 
 
-def _add_tables(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--ngram-min",
-        type=parse_types.whole,
-        default=DEFAULTS.ngram_min,
-        metavar="N",
-        help="mode ngram: shortest match",
-    )
-    group.add_argument(
-        "--ngram-max",
-        type=parse_types.whole,
-        default=DEFAULTS.ngram_max,
-        metavar="N",
-        help="mode ngram: longest match",
-    )
-    group.add_argument("--ngram-recent", action="store_true", help="mode ngram: the most recent match, not the first")
-    group.add_argument(
-        "--corpus",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="mode suffix: datastore of texts to look into as well, or `empty` (`sharesd train corpus` makes one; "
-        "default: the one of the embedded model, for that model)",
-    )
-    group.add_argument(
-        "--recycle-table",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="mode recycle: table to start from, or `empty` (default: the one of the embedded model, for that model)",
-    )
+def _add_drafters(parser: argparse.ArgumentParser) -> None:
+    """Add `--drafter-module`, and the options of all drafters, also of those that it names."""
+    group = parser.add_argument_group("options of drafters")
+    add_flags(group, EngineConfig, DRAFTER_MODULES)
+    shown: set[str] = set()
+    add = partial(_add_options_of, group, shown)
+    add(registry.specs())
+    if isinstance(parser, Parser):
+        parser.before_parsing.append(partial(_load_named, add))
 
 
-def _add_devices(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", default=DEFAULTS.device, help="cpu, cuda, cuda:N, or auto: cuda where there is one")
-    group.add_argument(
-        "--threads",
-        type=parse_types.whole_or_auto,
-        default="auto",
-        metavar="N",
-        help="CPU threads that share a step; auto: one per core, fewer while other programs keep cores busy",
-    )
-    group.add_argument(
-        "--devices",
-        type=parse_types.names,
-        default=argparse.SUPPRESS,
-        metavar="NAMES",
-        help="devices with some of the blocks each, in order, e.g. cuda:0,cuda:1: for models that one does not hold",
-    )
-    group.add_argument(
-        "--device-map",
-        metavar="MAP",
-        default=argparse.SUPPRESS,
-        help="in place of --devices: auto (all GPUs), or a JSON file of modules and devices, as accelerate has them",
-    )
-    group.add_argument(
-        "--max-memory",
-        type=parse_types.sizes_of_gpus,
-        default=argparse.SUPPRESS,
-        metavar="SIZES",
-        help="what may be taken of each GPU, e.g. 0=10GB,1=20GB; others are not used (default: what is free)",
-    )
-    group.add_argument(
-        "--draft-device",
-        metavar="DEVICE",
-        default=argparse.SUPPRESS,
-        help="where the second model of mode classic is (default: where the target's head is)",
-    )
-    group.add_argument(
-        "--tensor-parallel",
-        type=parse_types.whole,
-        default=DEFAULTS.tensor_parallel,
-        metavar="N",
-        help="share every linear and the heads of attention among N processes, each with a device of its own (on a "
-        "CPU with a part of the cores), started here or by torchrun; texts stay the same",
-    )
-    group.add_argument(
-        "--tensor-parallel-style",
-        choices=get_args(TensorParallelStyle),
-        default=DEFAULTS.tensor_parallel_style,
-        help="`gather` splits no sum; `reduce` takes half the exchanges, and texts depend on the number of processes",
-    )
-    group.add_argument(
-        "--steady-cublas",
-        action="store_true",
-        help="on a GPU, keep cuBLAS from splitting sums, so that steps may have any width more often",
-    )
+def _load_named(add: Callable[[Iterable[DrafterSpec]], None], args: Sequence[str]) -> None:
+    """Register the drafters that the arguments name, and add their flags."""
+    flag = "--drafter-module"
+    modules = [value for name, value in zip(args, args[1:], strict=False) if name == flag]
+    modules += [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]
+    registry.load_modules(modules)
+    add(registry.specs())
 
 
-def _add_offload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--offload",
-        choices=get_args(Offload),
-        default=DEFAULTS.offload.when,
-        help="auto: weights come from elsewhere if the model does not fit; plan-only: print the plan, and load nothing",
-    )
-    limit: dict[str, Any] = {"type": parse_types.size, "metavar": "SIZE", "default": argparse.SUPPRESS}
-    group.add_argument(
-        "--gpu-memory-limit",
-        dest="device_memory",
-        help=f"what may be taken of a GPU's memory, for example 8G; {parse_types.SIZES} (default: what is free)",
-        **limit,
-    )
-    group.add_argument(
-        "--cpu-memory-limit",
-        dest="host_memory",
-        help="what may be taken of the host's memory (default: what is free)",
-        **limit,
-    )
-    group.add_argument(
-        "--offload-dir",
-        metavar="DIR",
-        default=argparse.SUPPRESS,
-        help="where blocks are kept that come from a disk (default: in the cache folder)",
-    )
+def _add_options_of(group: argparse._ArgumentGroup, shown: set[str], specs: Iterable[DrafterSpec]) -> None:
+    for spec in specs:
+        if spec.name not in shown:
+            add_flags(group, spec.options)
+            shown.add(spec.name)

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from multigpu.data_parallel import Numbered, OwnTasks, Replica, function_of, spread
+from multigpu.data_parallel import LocalTaskQueue, Numbered, Replica, function_of, run_tasks
 from sharesd.cli.console import loading_bars
 
 
 @contextmanager
 def answering(
-    work: str, settings: Any, tasks: Sequence[Numbered], replicas: Iterable[Replica] | None, *, at_once: int
+    work: str, settings: Any, tasks: Sequence[Numbered], replicas: Iterable[Replica] | None, *, max_assigned: int
 ) -> Iterator[Iterator[Numbered]]:
     """Results of `work`, run by `replicas`, or in this process if `replicas` is None.
 
@@ -20,9 +20,9 @@ def answering(
     """
     with loading_bars() as progress:
         if replicas is None:
-            results = function_of(work)(settings, OwnTasks(tasks), progress)
+            results = function_of(work)(settings, LocalTaskQueue(tasks), progress)
         else:
-            results = spread(tasks, list(replicas), at_once=at_once)
+            results = run_tasks(tasks, list(replicas), max_assigned=max_assigned)
 
         def shown() -> Iterator[Numbered]:
             progress("answering", 0, len(tasks))

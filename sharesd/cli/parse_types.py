@@ -1,4 +1,4 @@
-"""Values of flags: text in, value out, argparse's error for what is none."""
+"""Parsers of flag values, with argparse's error for wrong ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from sharesd.loading.option_values import DTYPES
 __all__ = [
     "DTYPES",
     "SIZES",
+    "distinct_names",
     "dtype",
     "names",
     "number",
+    "shown",
     "size",
     "sizes_of_gpus",
     "tree",
     "whole",
     "whole_or_auto",
-    "window",
 ]
 
 _T = TypeVar("_T")
@@ -31,7 +32,7 @@ SIZES = "G and GiB are 2^30 bytes, GB is 10^9; so are M, T and K"
 
 
 def size(text: str) -> int:
-    """Bytes of a size such as 2G, 2GiB, 2GB or 512M; small letters do as well."""
+    """Return the bytes of a size such as 2G, 2GiB, 2GB or 512M; small letters do as well."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(I?B)?|B)", text.upper())
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 512M, 8GB or 8GiB")
@@ -40,7 +41,7 @@ def size(text: str) -> int:
 
 
 def sizes_of_gpus(text: str) -> tuple[tuple[int, int], ...]:
-    """GPU numbers and bytes: 0=10GB,1=20GB."""
+    """Return GPU numbers and bytes of a list such as 0=10GB,1=20GB."""
     sizes: dict[int, int] = {}
     for part in text.split(","):
         number, _, of_it = part.strip().partition("=")
@@ -51,38 +52,38 @@ def sizes_of_gpus(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def whole(text: str) -> int:
-    """A whole number."""
+    """Return a whole number."""
     return int(_checked(int, text, "a whole number"))
 
 
 def number(text: str) -> float:
-    """A finite number."""
+    """Return a finite number."""
     return _checked(float, text, "a number")
 
 
 def whole_or_auto(text: str) -> int | str:
-    """A whole number, or `auto`."""
+    """Return a whole number, or `auto`."""
     return text if text == "auto" else whole(text)
 
 
-def window(text: str) -> int | str:
-    """A whole number, `auto` or `off`."""
-    return text if text in ("auto", "off") else whole(text)
+def shown(convert: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return the same parser, with argparse's error."""
 
-
-def _shown(convert: Callable[[str], _T]) -> Callable[[str], _T]:
-    """The same, with argparse's error."""
-
-    def shown(text: str) -> _T:
+    def parse(text: str) -> _T:
         try:
             return convert(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return shown
+    return parse
 
 
-tree, dtype, names = _shown(option_values.tree), _shown(option_values.dtype), option_values.names
+def distinct_names(text: str) -> tuple[str, ...]:
+    """Return names with commas between, each once."""
+    return tuple(dict.fromkeys(name for name in names(text) if name))
+
+
+tree, dtype, names = shown(option_values.tree), shown(option_values.dtype), option_values.names
 
 
 def _checked(convert: Callable[[str], float], text: str, kind: str) -> float:

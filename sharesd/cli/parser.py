@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from sharesd.cli.console import main_guard
@@ -20,6 +20,9 @@ SECOND_NAMES = {
     "--hybrid-drafters": ("--with",),
     "--gpu-memory-limit": ("--device-memory",),
     "--cpu-memory-limit": ("--host-memory",),
+    "--batch-invariant": ("--exact",),
+    "--no-batch-invariant": ("--no-exact",),
+    "--cublas-no-split-k": ("--steady-cublas",),
     "--max-context": ("--max-model-len",),
     "--max-batch": ("--max-num-seqs",),
     "--max-new-tokens": ("--max-tokens",),
@@ -36,9 +39,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+        self.before_parsing: list[Callable[[Sequence[str]], None]] = []
+        """Called with the arguments before they are parsed; may add flags, and raises ValueError for mistakes."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse does it, with SECOND_NAMES."""
+        try:
+            for prepare in self.before_parsing:
+                prepare(sys.argv[1:] if args is None else args)
+        except (ValueError, argparse.ArgumentError) as error:
+            self.error(str(error))
         for flag, others in SECOND_NAMES.items():
             action = self._option_string_actions.get(flag)
             if action is not None:
@@ -49,6 +59,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"error: {' '.join(message.split())}; see `{self.prog} --help`", file=sys.stderr)
         sys.exit(2)
+
+
+class Switch(argparse.BooleanOptionalAction):
+    """`--flag` and `--no-flag`, which may have second names."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

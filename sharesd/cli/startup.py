@@ -1,4 +1,4 @@
-"""From options to an engine that is ready, with a display on stderr that vanishes when it is."""
+"""From options to an engine that is ready, with progress on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sharesd.cli.console import err_console, loading_bars, plan_table
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode
+from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
 
 
 def follows() -> bool:
-    """Whether torchrun has started this process as another rank than 0."""
+    """True if torchrun started this process as a rank other than 0."""
     return os.environ.get("RANK", "0") != "0"
 
 
 def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
-    """The models that `modes` need, loaded; ValueError for whatever cannot be honoured. Where there is a plan of what
-    stays in memory and what does not, it is printed before.
+    """Load the models that modes need, after printing the offload plan.
 
-    Where this process is one of those that follow rank 0, it does that, and exits.
+    A process that torchrun started as another rank than 0 works for rank 0, and exits.
+
+    Raises:
+        ValueError: options that cannot be honoured.
     """
     if config.tensor_parallel > 1 and follows():
         from sharesd.cli.tp_worker import follow
@@ -54,6 +57,6 @@ def _chosen(runtime: Runtime) -> str:
 
 
 def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:
-    """The engine of a mode, compiled and warmed up as `Runtime.engine` says."""
+    """Return the engine of a mode, compiled and warmed up (`Runtime.engine`)."""
     with err_console.status(f"compiling mode {mode}"):
         return runtime.engine(mode, warm=params, each_kind=each_kind)

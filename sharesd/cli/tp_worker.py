@@ -1,4 +1,4 @@
-"""`python -m sharesd.cli.tp_worker DEVICE`: a rank that does what rank 0 says, which has started it."""
+"""`python -m sharesd.cli.tp_worker DEVICE`: a tensor-parallel worker, started by rank 0."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import signal
 import sys
 
-from multigpu.failure_detector import LOST, RankLost
+from multigpu.failure_detector import EXIT_RANK_LOST, RankLost
 from multigpu.launch import join, local_device
 from sharesd.cli.console import describe
 from sharesd.devices.selection import device_of, use
-from sharesd.runtime import follow_rank_0
+from sharesd.loading.tp_worker import run_tp_worker
 
 
 def follow(device: str) -> int:
-    """Join the group that was launched, and take part in rank 0's steps until it ends; returns an exit status.
+    """Join the launched group, run rank 0's steps, return an exit status.
 
-    What goes wrong here, rank 0 tells; that rank 0 has ended unasked, rank 1 does.
+    Rank 0 reports errors of other ranks; rank 1 reports that rank 0 ended unexpectedly.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     logging.disable(logging.WARNING)  # rank 0 says the same
@@ -25,13 +25,13 @@ def follow(device: str) -> int:
     use(own)  # or each rank would have a context on the first GPU, too
     group = join(own)
     try:
-        follow_rank_0(group)
+        run_tp_worker(group)
     except RankLost as error:
         if group.rank == 1:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Exception as error:
         group.fail(describe(error))
-    return LOST
+    return EXIT_RANK_LOST
 
 
 if __name__ == "__main__":

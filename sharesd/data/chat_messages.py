@@ -1,4 +1,4 @@
-"""Messages of a conversation as chat templates read them."""
+"""Chat messages in the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is one text; ValueError for what is no message, and for content other than text.
+    """Return messages whose content is one text and whose tool arguments are objects.
 
-    `developer` is another name of `system`. Arguments of called tools become objects.
+    `developer` is another name of `system`. Raises ValueError for what is no message, and for content other than text.
     """
     if not messages:
         raise ValueError(f"messages is empty; give at least one, as {EXAMPLE}")
@@ -33,7 +33,7 @@ def _message(place: int, message: Any) -> dict[str, Any]:
 
 
 def _text(place: int, content: Any) -> str:
-    """Parts are lines."""
+    """Return the content as one text; parts become lines."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,6 +1,6 @@
-"""Grammars, which say what an answer must be, written from schemas and patterns. Quick to import: without torch.
+"""Grammars of answers, from schemas and patterns; imports no torch.
 
-A grammar is what llguidance reads: JSON `{"grammars": [...]}`, as these functions make it, or Lark.
+The form is that of llguidance: JSON `{"grammars": [...]}`.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WHITE_SPACE = r" |\n {0,24}"
-"""Between the parts of JSON, where a model could go on for ever."""
+"""Pattern between the parts of JSON; without a bound a model may repeat it without end."""
 
 
 def from_json_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON of this schema. Its `x-guidance`, llguidance's options, may say otherwise about white space.
+    """Return the grammar of JSON of this schema.
 
-    ValueError where that is no object.
+    `x-guidance` in the schema, llguidance's options, may replace the white space; ValueError if that is no object.
     """
     return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
 
 
 def json_in_lark(schema: Mapping[str, Any]) -> str:
-    """JSON of this schema as a part of a grammar in Lark; ValueError as `from_json_schema`."""
+    """Return JSON of this schema as a part of a Lark grammar; ValueError as `from_json_schema`."""
     return f"%json {json.dumps(_with_options(schema))}"
 
 
 def from_lark(text: str) -> str:
-    """A grammar in llguidance's dialect of Lark."""
+    """Return a grammar in llguidance's dialect of Lark."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def from_regex(pattern: str) -> str:
-    """The texts that a regular expression (as Rust knows them) matches as a whole."""
+    """Return a grammar of the texts that a Rust regular expression matches."""
     return llguidance().LLMatcher.grammar_from_regex(pattern)
 
 
 def from_choices(texts: Sequence[str]) -> str:
-    """One of these texts; ValueError where there is none."""
+    """Return a grammar of one of these texts; ValueError if there is none."""
     if not texts:
         raise ValueError("the list of choices is empty; give at least one text")
     return from_lark("start: " + " | ".join(map(json.dumps, texts)))
@@ -51,7 +51,7 @@ def _with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llguidance() -> Any:
-    """The package; ValueError where it is missing."""
+    """Import and return the package; ValueError if it is missing."""
     try:
         import llguidance
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Prompts and conversations, from the files in which instruction data is published."""
+"""Prompts and conversations from files of instruction data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT_FIELDS = ("instruction", "prompt", "question")
-"""Of a record, the first that is there; an `input`, its own or that of its first instance, follows."""
+"""Fields with the prompt; the first present counts, and an `input` of record or first instance is appended."""
 ANSWER_FIELDS = ("output", "response", "answer", "completion")
 TALK_FIELDS = ("messages", "conversations", "conversation")
 """Lists of turns: `role` and `content`, or ShareGPT's `from` and `value`."""
@@ -24,9 +24,10 @@ Message = dict[str, str]
 
 
 def read_prompts(files: Sequence[str], most: int | None = None, seed: int = 0) -> list[str]:
-    """Prompts of all files in random order, each once; of each file at most so many, drawn at random.
+    """Return the prompts of all files in random order, each once.
 
-    A conversation counts as what its user says first. ValueError for whatever cannot be read.
+    `most`: prompts drawn from each file. Of a conversation the first user turn counts. Raises ValueError for what
+    cannot be read.
     """
     dice = random.Random(seed)
     drawn: dict[str, None] = {}
@@ -40,9 +41,9 @@ def read_prompts(files: Sequence[str], most: int | None = None, seed: int = 0) -
 
 
 def records(path: Path) -> list[tuple[str, Any]]:
-    """Where each record of a file stands, and the record: of JSON Lines, or of JSON with a list.
+    """Return place and value of each record of a JSON Lines file, or of a JSON list.
 
-    ValueError for a file that cannot be read, and for lines that are not JSON.
+    Raises ValueError for a file that cannot be read, and for lines that are not JSON.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -56,7 +57,7 @@ def records(path: Path) -> list[tuple[str, Any]]:
 
 
 def conversation(record: Any) -> list[Message]:
-    """The messages of a record, answers included where it has them; ValueError where it is none, with the reason."""
+    """Return the messages of a record, answers included; ValueError with the reason if there are none."""
     if not isinstance(record, Mapping):
         raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, *TALK_FIELDS))}")
     talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)

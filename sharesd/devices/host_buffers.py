@@ -1,4 +1,4 @@
-"""Between the host and a GPU, by pinned memory: the host waits for nothing."""
+"""Copies between host and GPU through pinned memory, without a wait."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 
 
-def sent(numbers: Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers, as a tensor there."""
+def to_device(numbers: Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor on a device."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def write(tensor: Tensor, numbers: Sequence) -> None:
-    """Numbers into a tensor that stays where it is."""
+def upload(tensor: Tensor, numbers: Sequence) -> None:
+    """Copy numbers into a tensor."""
     source = torch.tensor(numbers, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     tensor.copy_(source, non_blocking=True)
 
 
-class HostCopies:
-    """Places in the host's memory onto which tensors are copied again and again; pinned, where these are on a GPU.
+class PinnedBuffers:
+    """Host buffers by name; pinned for tensors of a GPU.
 
-    Each has room for two copies: one of the round before may not have been read yet.
+    Each has room for two copies: that of the round before may not have been read yet.
     """
 
     def __init__(self) -> None:
-        self._places: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._views: dict[tuple[str, torch.Size], list[Tensor]] = {}
         self._turn = 0
 
@@ -36,23 +36,23 @@ class HostCopies:
         """Leave the copies of this round alone in the next."""
         self._turn = 1 - self._turn
 
-    def copied(self, name: str, tensor: Tensor, times: int = 1) -> Tensor:
-        """Copy of what has this name, which is whole once the device has come so far.
+    def copy(self, name: str, tensor: Tensor, times: int = 1) -> Tensor:
+        """Copy a tensor to a named buffer, without a wait.
 
-        There is one place for each name, with room for `times` as many numbers as the first tensor of it has.
+        There is one buffer for each name, with room for `times` as many numbers as the first tensor of it has.
         """
         key = name, tensor.shape
         if key not in self._views:
-            num, place = tensor.numel(), self._places.get(name)
-            if place is None or place.shape[1] < num:
+            num, buffer = tensor.numel(), self._buffers.get(name)
+            if buffer is None or buffer.shape[1] < num:
                 pinned = tensor.device.type == "cuda"
-                place = self._places[name] = torch.empty(2, num * times, dtype=tensor.dtype, pin_memory=pinned)
-            self._views[key] = [half[:num].view(tensor.shape) for half in place]
+                buffer = self._buffers[name] = torch.empty(2, num * times, dtype=tensor.dtype, pin_memory=pinned)
+            self._views[key] = [half[:num].view(tensor.shape) for half in buffer]
         return self._views[key][self._turn].copy_(tensor, non_blocking=True)
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, which is whole once the device has come so far."""
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, complete once the device is there."""
     if tensor.device.type != "cuda":
         return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

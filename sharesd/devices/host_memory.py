@@ -1,4 +1,4 @@
-"""How much memory this process has of its own, and may still take."""
+"""Free memory of the host, and memory of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take, of the machine's or of its control group's."""
+    """Return the bytes that machine and control group leave this process."""
     free = psutil.virtual_memory().available
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdecimal():
@@ -17,7 +17,7 @@ def free_memory() -> int:
 
 
 def own_memory() -> int:
-    """Bytes of this process that no file backs (RssAnon)."""
+    """Return the bytes of this process that no file backs (RssAnon)."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Which device a name means, and how torch uses it."""
+"""Choice of device and dtype, and settings of torch on CUDA."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ import torch
 
 log = logging.getLogger(__name__)
 
-STEADY_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Too little room for the parts of a sum: eight buffers of 16 KiB, and 1 KiB."""
+CUBLAS_WITHOUT_SPLITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Workspaces too small for parts of a sum: eight buffers of 16 KiB, and 1 KiB."""
 
-GPU_TRIED = False
-"""True once docs/results holds a run on a GPU; until then its use is a warning."""
-UNTRIED = 'the CUDA path has not run on a card yet; --device cpu (in Python: device="cpu") is the way out'
+GPU_TESTED = False
+"""True once docs/results holds a run on a GPU; until then a warning is shown."""
+UNTESTED = 'the CUDA path has not run on a card yet; --device cpu (in Python: device="cpu") is the way out'
 _warned = False
 
 
-def warn_untried(device: torch.device) -> None:
-    """Warn, once in a process, where a GPU is used and none has been tried."""
+def warn_untested(device: torch.device) -> None:
+    """Warn, once in a process, that the GPU path is untested."""
     global _warned
-    if device.type == "cuda" and not GPU_TRIED and not _warned:
+    if device.type == "cuda" and not GPU_TESTED and not _warned:
         _warned = True
-        log.warning(UNTRIED)
+        log.warning(UNTESTED)
 
 
 def use(device: torch.device) -> None:
-    """What this thread launches without naming a GPU goes to this one: graphs, events and kernels of Triton."""
+    """Make a GPU current for this thread's graphs, events and Triton kernels."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name, with the number of the GPU: devices are compared. ValueError for one that is not there."""
+    """Return the device of a name, with the GPU's number.
+
+    Raises:
+        ValueError: there is no such device.
+    """
     if name == "auto":
         if _auto is None and torch.version.hip is None and why_no_gpu() is None:
             return _current_gpu()
@@ -61,15 +65,15 @@ def device_of(name: str) -> torch.device:
 
 ROCM = "this torch is built for ROCm, for which there are no kernels"
 _auto: torch.device | None = None
-"""The device of `auto`, once it is known."""
+"""Device of `auto`, once it is chosen."""
 
 
 NONE_THERE = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs")
-"""Beginnings of what torch says where there is no GPU that one might have wanted."""
+"""Beginnings of torch's messages on machines without a GPU."""
 
 
 def why_no_gpu() -> str | None:
-    """Reason that torch gives for having no GPU; None where it has one."""
+    """Return torch's reason for having no GPU; None if it has one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which says it once
         if torch.cuda.is_available():
@@ -81,10 +85,13 @@ def why_no_gpu() -> str | None:
     return "it has gone"
 
 
-def opened(device: torch.device, *, auto: bool) -> torch.device:
-    """The device once it is known to work; of `auto` the freest that does, or the CPU with a warning.
+def open_device(device: torch.device, *, auto: bool) -> torch.device:
+    """Return a device that works: the named one, or one for `auto`.
 
-    ValueError where one that was asked for does not. The device of `auto` stays the same in this process.
+    `auto` takes the GPU with the most free memory, else the CPU with a warning, and stays the same in this process.
+
+    Raises:
+        ValueError: the device was named, and does not work.
     """
     global _auto
     if device.type == "cpu":
@@ -108,11 +115,11 @@ def opened(device: torch.device, *, auto: bool) -> torch.device:
             _auto = candidate
             return candidate
         problems.append(f"{candidate} cannot be, {problem}")
-    return take_cpu("; ".join(problems))
+    return fall_back_to_cpu("; ".join(problems))
 
 
-def take_cpu(reason: str) -> torch.device:
-    """`auto` is the CPU from now on, which a warning says."""
+def fall_back_to_cpu(reason: str) -> torch.device:
+    """Make the CPU the device of `auto`, with a warning."""
     global _auto
     log.warning("the CPU is used, not a GPU: %s", reason)
     _auto = torch.device("cpu")
@@ -120,12 +127,12 @@ def take_cpu(reason: str) -> torch.device:
 
 
 def _current_gpu() -> torch.device:
-    """The GPU that is meant where none is named."""
+    """Return the GPU of a name without a number."""
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def _candidates(current: torch.device) -> list[torch.device]:
-    """GPUs, that with the most free memory first; the current one alone where this process uses one already."""
+    """Return GPUs by free memory; the current one if CUDA is initialized."""
     count = torch.cuda.device_count()
     if torch.cuda.is_initialized() or count == 1:
         return [current]
@@ -136,7 +143,10 @@ def _candidates(current: torch.device) -> list[torch.device]:
 
 
 def _free_by_uuid() -> dict[str, float]:
-    """MiB that are free on each GPU, as nvidia-smi says: asking the runtime would take memory on all. {}: no answer."""
+    """Return free MiB by GPU from nvidia-smi; {} without an answer.
+
+    CUDA's own query would take memory on each GPU.
+    """
     query = ("nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
@@ -147,7 +157,7 @@ def _free_by_uuid() -> dict[str, float]:
 
 
 def _problem(device: torch.device) -> str | None:
-    """Reason why a GPU cannot be used; None where it can."""
+    """Return the reason why a GPU cannot be used, if any."""
     try:
         capability = torch.cuda.get_device_capability(device)
         if not _built_for(capability, torch.cuda.get_arch_list()):
@@ -159,9 +169,9 @@ def _problem(device: torch.device) -> str | None:
 
 
 def _built_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Can kernels for one of these run there? Of the same major version, or compiled from PTX."""
+    """True if kernels of these architectures run: same major version, or PTX."""
     if not architectures:
-        return True  # torch does not say
+        return True  # unknown
     for name in architectures:
         kind, _, number = name.partition("_")
         major, minor = divmod(int(number.rstrip("af")), 10)
@@ -171,31 +181,34 @@ def _built_for(capability: tuple[int, int], architectures: Sequence[str]) -> boo
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a name on a device: `auto` is bfloat16, and float16 on GPUs without it, which a warning says.
+    """Return the dtype of a name.
 
-    ValueError for bfloat16 where the GPU has none.
+    `auto` is bfloat16, and float16 with a warning on GPUs without it.
+
+    Raises:
+        ValueError: the GPU has no bfloat16.
     """
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     if old and name == "bfloat16":
         raise ValueError(f"dtype is 'bfloat16', which {device} does not have; use --dtype float16")
     if name != "auto":
         return getattr(torch, name)
-    if old and device not in _told:
-        _told.add(device)
+    if old and device not in _warned_dtypes:
+        _warned_dtypes.add(device)
         log.warning("%s has no bfloat16: weights are float16", device)
     return torch.float16 if old else torch.bfloat16
 
 
-_told: set[torch.device] = set()
+_warned_dtypes: set[torch.device] = set()
 
 
 def first_line(error: object) -> str:
-    """Message of an error, in one line."""
+    """Return the first line of an error's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def prepare_cuda(*, steady: bool) -> None:
-    """Settings of torch's own CUDA kernels, before the first of them runs. `steady`: see `steady_cublas`."""
+    """Set options of torch's CUDA kernels before CUDA begins. `steady`: see `steady_cublas`."""
     if steady and not steady_cublas():
         log.warning("cuBLAS was in use before the model was loaded, and may split its sums all the same")
     # cuDNN's attention makes a plan for each length of a prompt, which takes longer than to read the prompt.
@@ -203,12 +216,13 @@ def prepare_cuda(*, steady: bool) -> None:
 
 
 def steady_cublas() -> bool:
-    """Keep cuBLAS from splitting sums, which makes the bits of a row depend on the number of rows. True if in force.
+    """Keep cuBLAS from splitting sums, for batch invariance.
 
-    What the environment says already is kept. False where cuBLAS may have read it before.
+    Returns:
+        True if in force; False if cuBLAS may have read its environment before.
     """
-    in_time = STEADY_CUBLAS.keys() <= os.environ.keys() or not torch.cuda.is_initialized()
-    for name, value in STEADY_CUBLAS.items():
+    in_time = CUBLAS_WITHOUT_SPLITS.keys() <= os.environ.keys() or not torch.cuda.is_initialized()
+    for name, value in CUBLAS_WITHOUT_SPLITS.items():
         os.environ.setdefault(name, value)
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False

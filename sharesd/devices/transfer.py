@@ -1,4 +1,4 @@
-"""From device to device: work goes on there, with copies of what it needs. The host waits for nothing."""
+"""Copies between devices, without a wait of the host."""
 
 from __future__ import annotations
 
@@ -8,40 +8,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compile.cuda_graphs import between_graphs
+from compile.cuda_graphs import call_between_graphs
 from sharesd.devices.selection import use
 
 
-def hop(
+def copy_to_device(
     device: torch.device, *tensors: Tensor, onto: Sequence[tuple[Tensor, Tensor]] = (), seconds: float = 0.0
 ) -> list[Tensor]:
-    """What is launched from now on runs on this device: copies of tensors there (on the same device, too: stages share
-    no memory), for which the pairs (copy, tensor) `onto` have a place already. Captures go on there in another graph.
+    """Continue on a device, with copies of tensors there.
 
-    It is held back for so many seconds, to see what slower links do.
+    A capture continues in another graph.
+
+    Args:
+        tensors: copied even if they are on this device: stages share no memory.
+        onto: pairs (copy, tensor) of copies that have memory already.
+        seconds: delay, to simulate slower links.
     """
     copies: list[Tensor] = []
 
     def go() -> None:
         use(device)
         if seconds:
-            hold_back(seconds)
+            delay(seconds)
         if not copies:
             copies.extend(torch.empty_like(tensor, device=device) for tensor in tensors)
         for copy, tensor in (*onto, *zip(copies, tensors, strict=True)):
-            copy_over(copy, tensor)
+            copy_between(copy, tensor)
 
-    between_graphs(go)
+    call_between_graphs(go)
     return copies
 
 
-def hold_back(seconds: float) -> None:
-    """Wait, awake: a processor that slept is slow for a while, and who waits for a link does not sleep."""
+def delay(seconds: float) -> None:
+    """Busy-wait, since a core that slept is slow for a while."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
 
 
-def copy_over(copy: Tensor, tensor: Tensor) -> None:
-    """Between GPUs, streams of both wait for it; the host does not."""
+def copy_between(copy: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor to another device; streams of both wait for it."""
     copy.copy_(tensor, non_blocking=True)

@@ -1,1 +1,4 @@
-"""Drafters, a folder each, and the shared parts of heads and tables. Imports sampling and what is below."""
+"""Drafters, a folder each, and shared parts of heads and tables.
+
+Imports sampling and the rooms below it.
+"""

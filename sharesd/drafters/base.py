@@ -1,27 +1,34 @@
-"""What every drafter is to the engine."""
+"""Interface of drafters: inputs, context of a draft, and base class."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from compile.cuda_graphs import Graphs
+from quant.switch_linear import Switch
+from sharesd.config import EngineConfig
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import DraftTree, Shape, Verdict
+from sharesd.speculation.draft_policy import FIRST_ALPHAS, Policy
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict, chains, coarse_chains, shapes_of
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
-    """What drafters work with, for one way of sampling and some neighbouring rows; they and their graphs live as long
-    as the engine keeps that.
+class DraftContext:
+    """Context of a draft: one way of sampling and neighbouring rows.
+
+    The context, and the drafters' graphs for it, live as long as the engine keeps it.
     """
 
     first: int
@@ -32,53 +39,75 @@ class Drafting:
     root_B: Tensor
     """The last token of each row, in its place."""
     buffers: DraftBuffers
-    """Where model drafters write drafts."""
+    """Buffers in which model drafters write drafts."""
     policy: Policy
-    """Knows what rounds cost."""
+    """Model of the cost of rounds."""
     graphs: Graphs | None
     """None = nothing is replayed."""
-    kept: dict[object, Any] = field(default_factory=dict)
-    """Of drafters."""
+    generators: dict[object, Any] = field(default_factory=dict)
+    """State of drafters for this context, by drafter or own key."""
 
 
-class Drafter(Protocol):
-    """Guesses tokens for the target. Of each row: begin and read; then in each round catch_up, draft and commit, unless
-    the round is a plain step.
+class Drafter:
+    """Base of drafters, which guess tokens for the target.
 
-    Rows come and go, each with its own text, and a draft is about some of them. Everything in draft and commit stays on
-    the device; state lives in tensors that keep their place. Where rounds are replayed, commit is called while they are
-    captured, and what it did is done again in every round, be it a plain step or another drafter's.
+    Calls for each row: begin and read; then in each round catch_up, draft and commit, unless the round is a plain step.
+    Rows come and go, each with its own text, and a draft is for some of them. Everything in draft and commit stays on
+    the device; state is in tensors that keep their addresses. If rounds are replayed, commit is called during capture,
+    and its work is repeated in every round, be it a plain step or another drafter's.
+
+    Defaults suit a drafter without state of its own.
     """
 
     name: str
-    shapes: Sequence[Shape]  # drafts that it may be asked for, the largest last
-    trees: bool  # whether drafts may be trees
-    reads: bool  # must read what it missed while it was idle, which takes time
-    ahead: bool  # can draft before the host has read the last round, unless there is something to catch up with
-    follows: bool  # commit is called in plain rounds, too
-    first_alphas: tuple[float, float]  # acceptance assumed before there is evidence, see `policy.FIRST_ALPHAS`
-    at_once: bool  # guesses in one pass: drafts take as long, whatever their depth
-    on_host: bool  # drafts on the host, from tokens that the host knows, as many nodes as it finds worthwhile
+    shapes: Sequence[DraftShape]
+    """Drafts that may be requested, the largest last."""
+    trees: bool
+    """Drafts may be trees."""
+    needs_catch_up = False
+    """True if the drafter needs rounds to read tokens missed while idle."""
+    supports_async = False
+    """True if drafting can start before the host reads the last round.
+
+    Not if there is something to catch up with.
+    """
+    commits_plain_rounds = False
+    """`commit` is called in plain rounds, too."""
+    first_alphas: tuple[float, float] = FIRST_ALPHAS
+    """Acceptance assumed before there is evidence, see `draft_policy.FIRST_ALPHAS`."""
+    single_pass = False
+    """Guesses in one pass: drafts take as long, whatever their depth."""
+    runs_on_host = False
+    """True if it drafts on the host, from tokens of the host.
+
+    The drafter chooses the number of nodes.
+    """
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        """A new text for this row, which begins with these tokens. `reuse`: what is known need not be read anew."""
-        ...
+        """Start a new text of this row with these tokens.
+
+        `reuse`: cached tokens need not be read again.
+        """
 
     def read(self, row: int, tokens: list[int]) -> None:
-        """Read the row's text up to here. Long texts come piece by piece: each time from the beginning, further on."""
-        ...
+        """Read the row's text up to here.
 
-    def missed(self, texts: Mapping[int, list[int]]) -> int:
-        """How many tokens it would have to read before a draft, beyond what its first step reads: what `rehearse` does
-        to one of them.
+        Long texts come in pieces, each from the beginning and longer than the last.
         """
-        ...
 
-    def rehearse(self, drafting: Drafting, num: int) -> bool:
-        """Read so many tokens behind the text of the first row, to be timed, as if they had been missed; False where it
-        reads none. What becomes of the text is as before.
+    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
+        """Return the number of tokens to read before a draft.
+
+        Tokens that the draft's first step reads are not counted.
         """
-        ...
+        return 0
+
+    def time_catch_up(self, context: DraftContext, num: int) -> bool:
+        """Read `num` tokens after the first row's text, for timing.
+
+        The text is unchanged. Returns False if nothing is read.
+        """
+        return False
 
     def catch_up(
         self,
@@ -87,34 +116,114 @@ class Drafter(Protocol):
         plain: Collection[int] = (),
         coming: Mapping[int, int] = NOTHING,
     ) -> None:
-        """Before a draft: the tokens of each row of the round, up to its root. `idle`: there were rounds without this
-        drafter. `plain`: those of the rows that take no drafts, whatever is guessed. `coming`: how many tokens, at
-        most, a round adds to these rows that was launched before, and that the host has not read. (Not if it is `idle`
-        and `reads`.)
-        """
-        ...
+        """Take over what was decoded, before a draft.
 
-    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
-        """Guess tokens after each row's root: a draft of this shape (on the host: at most that many nodes). Rows that
-        were not caught up with get whatever it may be.
+        Args:
+            texts: tokens of each row of the round, up to its root.
+            idle: there were rounds without this drafter.
+            plain: those of the rows that take no drafts.
+            coming: tokens, at most, that a round which was launched before, and which the host has not read, adds to
+                these rows. (Not if it is `idle` and `needs_catch_up`.)
         """
-        ...
 
-    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
-        """The target has decided about the draft after the root, which is still in its place; num_new is 0 for idle
-        rows. `logits` are those of root and nodes; later calls overwrite them. Returns what `told` shall be told, int64
-        [B, X].
+    def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        """Return a draft of this shape after each row's root.
+
+        A drafter on the host may return fewer nodes. Rows without `catch_up` get any tokens.
         """
-        ...
+        raise NotImplementedError
 
-    def told(self, rows: list[list[int]]) -> None:
-        """What `commit` returned of the rows that are not idle, on the host."""
-        ...
+    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
+        """Take over the target's verdict on the draft.
+
+        `num_new` of the verdict is 0 for idle rows. `logits` are those of root and nodes; later calls overwrite them.
+        Returns the rows for `on_host_result`, int64 [B, X].
+        """
+        return None
+
+    def on_host_result(self, rows: list[list[int]]) -> None:
+        """Take the result of `commit` for active rows, on the host."""
 
     def forget(self) -> None:
         """Drop what a later text could reuse."""
-        ...
 
     def extra_bytes(self) -> tuple[int, int]:
-        """Bytes of weights and bytes of KV that drafting needs on top of naive decoding."""
-        ...
+        """Return bytes of weights and of KV, beyond those of plain decoding."""
+        return 0, 0
+
+    def prompt_readers(self) -> Sequence[tuple[CausalModel, StaticKVCache]]:
+        """Return the models, with their caches, that read prompts besides the target."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildInputs:
+    """Parts of a loaded model that drafters are built from."""
+
+    config: EngineConfig
+    target: CausalModel
+    cache: StaticKVCache
+    """The target's."""
+    slots: int
+    """Slots of each row of it."""
+    max_context: int
+    """Tokens of prompt and answer."""
+    device: torch.device
+    dtype: torch.dtype
+    takes_trees: bool
+    """Rows of trees have the bits of chains."""
+    tree: tuple[int, int, int] | None
+    """Draft trees of models: expanded nodes per level, depth, nodes."""
+    offloads: bool
+    """True if weights of the target are offloaded.
+
+    Few lengths of chains are worth considering then.
+    """
+    continues_trees: bool
+    """Trees are expanded while the target waits for its weights."""
+    switch: Switch
+    """Between the target's linears and their quantized copies."""
+    quantized_bytes: int
+    """Bytes of these copies."""
+    quantized_step: Callable[[], CausalModel]
+    """Return the target as its quantized copies draft."""
+    second_model: Callable[[], tuple[CausalModel, int, Graphs | None]]
+    """Load the second model.
+
+    Returns the compiled step, bytes of its weights, and graphs if its steps may be captured.
+    """
+    heads: Mapping[str, nn.Module]
+    """Trained heads, by mode."""
+
+    @property
+    def branching(self) -> int:
+        """Expanded nodes per level, and children of each; 1 = chains alone."""
+        return self.tree[0] if self.tree is not None and self.takes_trees else 1
+
+    @cached_property
+    def shapes(self) -> Sequence[DraftShape]:
+        """Drafts that a model may be requested to make, the largest last.
+
+        Raises:
+            ValueError: trees were requested, and the target cannot verify them.
+        """
+        if self.config.explicit_tree is not None and not self.takes_trees:
+            if self.target.takes_trees:
+                raise ValueError(
+                    "rows of trees do not have the bits of chains here; drop --tree, or add --no-batch-invariant"
+                )
+            raise ValueError(f"{self.target.name} takes chains only; drop --tree")
+        if self.tree is not None and self.takes_trees:
+            return shapes_of(*self.tree)
+        num_nodes = self.config.max_draft_tokens
+        return coarse_chains(num_nodes) if self.offloads else chains(num_nodes)
+
+
+def num_bytes(module: object) -> int:
+    """Return the bytes of a module's weights and tables, shared ones once."""
+    assert isinstance(module, nn.Module)
+    sizes: dict[int, int] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        place = tensor.data_ptr() or id(tensor)
+        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)  # a tied head may be the embedding's first rows
+    return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""What guesses, as chains and trees of guesses use it.
+"""Step-by-step drafting with a model, as chains and trees use it.
 
 Legend: B rows, F tokens that are read in one step, V tokens that can be guessed.
 """
@@ -11,34 +11,44 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
 
-class Guesser(Protocol):
-    """Reads each row's root and then guesses, one step after the other. Its tensors keep their place, so that steps can
-    be replayed.
+class DraftStepper(Protocol):
+    """Stepper that reads each row's root, then drafts step by step.
+
+    Its tensors keep their addresses, so that steps can be replayed.
     """
 
-    root_at_B: Tensor  # int64: the position of each root
-    next_at_B: Tensor  # int64: that of a chain's next guess; of trees that of the first level
+    root_pos_B: Tensor  # int64: position of each root
+    next_pos_B: Tensor  # int64: position of a chain's next token; of trees, of the first level
     ids: Tensor | None  # int64 [V]: the target's ids of the tokens that logits are about; None = all
-    spread: float | None  # of a target with rounded weights, see `confidence.spread_of`; None: another model
+    logit_noise: (
+        float | None
+    )  # of a target with rounded weights, see `confidence.quantization_logit_noise`; None: another model
 
     def start(self) -> Tensor:
-        """Read the root, and what leads up to it and has not been read yet. Logits [B, 1, V] of the first guess."""
+        """Read the root and unread tokens before it.
+
+        Returns the logits [B, 1, V] of the first draft token.
+        """
         ...
 
-    def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, V] behind them, or [B, 1, V]
-        where they are the same behind all.
+    def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
+        """Read a chain's next draft token (F = 1), or tree nodes.
+
+        Returns the logits [B, F, V] after them, or [B, 1, V] if they are the same after all.
         """
         ...
 
 
-class ModelGuesser:
-    """Any causal language model over a KV cache, which is written above its lengths, but for tokens before the root."""
+class ModelStepper:
+    """Stepper of a causal language model over a KV cache.
+
+    Draft tokens are written above the cache's lengths.
+    """
 
     def __init__(
         self,
@@ -47,37 +57,45 @@ class ModelGuesser:
         lead: Callable[[], Tensor],
         *,
         recent: int = 0,
-        spread: float | None = None,
+        logit_noise: float | None = None,
     ) -> None:
-        """`lead` gives the tokens [B, T] of the first step, the last of which is the root, at the cache's length.
-        `recent`: how far steps look back, 0 = all. `spread`: see Guesser.
+        """Create a view of the cache for drafts.
+
+        `lead` returns the tokens [B, T] of the first step, the last of which is the root, at the cache's length.
+        `recent`: how far steps look back, 0 = all. `logit_noise`: see Guesser.
         """
-        self._model, self._lead, self._ahead = model, lead, cache.ahead(recent)
+        self._model, self._lead, self._ahead = model, lead, cache.draft_view(recent)
         self.ids: Tensor | None = None
-        self.spread = spread
-        self.root_at_B, self.next_at_B = cache.lengths, self._ahead.lengths
+        self.logit_noise = logit_noise
+        self.root_pos_B, self.next_pos_B = cache.lengths, self._ahead.lengths
 
     def start(self) -> Tensor:
         tokens_BT = self._lead()
         B, T = tokens_BT.shape
-        torch.sub(self.root_at_B, T - 1, out=self.next_at_B)
+        torch.sub(self.root_pos_B, T - 1, out=self.next_pos_B)
         last_B1 = torch.full((B, 1), T - 1, device=tokens_BT.device) if T > 1 else None
         logits_B1V = self._model.forward(tokens_BT, self._ahead, last_B1)
-        self.next_at_B += T
+        self.next_pos_B += T
         return logits_B1V
 
-    def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        logits_BFV = self._model.forward(tokens_BF, self._ahead, branches=branches)
-        if branches is None:
-            self.next_at_B += 1
+    def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
+        logits_BFV = self._model.forward(tokens_BF, self._ahead, tree_mask=tree_mask)
+        if tree_mask is None:
+            self.next_pos_B += 1
         return logits_BFV
 
     def move(self, root: int, first: int, num: int) -> None:
-        """After guesses were accepted, `root_at` being further on: what was read at place `root` is the root now, and
-        the `num` places from `first` on are those behind it. Places are slots behind the last root's. Of one row.
+        """Move KV of accepted draft tokens to the new root.
+
+        For one row. The root's position is already in `root_pos_B`.
+
+        Args:
+            root: slot of the new root, counted from the last root's.
+            first: first slot of the tokens after it, counted likewise.
+            num: number of these slots.
         """
-        places_T = torch.tensor([root, *range(first, first + num)], device=self.root_at_B.device)
-        path_BT = places_T + (self.next_at_B - self.root_at_B)[:, None]
-        self.next_at_B.copy_(self.root_at_B)
-        self._ahead.keep(path_BT, torch.full_like(self.root_at_B, 1 + num))
-        self.next_at_B += 1
+        places_T = torch.tensor([root, *range(first, first + num)], device=self.root_pos_B.device)
+        path_BT = places_T + (self.next_pos_B - self.root_pos_B)[:, None]
+        self.next_pos_B.copy_(self.root_pos_B)
+        self._ahead.compact(path_BT, torch.full_like(self.root_pos_B, 1 + num))
+        self.next_pos_B += 1

@@ -1,33 +1,147 @@
-"""The tables that draft, as the config names them."""
+"""Registry of drafters: the `SPEC` of each folder; imports no torch.
+
+Modules named by `--drafter-module` add theirs.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from sharesd.config import EngineConfig
-from sharesd.drafters.ngram.table import NgramTable
-from sharesd.drafters.recycle.table import RecycleTable
-from sharesd.drafters.suffix.table import Datastore, SuffixTable, open_datastore
-from sharesd.drafters.tables.base import Table
+import sharesd.drafters
+from sharesd.drafters.spec import KINDS, DrafterSpec, HeadSpec, Need, Support
 
-
-def table_of(name: str, config: EngineConfig, vocab_size: int) -> Table:
-    """A table, with what its file holds. Raises ValueError for a file of another vocabulary."""
-    if name == "suffix":
-        return SuffixTable(_corpus(config.corpus_file, vocab_size) if config.corpus_file is not None else None)
-    if name == "recycle":
-        table = RecycleTable(vocab_size)
-        if config.table_file is not None:
-            table.load(config.table_file)
-        return table
-    return NgramTable(config.most_draft, config.ngram_min, config.ngram_max, most_recent=config.ngram_recent)
+NAIVE = "naive"
+"""Mode without a drafter: plain decoding."""
+NAIVE_COLOUR, SPARE_COLOUR = "#999999", "#CC79A7"
+_added: dict[str, tuple[str, DrafterSpec]] = {}
+"""Name -> module from outside of the package, and its spec."""
 
 
-def _corpus(path: Path, vocab_size: int) -> Datastore:
-    corpus = open_datastore(path)
-    if corpus.largest >= vocab_size:
-        raise ValueError(
-            f"{path} holds token id {corpus.largest} and the target knows {vocab_size}; build it with the target's "
-            "tokenizer"
-        )
-    return corpus
+@cache
+def _shipped() -> dict[str, DrafterSpec]:
+    found = {}
+    for module in pkgutil.iter_modules(sharesd.drafters.__path__):
+        spec = module.ispkg and getattr(import_module(f"sharesd.drafters.{module.name}"), "SPEC", None)
+        if spec:
+            found[spec.name] = spec
+    return found
+
+
+def load_modules(modules: Iterable[str]) -> None:
+    """Register drafters of files or importable modules that define `SPEC`.
+
+    Raises:
+        ValueError: a module is not found, has no SPEC, or its drafter's name is taken.
+    """
+    for name in modules:
+        if all(name != module for module, _ in _added.values()):
+            spec = getattr(_import(name), "SPEC", None)
+            if not isinstance(spec, DrafterSpec):
+                raise ValueError(f"--drafter-module {name} defines no SPEC; see docs/how-to/add-a-drafter.md")
+            if spec.name in modes():
+                raise ValueError(f"--drafter-module {name} names its drafter {spec.name!r}, which is taken; rename it")
+            _added[spec.name] = name, spec
+
+
+def _import(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--drafter-module {name} is not importable ({error}); give a module or a file") from None
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ValueError(f"--drafter-module {name} does not exist; give a module or a file")
+    # The module's name leads back from `build` strings such as f"{__name__}:build".
+    module_name = f"sharesd_drafter_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    return sys.modules[module_name]
+
+
+def specs(*kinds: str) -> tuple[DrafterSpec, ...]:
+    """Return all drafters, or those of some kinds, in list order."""
+    found = [*_shipped().values(), *(spec for _, spec in _added.values())]
+    found.sort(key=lambda spec: (KINDS.index(spec.kind), spec.order))
+    return tuple(spec for spec in found if not kinds or spec.kind in kinds)
+
+
+def names(*kinds: str) -> tuple[str, ...]:
+    """Names of all drafters, or of those of some kinds."""
+    return tuple(spec.name for spec in specs(*kinds))
+
+
+def modes() -> tuple[str, ...]:
+    """Return all modes: plain decoding, and one for each drafter."""
+    return (NAIVE, *names())
+
+
+def spec_of(name: str) -> DrafterSpec:
+    """Return a drafter's spec.
+
+    Raises:
+        ValueError: there is no drafter of this name.
+    """
+    for spec in specs():
+        if name == spec.name:
+            return spec
+    raise ValueError(f"mode is {name!r}; choose one of {', '.join(modes())}")
+
+
+def mode_named(name: str) -> str:
+    """Return the mode of a name or alias; unknown names unchanged."""
+    return next((spec.name for spec in specs() if name in spec.aliases), name)
+
+
+def those(drafters: Iterable[str], need: Need) -> tuple[str, ...]:
+    """Return those of some drafters that have this need."""
+    given = {*drafters}
+    return tuple(spec.name for spec in specs() if spec.name in given and need in spec.needs)
+
+
+def lacking(drafters: Iterable[str], support: Support) -> tuple[str, ...]:
+    """Return those of some drafters that do not support this."""
+    given = {*drafters}
+    return tuple(spec.name for spec in specs() if spec.name in given and support not in spec.supports)
+
+
+def head_specs() -> tuple[HeadSpec, ...]:
+    """Layouts of trained heads."""
+    return tuple(head for spec in specs("head") for head in spec.heads)
+
+
+def colour_of(mode: str) -> str:
+    """Return a mode's colour in plots; a spare one for unknown modes."""
+    return {NAIVE: NAIVE_COLOUR, **{spec.name: spec.colour for spec in specs()}}.get(mode, SPARE_COLOUR)
+
+
+def hatch_of(mode: str) -> str | None:
+    """Return a mode's pattern in plots."""
+    return next((spec.hatch for spec in specs() if spec.name == mode and spec.hatch), None)
+
+
+def imported(reference: str) -> Callable[..., Any]:
+    """Return what `module:name` refers to."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def choices(values: Sequence[str]) -> str:
+    """Join names for a message: a, b or c."""
+    return " or ".join(filter(None, (", ".join(values[:-1]), values[-1]))) if values else ""

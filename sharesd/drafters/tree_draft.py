@@ -1,7 +1,8 @@
-"""A tree of guesses from a model or a head (EAGLE-2: Li et al. 2024, arXiv 2406.16858), or a chain.
+"""Trees and chains of draft tokens from a model or head.
 
-Each step expands the likeliest nodes of the last level; of all nodes ever found the likeliest are verified. A node is
-as likely as its whole path, so parents come before their children, and the best n nodes are a tree for every n.
+Trees follow EAGLE-2 (Li et al. 2024, arXiv 2406.16858). Each step expands the likeliest nodes of the last level; of all
+nodes ever found the likeliest are verified. A node is as likely as its whole path, so parents come before their
+children, and the best n nodes are a tree for every n.
 
 Legend: B rows, F nodes of a level that are expanded, k children of each, C nodes that can be found, D levels, T rows of
 a verify step, V vocabulary.
@@ -16,165 +17,195 @@ from math import exp
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.cuda_graphs import Replayed
-from compile.tree_expand import Draft, Front, Nodes, choose, grow
-from compile.tree_rescore import Weighed, weigh, weighed
-from sharesd.drafters.base import Drafting
+from compile.tree_expand import Draft, Frontier, Nodes, expand_tree, select_nodes
+from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
+from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft
-from sharesd.drafters.draft_stepper import Guesser
-from sharesd.speculation.draft_scorer import Weighing
-from sharesd.speculation.draft_tree import DraftTree, Shape
+from sharesd.drafters.draft_stepper import DraftStepper
+from sharesd.speculation.draft_scorer import DraftScorer
+from sharesd.speculation.draft_tree import DraftShape, DraftTree
 
 
-class ModelDraft:
-    """How a model drafts for one way of sampling: chains, and trees where there are such."""
+class DraftGenerator:
+    """Drafts of a model for one kind of sampling.
+
+    Chains, and trees if there are any.
+    """
 
     def __init__(
         self,
-        guesser: Guesser,
-        drafting: Drafting,
+        stepper: DraftStepper,
+        context: DraftContext,
         *,
-        shapes: Sequence[Shape],
-        top: int,
-        grower: Callable[..., TreeDraft] | None = None,
+        shapes: Sequence[DraftShape],
+        branching: int,
+        tree_cls: Callable[..., TreeDraft] | None = None,
     ) -> None:
-        """`shapes` that will be asked for, the largest last; a tree expands its `top` best nodes of each level by as
-        many children. `grower`: what makes trees, if not a TreeDraft.
-        """
-        self._guesser, self._drafting, self._grower = guesser, drafting, grower or TreeDraft
-        self._top, self._deepest = top, shapes[-1].depth
+        """Set up a generator.
 
-    def draft(self, shape: Shape) -> DraftTree:
-        """A draft of this shape, which lies in the buffers."""
+        Args:
+            stepper: the model or head.
+            context: sampling and buffers.
+            shapes: drafts that may be requested, the largest last.
+            branching: nodes of a level that trees expand, and children of each.
+            tree_cls: class of trees, if not TreeDraft.
+        """
+        self._stepper, self._context, self._tree_cls = stepper, context, tree_cls or TreeDraft
+        self._branching, self._max_depth = branching, shapes[-1].depth
+
+    def draft(self, shape: DraftShape) -> DraftTree:
+        """Return a draft of this shape, in the buffers."""
         return self.tree.draft(shape) if shape.is_tree else self._chain.draft(shape.depth)
 
     @cached_property
     def _chain(self) -> ChainDraft:
-        return ChainDraft(self._guesser, self._drafting)
+        return ChainDraft(self._stepper, self._context)
 
     @cached_property
     def tree(self) -> TreeDraft:
-        """What grows trees."""
-        return self._grower(self._guesser, self._drafting, top=self._top, deepest=self._deepest)
+        """Trees of this context."""
+        return self._tree_cls(self._stepper, self._context, branching=self._branching, max_depth=self._max_depth)
 
 
 class TreeDraft:
-    """Grows trees level by level. Every level but the first is the same work on the same tensors, whatever the depth.
+    """Trees expanded level by level.
 
-    What is written lies above the cache's lengths: the root, and then `top` nodes per level.
+    Levels after the first repeat the same work on the same tensors. KV is written above the cache's lengths: of the
+    root, then of `branching` nodes per level.
     """
 
-    def __init__(self, guesser: Guesser, drafting: Drafting, *, top: int, deepest: int) -> None:
-        """`top` as `ModelDraft` has it; `deepest` is the depth of the deepest tree."""
-        self._guesser, self._drafting = guesser, drafting
-        self._top, self._deepest = top, deepest
-        B, device = len(guesser.root_at_B), guesser.root_at_B.device
-        C = top + (deepest - 1) * top**2
+    def __init__(self, stepper: DraftStepper, context: DraftContext, *, branching: int, max_depth: int) -> None:
+        """Set up trees of at most `max_depth` levels.
+
+        `branching`: see `DraftGenerator`.
+        """
+        self._stepper, self._context = stepper, context
+        self._branching, self._max_depth = branching, max_depth
+        B, device = len(stepper.root_pos_B), stepper.root_pos_B.device
+        C = branching + (max_depth - 1) * branching**2
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros(B, *size, dtype=torch.int64, device=device)
 
         self._level_B = zeros()  # nodes above those of the coming level
         self._num_1 = torch.zeros(1, dtype=torch.int64, device=device)  # nodes wanted
-        self._nodes = Nodes(zeros(C), torch.zeros(B, C, device=device), zeros(C, deepest), zeros(C))
-        scores_Bk = torch.zeros(B, top, device=device)
-        self._front = Front(zeros(top), scores_Bk, zeros(top, deepest), zeros(top, deepest), zeros(top))
-        self._weighing: Weighing | None = None  # if the policy decides how far it grows, and how much is verified
-        self._said_BC = torch.zeros(B, C, device=device)  # what the model says of each node behind its parent
-        N = drafting.buffers.tokens_BN.shape[1]
-        self._best = Weighed(torch.zeros(B, N), torch.zeros(B, N), torch.zeros(B, N, dtype=torch.int64))
-        self._first = Replayed(self._start, drafting.graphs)
-        self._next = Replayed(self._go_on, drafting.graphs)
-        self._last = Replayed(self._choose, drafting.graphs)
+        self._nodes = Nodes(zeros(C), torch.zeros(B, C, device=device), zeros(C, max_depth), zeros(C))
+        scores_Bk = torch.zeros(B, branching, device=device)
+        self._frontier = Frontier(
+            zeros(branching), scores_Bk, zeros(branching, max_depth), zeros(branching, max_depth), zeros(branching)
+        )
+        self._scorer: DraftScorer | None = None  # if the policy decides how far it grows, and how much is verified
+        self._draft_probs_BC = torch.zeros(B, C, device=device)  # what the model says of each node behind its parent
+        N = context.buffers.tokens_BN.shape[1]
+        self._best = BestNodes(torch.zeros(B, N), torch.zeros(B, N), torch.zeros(B, N, dtype=torch.int64))
+        self._first = Replayed(self._start, context.graphs)
+        self._next = Replayed(self._step, context.graphs)
+        self._last = Replayed(self._choose, context.graphs)
 
-    def draft(self, shape: Shape) -> DraftTree:
-        """The best nodes of so many levels, which lie in the buffers; fewer of both where the policy has it so."""
-        self._weighing = self._drafting.policy.weighing
+    def draft(self, shape: DraftShape) -> DraftTree:
+        """Return the best nodes of this many levels, in the buffers.
+
+        There are fewer levels and nodes if the policy stops early.
+        """
+        self._scorer = self._context.policy.scorer
         depth, found = self._grow(shape.depth)
         num = min(shape.nodes, found)
         self._num_1.fill_(num)
         self._last()
-        if self._weighing:
-            num = self._num_worth(self._weighing, depth, num)
-        buffers, T = self._drafting.buffers, 1 + num
-        branches = Branches(buffers.depth_BT[:, :T], buffers.path_BTT[:, :T, :T])
+        if self._scorer:
+            num = self._num_worth(self._scorer, depth, num)
+        buffers, T = self._context.buffers, 1 + num
+        tree_mask = TreeAttentionMask(buffers.depth_BT[:, :T], buffers.path_BTT[:, :T, :T])
         return DraftTree(
             buffers.tokens_BN[:, :num],
-            branches,
+            tree_mask,
             depth=depth,
             num_steps=depth,
-            places=buffers.places_BT[:, :T],
+            kv_slots=buffers.kv_slots_BT[:, :T],
             in_buffers=True,
         )
 
     def _grow(self, most: int) -> tuple[int, int]:
-        """At most so many levels; how many, and the nodes of all of them."""
-        policy, levels = self._drafting.policy, 1
+        """Expand at most `most` levels; return levels and nodes found."""
+        policy, levels = self._context.policy, 1
         self._first()
-        while levels < most and not (self._weighing and not policy.grows(levels, self._odds())):
+        while levels < most and not (self._scorer and not policy.should_continue(levels, self._odds())):
             self._next()
             levels += 1
-        return levels, self._top + (levels - 1) * self._top**2
+        return levels, self._branching + (levels - 1) * self._branching**2
 
     def _odds(self) -> float:
-        """That one of the front's nodes is accepted, as the mean of the awaited rows."""
-        scores = self._front.scores_Bk.tolist()
-        odds = [sum(map(exp, scores[row])) for row in self._awaited]
-        return sum(odds) / len(odds)
+        """Return the probability that a frontier node is accepted.
 
-    def _num_worth(self, weighing: Weighing, depth: int, most: int) -> int:
-        """How many of the best nodes the policy wants verified."""
-        weighed(self._nodes, self._said_BC, self._top, self._best)
-        said, odds, parents = (part[:, :most].tolist() for part in self._best)
+        It is the mean of the awaited rows.
+        """
+        scores = self._frontier.scores_Bk.tolist()
+        accept_probs = [sum(map(exp, scores[row])) for row in self._awaited]
+        return sum(accept_probs) / len(accept_probs)
+
+    def _num_worth(self, scorer: DraftScorer, depth: int, most: int) -> int:
+        """Return the number of the best nodes that are worth verifying."""
+        record_best_nodes(self._nodes, self._draft_probs_BC, self._branching, self._best)
+        draft_probs, accept_probs, parents = (part[:, :most].tolist() for part in self._best)
         rows = self._awaited
-        odds_by_node = list(zip(*(odds[row] for row in rows), strict=True))
-        num = self._drafting.policy.num_worth(depth, [sum(node) / len(rows) for node in odds_by_node])
-        weighing.drew([said[row][:num] for row in rows], [parents[row][:num] for row in rows], odds_by_node[:num])
+        accept_probs_by_node = list(zip(*(accept_probs[row] for row in rows), strict=True))
+        num = self._context.policy.num_tree_nodes_worth(depth, [sum(node) / len(rows) for node in accept_probs_by_node])
+        scorer.set_tree(
+            [draft_probs[row][:num] for row in rows], [parents[row][:num] for row in rows], accept_probs_by_node[:num]
+        )
         return num
 
     @property
     def _awaited(self) -> list[int]:
-        return [row - self._drafting.first for row in self._drafting.policy.awaited]
+        return [row - self._context.first for row in self._context.policy.counted_rows]
 
     def _start(self) -> None:
         nodes, level_B = self._nodes, self._level_B
         level_B.zero_()
         nodes.tokens_BC.fill_(-1)
         nodes.scores_BC.fill_(-torch.inf)
-        nodes.places_BC.fill_((self._deepest - 1) * self._top)  # of nodes that were not expanded: behind all that were
-        self._add(self._guesser.start(), None)
+        nodes.places_BC.fill_(
+            (self._max_depth - 1) * self._branching
+        )  # of nodes that were not expanded: behind all that were
+        self._add(self._stepper.start(), None)
 
-    def _go_on(self) -> None:
-        front = self._front
-        branches = Branches(front.depth_Bk, front.slots_BkD)
-        self._add(self._guesser.go_on(front.tokens_Bk, branches), front.paths_BkD)
+    def _step(self) -> None:
+        frontier = self._frontier
+        tree_mask = TreeAttentionMask(frontier.depth_Bk, frontier.slots_BkD)
+        self._add(self._stepper.step(frontier.tokens_Bk, tree_mask), frontier.paths_BkD)
 
     def _add(self, logits_BFV: Tensor, paths_BFD: Tensor | None) -> None:
-        """Children of nodes with these paths (None: of the root)."""
-        sampler, nodes, seen_BFC = self._drafting.sampler, self._nodes, None
-        num = 1 if paths_BFD is None else self._top
+        """Add children of nodes with these paths (None: of the root)."""
+        sampler, nodes, seen_BFC = self._context.sampler, self._nodes, None
+        num = 1 if paths_BFD is None else self._branching
         if sampler.kind.penalized:
             seen_BFC = _seen(paths_BFD, self._level_B, nodes.tokens_BC)
             logits_BFV = logits_BFV.expand(-1, num, -1)
-        positions_B = self._guesser.next_at_B + self._level_B
-        children = sampler.spread(logits_BFV, self._top, positions_B, nodes.tokens_BC, seen_BFC, self._guesser.ids)
+        positions_B = self._stepper.next_pos_B + self._level_B
+        children = sampler.top_tokens(
+            logits_BFV, self._branching, positions_B, nodes.tokens_BC, seen_BFC, self._stepper.ids
+        )
         tokens_BFk, logp_BFk = (part_BFk.expand(-1, num, -1) for part_BFk in children)
-        if self._weighing:
+        if self._scorer:
             logp_BFk = logp_BFk.float().contiguous()
-            chances = torch.from_numpy(self._weighing.chances)
-            weigh(self._level_B, chances, self._said_BC, logp_BFk, self._guesser.spread)
-        grow(self._level_B, nodes, self._front, tokens_BFk, logp_BFk)
+            chances = torch.from_numpy(self._scorer.calibrated_probs)
+            rescore_children(self._level_B, chances, self._draft_probs_BC, logp_BFk, self._stepper.logit_noise)
+        expand_tree(self._level_B, nodes, self._frontier, tokens_BFk, logp_BFk)
 
     def _choose(self) -> None:
-        """The best of all nodes into the buffers."""
-        buffers = self._drafting.buffers
-        draft = Draft(buffers.tokens_BN, buffers.depth_BT, buffers.path_BTT, buffers.places_BT)
-        choose(self._num_1, self._top, self._nodes, draft)
+        """Write the best of all nodes to the buffers."""
+        buffers = self._context.buffers
+        draft = Draft(buffers.tokens_BN, buffers.depth_BT, buffers.path_BTT, buffers.kv_slots_BT)
+        select_nodes(self._num_1, self._branching, self._nodes, draft)
 
 
 def _seen(paths_BFD: Tensor | None, level_B: Tensor, tokens_BC: Tensor) -> Tensor:
-    """Which of all nodes lie on each path [B, F, C]; None: on that of the root."""
+    """Return a mask [B, F, C] of the nodes on each path.
+
+    For None, no nodes: the root's path is empty.
+    """
     B, C = tokens_BC.shape
     if paths_BFD is None:
         return torch.zeros(B, 1, C, dtype=torch.bool, device=tokens_BC.device)

@@ -1,1 +1,4 @@
-"""The decoding loop: requests, prefill, rounds, outputs, statistics. Imports drafters and what is below."""
+"""Decoding loop: requests, prefill, rounds, outputs and statistics.
+
+Imports drafters and lower rooms.
+"""

@@ -1,4 +1,4 @@
-"""Conversations had together, as many as the cache has rows: whoever ends makes room for the next."""
+"""Runs multi-turn conversations together, as many as the cache has rows."""
 
 from __future__ import annotations
 
@@ -11,41 +11,47 @@ if TYPE_CHECKING:
     from sharesd.engine.request import Request
 
 CHUNK = 512
-"""Tokens of a prompt that are read at a time: nobody waits for the others' next tokens. With small pieces, as a server
-reads them, eight conversations at once, of 64 new tokens, took a sixth more processor time."""
+"""Prompt tokens per prefill chunk offline.
+
+With the small chunks of a server, eight conversations of 64 new tokens took a sixth more processor time.
+"""
 
 
-class Talk(Protocol):
-    """What is asked, and what comes of it."""
+class Conversation(Protocol):
+    """A conversation to run, and the sink of its answers."""
 
     def ask(self, engine: Engine) -> Request:
-        """Put the next question to the engine; ValueError where it cannot be asked."""
+        """Add the next prompt to the engine.
+
+        Raises ValueError if the engine rejects the prompt.
+        """
         ...
 
     def take(self, chunk: TokenChunk) -> None:
-        """Tokens of the answer."""
+        """Receive tokens of the answer."""
         ...
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is more to ask, now that an answer has ended."""
+        """True if there is another prompt, now that an answer has finished."""
         ...
 
 
-_T = TypeVar("_T", bound=Talk)
+_T = TypeVar("_T", bound=Conversation)
 
 
-def converse(
-    engine: Engine, take: Callable[[bool], tuple[int, _T] | None]
+def run_conversations(
+    engine: Engine, next_conversation: Callable[[bool], tuple[int, _T] | None]
 ) -> Iterator[tuple[int, _T, ValueError | None]]:
-    """Have the talks that `take` gives, and yield each, with its number, when it has ended.
+    """Run conversations in one batch; yield (index, conversation, error) as each finishes.
 
-    `take(wait)`: the next one; None where there is none at the moment, or, with `wait`, none any more. A talk whose
-    first question cannot be asked comes with the reason; where a later one cannot, it ends there.
+    `next_conversation(wait)` returns the next conversation; None if there is none at the moment or, with `wait`, if
+    none is left. A conversation whose first prompt is rejected is yielded with the error; a later rejected prompt ends
+    the conversation.
     """
     asked: dict[Request, tuple[int, _T]] = {}
     while True:
-        while len(asked) < engine.cache.batch and (numbered := take(not asked)) is not None:
+        while len(asked) < engine.cache.batch and (numbered := next_conversation(not asked)) is not None:
             number, talk = numbered
             try:
                 asked[talk.ask(engine)] = numbered
@@ -58,11 +64,11 @@ def converse(
             talk.take(chunk)
             if chunk.finish_reason is not None:
                 del asked[chunk.request]
-                if not (talk.goes_on and _asked_again(engine, asked, number, talk)):
+                if not (talk.goes_on and _ask_again(engine, asked, number, talk)):
                     yield number, talk, None
 
 
-def _asked_again(engine: Engine, asked: dict[Request, tuple[int, _T]], number: int, talk: _T) -> bool:
+def _ask_again(engine: Engine, asked: dict[Request, tuple[int, _T]], number: int, talk: _T) -> bool:
     try:
         asked[talk.ask(engine)] = number, talk
     except ValueError:

@@ -1,7 +1,7 @@
-"""Calls of several threads, which share the engines of a runtime: who waits for tokens steps the engine for all.
+"""Calls of several threads that share the engines of a runtime.
 
-At any moment the calls of one mode are decoded. Those of another one wait until these have ended, in the order in which
-they came; so does a call whose way of accepting drafts does not go with that of the others.
+A thread that waits for tokens steps the engine for all. Calls of one mode run at a time; others wait in order of
+arrival, as do calls whose acceptance rule does not go with the running ones.
 """
 
 from __future__ import annotations
@@ -10,56 +10,69 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from threading import Condition, Lock
 
-from compile.adaptive_threads import CREW
+from compile.adaptive_threads import STEP_THREADS
 from sharesd import sampling
-from sharesd.config import Mode, SamplingParams
+from sharesd.config import Mode
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import TokenChunk
 from sharesd.engine.request import Request
+from sharesd.sampling_params import SamplingParams
 
-PATIENCE = 1.0
-"""Seconds until a thread that waits for another looks by itself: a second Ctrl-C may have swallowed the notice."""
+POLL_SECONDS = 1.0
+"""Seconds after which a waiting thread checks again.
 
-_STEP = Lock()
-"""Held by who steps, in all of the process: a step takes all cores, and adapts their number."""
+A second Ctrl-C may swallow the notification.
+"""
+
+_STEP_LOCK = Lock()
+"""Lock of steps in the process.
+
+A step uses all cores and adapts their number.
+"""
 
 
 class Call:
-    """Prompts of one call, and what has come of them."""
+    """Prompts of one call and the chunks of their answers."""
 
-    def __init__(self, mode: str, asked: Sequence[tuple[list[int], SamplingParams, int]], *, whole: bool) -> None:
-        """`asked`: token ids, parameters and index of each prompt, as `Engine.add` takes them. `whole`: nothing is
-        wanted before all has ended.
+    def __init__(
+        self, mode: str, prompts: Sequence[tuple[list[int], SamplingParams, int]], *, collected_at_end: bool
+    ) -> None:
+        """`prompts`: token ids, parameters and index of each, as for `Engine.add`.
+
+        `collected_at_end`: nothing is delivered before all prompts have finished.
         """
-        self.mode, self.asked, self.whole = mode, asked, whole
-        self.matches = all(params.acceptance == "match" for _, params, _ in asked)
-        """True if acceptance is `match`, so that rows may be sampled in different ways."""
+        self.mode, self.prompts, self.collected_at_end = mode, prompts, collected_at_end
+        self.uses_match = all(params.acceptance == "match" for _, params, _ in prompts)
+        """Acceptance by rule `match`, with which rows may be sampled differently."""
         self.requests: list[Request] = []
-        """Those that the engine has got, in order."""
-        self.pieces: deque[TokenChunk] = deque()
-        """Chunks that the caller has not got."""
-        self.num_left = len(asked)
-        """Prompts whose answers have not ended."""
+        """Requests that the engine has taken, in order."""
+        self.chunks: deque[TokenChunk] = deque()
+        """Chunks that have not been delivered."""
+        self.num_unfinished = len(prompts)
+        """Prompts whose answers have not finished."""
         self.error: BaseException | None = None
         self.closed = False
         """True once the caller has closed its iterator."""
 
     @property
     def ready(self) -> bool:
-        """True if there are pieces, an end or an error for the caller."""
-        return self.error is not None or not self.num_left or (bool(self.pieces) and not self.whole)
+        """Chunks, an end or an error are ready for the caller."""
+        return self.error is not None or not self.num_unfinished or (bool(self.chunks) and not self.collected_at_end)
 
     @property
-    def num_asked(self) -> int:
-        """Prompts that the engine has not got."""
-        return len(self.asked) - len(self.requests)
+    def num_unqueued(self) -> int:
+        """Prompts that the engine has not taken."""
+        return len(self.prompts) - len(self.requests)
 
 
-class Calls:
-    """Runs calls on engines that share a KV cache. All methods may be called from any thread."""
+class CallQueue:
+    """Queue of calls on engines that share a KV cache.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(self, engines: Mapping[Mode, Engine]) -> None:
-        """`engines`, by mode, are used in no other way from now on."""
+        """`engines`, by mode, must not be used otherwise from now on."""
         self._engines: dict[str, Engine] = {mode: engine for mode, engine in engines.items()}
         self._new: deque[Call] = deque()  # in the order in which they came
         self._running: deque[Call] = deque()  # all of one mode; the next one whose prompt gets a row comes first
@@ -69,28 +82,33 @@ class Calls:
         self._closed: BaseException | None = None
 
     def run(self, call: Call) -> Generator[TokenChunk, None, None]:
-        """Chunks of a call as they come. Closing the iterator cancels what is left of it before the next step.
+        """Yield chunks of a call.
 
-        Raises what `Engine.add` raises, before any work; RuntimeError where another call has ended in the middle of a
+        Closing the iterator cancels the rest of the call before the next step.
+
+        Raises the errors of `Engine.add` before any work; RuntimeError if another call broke off in the middle of a
         step.
         """
         with self._changed:
             self._new.append(call)
         try:
-            while call.num_left or call.pieces:
-                if not call.pieces or call.whole:
+            while call.num_unfinished or call.chunks:
+                if not call.chunks or call.collected_at_end:
                     self._wait(call)
-                while call.pieces:
-                    yield call.pieces.popleft()
+                while call.chunks:
+                    yield call.chunks.popleft()
         finally:
             call.closed = True  # no more: this may run anywhere, where an iterator is collected
 
     def close(self, reason: BaseException) -> None:
-        """End all calls, with this reason, and let go of the engines, once no step runs. Later calls raise it too."""
+        """End all calls with this error and drop the engines.
+
+        Waits for the end of a running step. Later calls raise the error too.
+        """
         self._closed = self._closed or reason
         with self._changed:
             while self._leader is not None:
-                self._changed.wait(PATIENCE)
+                self._changed.wait(POLL_SECONDS)
             for call in (*self._running, *self._new):
                 call.error = call.error or reason
             for calls in (self._owners, self._running, self._new, self._engines):
@@ -98,11 +116,14 @@ class Calls:
             self._changed.notify_all()
 
     def _wait(self, call: Call) -> None:
-        """Until there is something for the caller, whose thread steps if no other does."""
+        """Wait for output of this call.
+
+        Steps the engine if no other thread does.
+        """
         try:
             with self._changed:
                 while self._leader is not None and not call.ready:
-                    self._changed.wait(PATIENCE)
+                    self._changed.wait(POLL_SECONDS)
                 if not call.ready:
                     self._leader = call
             while not call.ready:
@@ -118,80 +139,86 @@ class Calls:
             raise call.error
 
     def _step(self, leader: Call) -> None:
-        """A step for all that run; those who wait look at what has come of it."""
+        """Run a step for all running calls and notify waiting threads."""
         try:
-            with _STEP:
-                CREW.enter()
-                self._drop_ended()
+            with _STEP_LOCK:
+                STEP_THREADS.enter()
+                self._drop_finished()
                 self._admit()
                 if self._running:
                     engine = self._engines[self._running[0].mode]
                     self._fill_rows(engine)
                     for chunk in engine.step():
-                        self._hand_out(chunk)
+                        self._deliver(chunk)
         except BaseException as error:
-            self._break_off(leader, error)
+            self._fail_all(leader, error)
             raise
         finally:
             with self._changed:
                 self._changed.notify_all()
 
-    def _drop_ended(self) -> None:
-        """Cancel what nobody wants any more."""
-        for call in [call for call in self._running if call.closed or not call.num_left]:
+    def _drop_finished(self) -> None:
+        """Cancel requests of closed and finished calls."""
+        for call in [call for call in self._running if call.closed or not call.num_unfinished]:
             for request in call.requests:
                 if self._owners.pop(request, None) is not None:
                     self._engines[call.mode].cancel(request)
             self._running.remove(call)
 
     def _admit(self) -> None:
-        """Let calls run that can be decoded with those that do, up to the first that cannot."""
-        while self._new and (self._new[0].closed or self._goes_along(self._new[0])):
+        """Start waiting calls up to the first incompatible with the running ones."""
+        while self._new and (self._new[0].closed or self._is_compatible(self._new[0])):
             call = self._new.popleft()
             if call.closed:
                 continue
             try:
-                sampling.check_alike([params for _, params, _ in call.asked])
-                for ids, params, _ in call.asked:
+                sampling.check_alike([params for _, params, _ in call.prompts])
+                for ids, params, _ in call.prompts:
                     self._engines[call.mode].check(ids, params)
             except ValueError as error:
                 call.error = error
             else:
                 self._running.append(call)
 
-    def _goes_along(self, call: Call) -> bool:
+    def _is_compatible(self, call: Call) -> bool:
         if not self._running:
             return True
         first = self._running[0]
-        if call.mode != first.mode or call.matches != first.matches:
+        if call.mode != first.mode or call.uses_match != first.uses_match:
             return False
         try:
-            sampling.check_alike([each.asked[0][1] for each in (first, call) if not each.matches])
+            sampling.check_alike([each.prompts[0][1] for each in (first, call) if not each.uses_match])
         except ValueError:
             return False
         return True
 
     def _fill_rows(self, engine: Engine) -> None:
-        """Give free rows to prompts of the calls in turn: a long list holds up nobody else's prompt."""
+        """Give free rows to prompts of the calls in turn.
+
+        A long list of prompts thus delays no other call.
+        """
         num_free = engine.cache.batch - engine.num_running - engine.num_waiting
-        for _ in range(min(num_free, sum(call.num_asked for call in self._running))):
-            while not self._running[0].num_asked:
+        for _ in range(min(num_free, sum(call.num_unqueued for call in self._running))):
+            while not self._running[0].num_unqueued:
                 self._running.rotate(-1)
             call = self._running[0]
-            request = engine.add(*call.asked[len(call.requests)])
+            request = engine.add(*call.prompts[len(call.requests)])
             self._owners[request] = call
             call.requests.append(request)
             self._running.rotate(-1)
 
-    def _hand_out(self, chunk: TokenChunk) -> None:
+    def _deliver(self, chunk: TokenChunk) -> None:
         call = self._owners[chunk.request]
-        call.pieces.append(chunk)
+        call.chunks.append(chunk)
         if chunk.finish_reason is not None:
             del self._owners[chunk.request]
-            call.num_left -= 1
+            call.num_unfinished -= 1
 
-    def _break_off(self, leader: Call, error: BaseException) -> None:
-        """All that runs ends here: the device may be ahead of what was handed out."""
+    def _fail_all(self, leader: Call, error: BaseException) -> None:
+        """End all running calls.
+
+        The device may be ahead of the delivered tokens.
+        """
         for call in self._running:
             if call is not leader:
                 call.error = RuntimeError(f"another call was broken off in the middle of a step ({error!r}); ask again")

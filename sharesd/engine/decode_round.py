@@ -1,4 +1,6 @@
-"""One round on the device: draft, verify, accept, commit. No host synchronisation, only tensors that keep their place.
+"""Round on the device: verify, accept, commit.
+
+No host synchronisation; only persistent tensors.
 
 Legend: B rows, N draft tokens, T = N + 1 verify rows, W verify width, V vocabulary.
 """
@@ -14,75 +16,80 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.cuda_graphs import Graphs, Replayed
-from compile.state_update import note_round, step_tokens
+from compile.state_update import commit_round, verify_tokens
 from sharesd import sampling
-from sharesd.devices.host_buffers import HostCopies
-from sharesd.drafters.base import Drafter, Drafting
+from sharesd.devices.host_buffers import PinnedBuffers
+from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_tree import DraftTree
 
-Meanwhile = Callable[[Callable[[], bool] | None], AbstractContextManager[None]]
-"""Within it, what is given is done while weights are awaited (`offload.prefetcher.Stream.meanwhile`)."""
+OverlapHook = Callable[[Callable[[], bool] | None], AbstractContextManager[None]]
+"""Context in which its argument runs while weights are awaited (`offload.prefetcher.Stream.meanwhile`)."""
 
 
-class RowState(NamedTuple):
-    """What moves from round to round, besides the caches."""
+class BatchState(NamedTuple):
+    """Persistent state of the rows, besides the caches."""
 
     root_B: Tensor  # int64: last emitted token of each row
     active_B: Tensor  # int64: 1, or 0 for rows that are idle or finished
     drafts_B: Tensor  # bool: whether the row takes drafts
 
-    def rows(self, first: int, end: int) -> RowState:
-        """Of some rows: a view."""
-        return RowState(*(part[first:end] for part in self))
+    def rows(self, first: int, end: int) -> BatchState:
+        """Return a view of some rows."""
+        return BatchState(*(part[first:end] for part in self))
 
 
-class Reading(NamedTuple):
-    """Outcome of the target's pass over a draft, before anything is decided."""
+class VerifyOutput(NamedTuple):
+    """Result of the target's pass over a draft."""
 
     tree: DraftTree
-    """Without guesses for rows that take none."""
-    branches: Branches | None
-    """With padding."""
+    """Draft without tokens for rows that take none."""
+    tree_mask: TreeAttentionMask | None
+    """Branches with padding."""
     logits_BTV: Tensor
-    """After root and nodes."""
+    """Logits after root and nodes."""
 
 
-Masks = Callable[[], tuple[Tensor, list[tuple[int, int]]]]
-"""Masks of grammars after root and nodes, bits [B, T, W] on the host; and nodes, by line and number, that must not be
-accepted."""
+GrammarMaskFn = Callable[[], tuple[Tensor, list[tuple[int, int]]]]
+"""Function that computes grammar masks.
+
+Returns bits [B, T, W] on the host, and nodes (line, number) that must not be accepted.
+"""
 
 
 class RoundResult(NamedTuple):
-    """What the host reads."""
+    """Tensors that the host reads."""
 
-    counted_BX: Tensor
-    """[B, X] int64: number of new tokens, the tokens [T], of trees the path [T], and what the drafter wants to know."""
+    packed_result_BX: Tensor
+    """Packed result of each row, [B, X] int64.
+
+    Number of new tokens, the tokens [T], the path [T] of trees, and the drafter's feedback.
+    """
     logprobs_BT: Tensor | None  # of the tokens, if asked for
     top_BTk: tuple[Tensor, Tensor] | None  # the likeliest tokens and their log-probabilities, if asked for
     num_rows: int
-    """T of `counted`."""
+    """T of the packed result."""
     is_tree: bool
 
-    def path(self, counted: Sequence[int]) -> Sequence[int]:
-        """Verify rows of the nodes that were accepted, from what the host read of a row."""
+    def path(self, packed: Sequence[int]) -> Sequence[int]:
+        """Return the verify rows of accepted nodes from one packed row."""
         if not self.is_tree:
-            return range(1, counted[0])
-        return counted[self.num_rows + 2 : self.num_rows + 1 + counted[0]]
+            return range(1, packed[0])
+        return packed[self.num_rows + 2 : self.num_rows + 1 + packed[0]]
 
-    def told(self, counted: list[int]) -> list[int]:
-        """What the drafter wants to know of it."""
-        return counted[1 + (2 if self.is_tree else 1) * self.num_rows :]
+    def drafter_feedback(self, packed: list[int]) -> list[int]:
+        """Return the drafter's part of one row of the packed result."""
+        return packed[1 + (2 if self.is_tree else 1) * self.num_rows :]
 
 
 class Round:
-    """Verify, accept, commit.
+    """Verify, accept and commit over some rows.
 
-    Where there are `graphs`, two of them are replayed: one for plain steps, and one for whatever lies in the buffers,
-    which does for plain steps too where these have the same width. If only drafts are, rounds do the same eagerly.
+    With graphs, two are replayed: one for plain steps, and one for the buffers' contents, which serves plain steps too
+    if both have the same width. If only drafts are captured, rounds run eagerly.
     """
 
     def __init__(
@@ -90,117 +97,126 @@ class Round:
         target: CausalModel,
         cache: StaticKVCache,
         drafter: Drafter | None,
-        drafting: Drafting,
-        state: RowState,
+        context: DraftContext,
+        state: BatchState,
         *,
         widths: Sequence[int] | None,
         eager: bool = False,
-        meanwhile: Meanwhile | None = None,
+        overlap_hook: OverlapHook | None = None,
     ) -> None:
-        """Over the rows of `drafting`, which are all that `cache` and `state` have.
+        """`cache` and `state` have the rows of `context`.
 
-        `widths`: numbers of tokens that steps may have, to the next of which they are padded; None = any. `eager`:
-        graphs are for drafts alone. `meanwhile` has drafts guess on while the target waits for weights.
+        `widths`: numbers of tokens that steps may have, to the next of which they are padded; None: any. `eager`:
+        graphs are for drafts alone. `overlap_hook` runs draft steps while the target waits for weights.
         """
-        self._meanwhile = meanwhile
-        self._host = HostCopies()
+        self._overlap_hook = overlap_hook
+        self._host = PinnedBuffers()
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
-        self.drafting = drafting
-        self._sampler, self._buffers, self._widths = drafting.sampler, drafting.buffers, widths
-        graphs, match = None if eager else drafting.graphs, not drafting.sampler.wants_probs
-        self._constrained = drafting.sampler.kind.constrained
+        self.context = context
+        self._sampler, self._buffers, self._widths = context.sampler, context.buffers, widths
+        graphs, match = None if eager else context.graphs, not context.sampler.needs_draft_probs
+        self._constrained = context.sampler.kind.constrained
         self.no_draft = DraftTree(state.root_B[:, None][:, :0])
         """Draft of a plain round."""
-        self._plain = self._step(self.no_draft, graphs)
-        self._full: Callable[..., RoundResult] | None = None
-        self._plain_apart = True
-        if drafting.graphs is not None and drafter is not None:
-            tree = drafting.buffers.tree(branches=drafter.trees and match, probs=not match)
-            self._full = self._step(tree, graphs)
-            self._plain_apart = not match or self._width(1) < self._width(1 + drafting.buffers.most)
+        self._verify_root = self._step(self.no_draft, graphs)
+        self._verify_draft: Callable[..., RoundResult] | None = None
+        self._root_width_differs = True
+        if context.graphs is not None and drafter is not None:
+            tree = context.buffers.tree(tree_mask=drafter.trees and match, probs=not match)
+            self._verify_draft = self._step(tree, graphs)
+            self._root_width_differs = not match or self._width(1) < self._width(1 + context.buffers.max_nodes)
 
-    def verify(self, tree: DraftTree, masks: Masks | None = None) -> RoundResult:
-        """Verify a draft. Where there are grammars, `masks` are asked for while it reads that."""
+    def verify(self, tree: DraftTree, masks: GrammarMaskFn | None = None) -> RoundResult:
+        """Verify a draft.
+
+        `masks` of grammars are computed while the target reads the draft.
+        """
         num_nodes = tree.tokens.shape[1]
         given = (masks,) if self._constrained else ()
-        if self._full is None and num_nodes:
+        if self._verify_draft is None and num_nodes:
             return self._step(tree, None)(*given)
-        if self._full is None or (self._plain_apart and not num_nodes):
-            return self._plain(*given)
+        if self._verify_draft is None or (self._root_width_differs and not num_nodes):
+            return self._verify_root(*given)
         if not num_nodes:
             self._buffers.clear()
         elif not tree.in_buffers:
             self._buffers.put(tree)
-        return self._full(*given)
+        return self._verify_draft(*given)
 
-    def fetched(self, result: RoundResult) -> RoundResult:
-        """Copies in the host's memory, for which nobody waits here: the next round overwrites what it made. They stay
-        until the round after the next is fetched.
+    def copy_to_host(self, result: RoundResult) -> RoundResult:
+        """Start copies to host memory, since the next round overwrites the result.
+
+        They are valid until the round after the next is copied.
         """
         self._host.turn()
-        counted_BX, logprobs_BT, top_BTk, num_rows, is_tree = result
-        copied, times = self._host.copied, -(-(1 + self._buffers.most) // num_rows)  # of the largest draft
-        top = None if top_BTk is None else (copied("ids", top_BTk[0], times), copied("top", top_BTk[1], times))
-        logprobs_BT = None if logprobs_BT is None else copied("logprobs", logprobs_BT, times)
-        counted_BX = copied("counted", counted_BX, times if is_tree else 2 * times)  # trees have a path, too
-        return RoundResult(counted_BX, logprobs_BT, top, num_rows, is_tree)
+        packed_result_BX, logprobs_BT, top_BTk, num_rows, is_tree = result
+        copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // num_rows)  # of the largest draft
+        top = None if top_BTk is None else (copy("ids", top_BTk[0], times), copy("top", top_BTk[1], times))
+        logprobs_BT = None if logprobs_BT is None else copy("logprobs", logprobs_BT, times)
+        packed_result_BX = copy("counted", packed_result_BX, times if is_tree else 2 * times)  # trees have a path, too
+        return RoundResult(packed_result_BX, logprobs_BT, top, num_rows, is_tree)
 
     def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[..., RoundResult]:
-        """Verifies whatever lies in this draft; where there are grammars in two parts, with masks in between."""
-        if not self._constrained:
-            return Replayed(lambda: self._decide(self._read(tree)), graphs)
-        tree = tree._replace(legal=self._buffers.legal_BTW[:, : 1 + tree.tokens.shape[1]])
-        readings: list[Reading] = []
-        read, decide = Replayed(partial(self._read, tree), graphs), Replayed(lambda: self._decide(*readings), graphs)
+        """Return a function that verifies this draft.
 
-        def in_two(masks: Masks | None) -> RoundResult:
+        With grammars it has two parts, with masks in between.
+        """
+        if not self._constrained:
+            return Replayed(lambda: self._accept(self._verify(tree)), graphs)
+        tree = tree._replace(grammar_mask=self._buffers.grammar_mask_BTW[:, : 1 + tree.tokens.shape[1]])
+        readings: list[VerifyOutput] = []
+        read, decide = Replayed(partial(self._verify, tree), graphs), Replayed(lambda: self._accept(*readings), graphs)
+
+        def verify_then_accept(masks: GrammarMaskFn | None) -> RoundResult:
             readings[:] = [read()]
             if masks is not None:
-                legal_BTW, lost = masks()
-                self._buffers.allow(legal_BTW)
+                grammar_mask_BTW, lost = masks()
+                self._buffers.copy_grammar_mask(grammar_mask_BTW)
                 for line, node in lost:
                     readings[0].tree.tokens[line, node] = -1
             return decide()
 
-        return in_two
+        return verify_then_accept
 
     def _width(self, rows: int) -> int:
         return next(width for width in self._widths if width >= rows) if self._widths else rows
 
-    def _read(self, tree: DraftTree) -> Reading:
+    def _verify(self, tree: DraftTree) -> VerifyOutput:
         cache, (root_B, _, drafts_B) = self._cache, self._state
         num_rows = 1 + tree.tokens.shape[1]
         if tree.tokens.device != root_B.device:
-            tree = _moved(tree, root_B.device)
+            tree = _to_device(tree, root_B.device)
         if num_rows > 1:
             tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))
-        if tree.branches is not None:  # part of the buffers, where rounds are not replayed
-            tree = tree._replace(branches=Branches(*(part.contiguous() for part in tree.branches)))
+        if tree.tree_mask is not None:  # part of the buffers, where rounds are not replayed
+            tree = tree._replace(tree_mask=TreeAttentionMask(*(part.contiguous() for part in tree.tree_mask)))
         width = self._width(num_rows)
-        tokens_BW = root_B[:, None] if width == 1 else step_tokens(root_B, tree.tokens, width)
-        branches, padding = tree.branches, width - num_rows
-        if branches is not None and padding:
-            branches = _padded(branches, padding)
-        if branches is not None and tree.above:
-            branches = branches._replace(path_BTP=branches.path_BTP + tree.above)
-        with nullcontext() if self._meanwhile is None else self._meanwhile(tree.onward):
-            logits_BTV = self._target.forward(tokens_BW, cache, branches=branches)[:, :num_rows]
-        return Reading(tree, branches, logits_BTV)
+        tokens_BW = root_B[:, None] if width == 1 else verify_tokens(root_B, tree.tokens, width)
+        tree_mask, padding = tree.tree_mask, width - num_rows
+        if tree_mask is not None and padding:
+            tree_mask = _pad_branches(tree_mask, padding)
+        if tree_mask is not None and tree.kv_offset:
+            tree_mask = tree_mask._replace(path_BTP=tree_mask.path_BTP + tree.kv_offset)
+        with nullcontext() if self._overlap_hook is None else self._overlap_hook(tree.continue_fn):
+            logits_BTV = self._target.forward(tokens_BW, cache, tree_mask=tree_mask)[:, :num_rows]
+        return VerifyOutput(tree, tree_mask, logits_BTV)
 
-    def _decide(self, reading: Reading) -> RoundResult:
+    def _accept(self, reading: VerifyOutput) -> RoundResult:
         cache, (root_B, active_B, _) = self._cache, self._state
-        tree, branches, logits_BTV = reading
+        tree, tree_mask, logits_BTV = reading
         num_rows = logits_BTV.shape[1]
         verdict = self._sampler.accept(tree, logits_BTV, cache.lengths)
         verdict = verdict._replace(num_new=verdict.num_new * active_B)
         self._sampler.commit(verdict.tokens, verdict.num_new)
-        if branches is not None:
-            cache.keep(verdict.path, verdict.num_new, tree.above)
-        drafter, told_BX = self._drafter, None
-        if drafter is not None and (num_rows > 1 or drafter.follows):
-            told_BX = drafter.commit(self.drafting, tree, verdict, logits_BTV)
-        path_BT = verdict.path if branches is not None else None
-        counted_BX = note_round(root_B, cache.lengths, active_B, verdict.num_new, verdict.tokens, path_BT, told_BX)
+        if tree_mask is not None:
+            cache.compact(verdict.path, verdict.num_new, tree.kv_offset)
+        drafter, drafter_feedback_BX = self._drafter, None
+        if drafter is not None and (num_rows > 1 or drafter.commits_plain_rounds):
+            drafter_feedback_BX = drafter.commit(self.context, tree, verdict, logits_BTV)
+        path_BT = verdict.path if tree_mask is not None else None
+        packed_result_BX = commit_round(
+            root_B, cache.lengths, active_B, verdict.num_new, verdict.tokens, path_BT, drafter_feedback_BX
+        )
         logprobs_BT = top_BTk = None
         if self._sampler.kind.logprobs:
             rows_B1 = torch.arange(len(verdict.path), device=verdict.path.device)[:, None]
@@ -208,22 +224,27 @@ class Round:
             logprobs_BT = sampling.logprobs_of(kept_BTV, verdict.tokens)
             if self._sampler.kind.top_logprobs:
                 top_BTk = sampling.top_logprobs_of(kept_BTV, self._sampler.kind.top_logprobs)
-        return RoundResult(counted_BX, logprobs_BT, top_BTk, num_rows, branches is not None)
+        return RoundResult(packed_result_BX, logprobs_BT, top_BTk, num_rows, tree_mask is not None)
 
 
-def _moved(tree: DraftTree, device: torch.device) -> DraftTree:
-    """Guesses of tables, on their way to the device."""
+def _to_device(tree: DraftTree, device: torch.device) -> DraftTree:
+    """Start the copy of a draft to the device."""
 
     def moved(part: Tensor) -> Tensor:
         return (part.pin_memory() if device.type == "cuda" else part).to(device, non_blocking=True)
 
-    return tree._replace(tokens=moved(tree.tokens), branches=tree.branches and Branches(*map(moved, tree.branches)))
+    return tree._replace(
+        tokens=moved(tree.tokens), tree_mask=tree.tree_mask and TreeAttentionMask(*map(moved, tree.tree_mask))
+    )
 
 
-def _padded(branches: Branches, padding: int) -> Branches:
-    """With rows that are written behind the others and seen by nobody; paths may be as long as there are rows."""
-    depth_BT, path_BTP = branches
+def _pad_branches(tree_mask: TreeAttentionMask, padding: int) -> TreeAttentionMask:
+    """Return branches with padding rows that no other row sees.
+
+    Paths may have the width's length.
+    """
+    depth_BT, path_BTP = tree_mask
     T = path_BTP.shape[1]
     path_BTP = F.pad(path_BTP, (0, padding, 0, padding))
     path_BTP[:, T:, 0] = torch.arange(T, T + padding, device=path_BTP.device)
-    return Branches(F.pad(depth_BT, (0, padding)), path_BTP)
+    return TreeAttentionMask(F.pad(depth_BT, (0, padding)), path_BTP)

@@ -1,111 +1,172 @@
-"""What belongs to rounds of one kind; kept, since rounds may be captured in graphs, and policies learn."""
+"""Decode variants: rounds and draft policy of one kind of sampling.
+
+Variants are kept, since their rounds may be captured in graphs and their policies learn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from compile.cuda_graphs import Graphs
-from sharesd.drafters.base import Drafter, Drafting
-from sharesd.engine.decode_round import Meanwhile, Round, RowState
+from sharesd.drafters.base import DraftContext, Drafter
+from sharesd.engine.decode_round import BatchState, Round
+from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.sampling import Kind, RowSampling
+from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import FIRST_ALPHAS, Policy
-from sharesd.speculation.draft_tree import PLAIN, Shape, chain
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain
 
-Drafts = dict[tuple[Kind, int, int], tuple[DraftBuffers, dict[object, Any]]]
-"""Where drafts lie, and what drafters keep (`Drafting.kept`), by kind of drafts and rows."""
+Drafts = dict[tuple[SamplingKind, int, int], tuple[DraftBuffers, dict[object, Any]]]
+"""Draft buffers and draft generators by kind of drafts and rows.
+
+Replayed variants share them.
+"""
+MAX_VARIANTS = 24
+"""Variants that are kept; the least recently used one is dropped first."""
 
 
-class Way:
-    """One kind of sampling: its rounds over any rows, and the policy that chooses among drafts."""
+class DecodeVariant:
+    """Rounds over any rows and the draft policy of one sampling kind."""
 
     def __init__(
         self,
-        kind: Kind,
-        *,
+        kind: SamplingKind,
         target: CausalModel,
         cache: StaticKVCache,
         drafter: Drafter | None,
-        sampling: RowSampling,
-        state: RowState,
+        row_sampling: RowSampling,
+        state: BatchState,
+        *,
+        options: EngineOptions,
         auto_length: bool,
-        offloaded: bool,
-        meanwhile: Meanwhile | None,
-        widths: Sequence[int] | None,
-        graphs: Graphs | None,
-        ahead: bool,
-        gumbel: Callable[..., Tensor],
+        async_scheduling: bool,
         drafts: Drafts,
     ) -> None:
-        """As `Engine` has them. `drafts`: of all ways, which share those that are replayed."""
+        """As `Engine` has them; `drafts` are those of all variants."""
+        self._drafts = drafts if options.graphs is not None else {}
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
-        self._sampling, self._state, self._gumbel = sampling, state, gumbel
-        self._widths, self._graphs, self._offloaded, self._meanwhile = widths, graphs, offloaded, meanwhile
-        shapes: Sequence[Shape] = drafter.shapes if drafter else (PLAIN,)
+        self._sampling, self._state, self._options = row_sampling, state, options
+        self._widths = sorted(options.widths) if options.widths else None
+        shapes: Sequence[DraftShape] = drafter.shapes if drafter else (NO_DRAFT,)
         if kind.acceptance != "match":
             shapes = [shape for shape in shapes if not shape.is_tree]
-        self._most = max(shape.nodes for shape in shapes)
-        if graphs is not None and widths:
-            self._most = max(self._most, widths[-1] - 1)  # padding is rows without a node: no shape of its own
+        self._max_nodes = max(shape.nodes for shape in shapes)
+        if options.graphs is not None and self._widths:
+            self._max_nodes = max(self._max_nodes, self._widths[-1] - 1)  # padding: rows without a node
+        self._on_cpu = cache.lengths.device.type == "cpu"
         self.policy = Policy(
             shapes,
             pinned=None if auto_length else shapes[-1],
-            probes=not offloaded,
+            probes_plain=not options.is_offloaded,
             first_alphas=drafter.first_alphas if drafter else FIRST_ALPHAS,
-            stops=graphs is None and cache.lengths.device.type == "cpu" and not ahead,
+            can_stop_early=options.graphs is None and self._on_cpu and not async_scheduling,
         )
-        self._from_tables = drafter is not None and drafter.on_host
-        self._drafts = drafts if graphs is not None else {}
-        self._on_cpu = cache.lengths.device.type == "cpu"
+        self._uses_tables = drafter is not None and drafter.runs_on_host
         self._rounds: dict[tuple[int, int], Round] = {}
 
     @property
-    def learns(self) -> bool:
-        """True where anything depends on what rounds took: drafts, or the number of threads."""
-        return self._on_cpu or self._from_tables or self.policy.pinned is None
+    def records_rounds(self) -> bool:
+        """True if drafts or the number of threads depend on measured rounds."""
+        return self._on_cpu or self._uses_tables or self.policy.pinned is None
 
     def round(self, first: int = 0, end: int | None = None) -> Round:
-        """Over the rows from `first` to before `end` (default: all of them)."""
+        """Return the round over rows `first` to before `end` (default: all rows)."""
         rows = first, self._cache.batch if end is None else end
         if rows not in self._rounds:
             self._rounds[rows] = self._new_round(*rows)
         return self._rounds[rows]
 
     def _new_round(self, first: int, end: int) -> Round:
-        sampler = Sampler(self._kind, self._sampling.span(first, end), gumbel=self._gumbel)
-        place, device = (self._kind.of_drafts(), first, end), self._cache.lengths.device
-        if place not in self._drafts:
-            self._drafts[place] = DraftBuffers(end - first, self._most, self._target.vocab_size, device), {}
-        buffers, kept = self._drafts[place]
+        options = self._options
+        sampler = Sampler(self._kind, self._sampling.span(first, end), gumbel=options.gumbel)
+        key, device = (self._kind.of_drafts(), first, end), self._cache.lengths.device
+        if key not in self._drafts:
+            self._drafts[key] = DraftBuffers(end - first, self._max_nodes, self._target.vocab_size, device), {}
+        buffers, generators = self._drafts[key]
         state, cache = self._state.rows(first, end), self._cache.rows(first, end)
-        drafting = Drafting(first, end, sampler, state.root_B, buffers, self.policy, self._graphs, kept)
-        # What waits for weights that travel can't be captured: their copies are others each time.
-        eager = self._offloaded
         return Round(
             self._target,
             cache,
             self._drafter,
-            drafting,
+            DraftContext(first, end, sampler, state.root_B, buffers, self.policy, options.graphs, generators),
             state,
             widths=self._widths,
-            eager=eager,
-            meanwhile=self._meanwhile,
+            eager=options.is_offloaded,  # copies of offloaded weights differ each time: no capture
+            overlap_hook=options.overlap_hook,
         )
 
-    def shape(self, num_idle: int) -> Shape:
-        """What to draft in the coming round; where the drafter decides, a chain of as many nodes as it may have.
+    def shape(self, num_idle: int) -> DraftShape:
+        """Return the draft shape of the coming round.
 
-        `num_idle`: rounds since the drafter took part.
+        For drafters on the host, a chain of the most nodes allowed. `num_idle`: rounds since the drafter took part.
         """
         drafter = self._drafter
         if drafter is None:
-            return PLAIN
-        if drafter.on_host:
-            return chain(self.policy.most())
-        return self.policy.next_shape(may_try=num_idle == 0 or not drafter.reads)
+            return NO_DRAFT
+        if drafter.runs_on_host:
+            return chain(self.policy.max_nodes())
+        return self.policy.next_shape(may_explore=num_idle == 0 or not drafter.needs_catch_up)
+
+
+class DecodeVariants:
+    """Decode variants of one engine, made when first used."""
+
+    def __init__(
+        self,
+        target: CausalModel,
+        cache: StaticKVCache,
+        drafter: Drafter | None,
+        row_sampling: RowSampling,
+        state: BatchState,
+        *,
+        options: EngineOptions,
+        async_scheduling: bool,
+    ) -> None:
+        """As `Engine` has them."""
+        self._parts = target, cache, drafter, row_sampling, state
+        self._sampling, self._options, self._async_scheduling = row_sampling, options, async_scheduling
+        self.auto_length = options.auto_length and drafter is not None
+        """True if policies choose the shapes of drafts."""
+        self.vocab_size = target.vocab_size
+        self._variants: dict[SamplingKind, DecodeVariant] = {}
+        self._drafts: Drafts = {}
+
+    def __len__(self) -> int:
+        return len(self._variants)
+
+    def clear(self) -> None:
+        """Drop all variants."""
+        self._variants.clear()
+        self._drafts.clear()
+
+    def of_rows(self, rows: Sequence[int]) -> DecodeVariant:
+        """Return the variant for the requests of these rows together."""
+        return self.of(self._sampling.kind(rows))
+
+    def of(self, kind: SamplingKind) -> DecodeVariant:
+        """Return the variant of a sampling kind.
+
+        A new variant starts with costs of another one, if any has been measured.
+        """
+        variant = self._variants.pop(kind, None)
+        if variant is None:
+            variant = DecodeVariant(
+                kind,
+                *self._parts,
+                options=self._options,
+                auto_length=self.auto_length,
+                async_scheduling=self._async_scheduling,
+                drafts=self._drafts,
+            )
+            policies = (other.policy for other in reversed(self._variants.values()))
+            known = next((policy for policy in policies if policy.live.is_measured), None)
+            if known is not None:  # sampling takes a small part of a round's time
+                variant.policy.reset(*copy.deepcopy((known.costs, known.live.measured)))
+        self._variants[kind] = variant
+        if len(self._variants) > MAX_VARIANTS:
+            del self._variants[next(iter(self._variants))]
+        return variant

@@ -1,4 +1,4 @@
-"""What grammars allow after the roots of a round and each node of its draft.
+"""Grammar masks for the roots of a round and the draft nodes.
 
 Legend: B rows, N draft tokens, T = N + 1 (the root and the nodes), W words of 32 tokens.
 """
@@ -15,23 +15,22 @@ from sharesd.speculation.draft_buffers import num_words
 from sharesd.speculation.draft_tree import DraftTree, parents_of
 
 
-def allowed(
+def compute_grammar_mask(
     tree: DraftTree, requests: Sequence[Request], first: int, vocab_size: int, *, pinned: bool = False
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Bits [B, T, W] int32 of the tokens that may follow; all of them in rows without a grammar. And nodes, by line and
-    number, that could not be looked at, and must not be accepted.
+    """Return bits [B, T, W] int32 of allowed tokens, and unacceptable nodes.
 
-    `first` is the row that the first line of the draft belongs to, which lies on the host. `pinned`: the bits are on
-    their way to a GPU.
+    Unacceptable nodes, as (line, number), must not be accepted. Rows without a grammar allow all tokens. `tree` is on
+    the host; its first line belongs to row `first`. `pinned`: allocate the bits for a copy to a GPU.
     """
     B, N = tree.tokens.shape
-    legal_BTW = torch.full((B, 1 + N, num_words(vocab_size)), -1, dtype=torch.int32, pin_memory=pinned)
+    grammar_mask_BTW = torch.full((B, 1 + N, num_words(vocab_size)), -1, dtype=torch.int32, pin_memory=pinned)
     tokens, parents, lost = tree.tokens.tolist(), parents_of(tree), []
     for request in requests:
         if request.matcher is None:
             continue
-        assert request.slot is not None
-        line = request.slot - first
+        assert request.row is not None
+        line = request.row - first
         draft = (tokens[line], parents[line]) if request.params.speculate else ()
-        lost += [(line, node) for node in request.matcher.allow(legal_BTW[line], *draft)]
-    return legal_BTW, lost
+        lost += [(line, node) for node in request.matcher.fill_mask(grammar_mask_BTW[line], *draft)]
+    return grammar_mask_BTW, lost

@@ -1,4 +1,4 @@
-"""What a caller gets."""
+"""Results of the engine."""
 
 from __future__ import annotations
 
@@ -10,33 +10,42 @@ from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason
 
 Source = Literal["target", "accepted", "recovered", "bonus"]
-"""Where a token came from: `target` = a step without drafts; `accepted` = a draft token that the target confirmed;
-`recovered` = the target's own token where a draft failed; `bonus` = the extra one after a draft that held."""
+"""Source of a token.
+
+`target`: a step without drafts; `accepted`: a confirmed draft token; `recovered`: the target's token at a rejected
+draft token; `bonus`: the extra token after a draft accepted in full.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Tokens of one request that came out of one round."""
+    """Tokens of one request from one round."""
 
     request: Request
     token_ids: list[int]
-    """The tokens, in order; an end-of-sequence token is included."""
+    """Tokens in order; an end-of-sequence token is included."""
     sources: list[Source]
-    """Where each token came from."""
+    """Source of each token."""
     drafters: list[str | None]
-    """Who drafted each token; None for tokens of the target itself."""
+    """Drafter of each token; None: the target's own."""
     text: str
-    """Text that is final now; may lag behind the tokens (incomplete characters, possible stop strings)."""
+    """Final text.
+
+    May lag the tokens: incomplete characters and possible stop strings are held back.
+    """
     logprobs: list[float] | None = None
-    """The target's log-probability of each token, if asked for."""
+    """Log-probability of each token under the target, if requested."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """The likeliest tokens at each place and their log-probabilities, if asked for."""
+    """Likeliest tokens at each position and their log-probabilities, if requested."""
     finish_reason: FinishReason | None = None
-    """`stop`: an end token or a stop string; `length`: max_new_tokens or the context is full. None = goes on."""
+    """Finish reason; None: unfinished.
+
+    `stop`: an end token or a stop string; `length`: max_new_tokens or the context is full.
+    """
 
     @property
     def row(self) -> int:
-        """Number of the prompt among those of its call."""
+        """Index of the prompt in its call."""
         return self.request.index
 
 
@@ -47,16 +56,16 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
-    """Who drafted each token; None for tokens of the target itself."""
+    """Drafter of each token; None: the target's own."""
     text: str = ""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     prompt_logprobs: list[float] | None = None
-    """Of the prompt's tokens but the first, if asked for."""
+    """Log-probabilities of the prompt's tokens but the first, if requested."""
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: FinishReason | None = None
     stats: Stats | None = field(default=None, compare=False)
-    """Counts and times of its request; None before the first chunk."""
+    """Counts and times of the request; None before the first chunk."""
 
     def add(self, chunk: TokenChunk) -> None:
         """Append a chunk of this prompt."""

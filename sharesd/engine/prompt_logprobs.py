@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the passes that read it.
+"""Log-probabilities of a prompt's tokens, from its prefill passes.
 
 Legend: R rows, V vocabulary.
 """
@@ -11,17 +11,17 @@ from torch import Tensor
 from sharesd import sampling
 from sharesd.engine.request import Request
 
-MOST_ROWS = 128
-"""Tokens of a prompt that are read at once where its logits are wanted, if they may be cut anywhere."""
-BLOCK = 32
+MAX_CHUNK = 128
+"""Prompt tokens per chunk if logits are requested and cuts are free."""
+ROWS_AT_ONCE = 32
 """Rows whose logits are widened at once."""
 
 
-def score(request: Request, logits_RV: Tensor) -> None:
-    """Take the logits behind the next R tokens of the request's prompt. The last token's say nothing of the prompt."""
+def record_prompt_logprobs(request: Request, logits_RV: Tensor) -> None:
+    """Append log-probabilities of the prompt's next tokens, from the logits before them."""
     found, top = request.prompt_logprobs, request.prompt_top_logprobs
     assert found is not None
-    for logits_1RV in logits_RV[None].split(BLOCK, 1):
+    for logits_1RV in logits_RV[None].split(ROWS_AT_ONCE, 1):
         begin = 1 + len(found)
         tokens_1R = torch.tensor([request.prompt_ids[begin : begin + logits_1RV.shape[1]]], device=logits_RV.device)
         logits_1RV = logits_1RV[:, : tokens_1R.shape[1]]

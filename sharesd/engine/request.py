@@ -1,28 +1,31 @@
-"""A request on its way: what was asked, what has been emitted, where it ends, what to count."""
+"""One request: its parameters, tokens, finish reason and counts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
 
-from sharesd.config import SamplingParams
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason, StopChecker
 from sharesd.sampling.grammar import Matcher
+from sharesd.sampling_params import SamplingParams
 
-AHEAD = 2
-"""Tokens by which a request may lead the last one of its call and still be waited for."""
+MAX_LEAD = 2
+"""Largest lead of a counted request over its call's last, in tokens."""
 
-BEARABLE = 1.5
-"""Plain rounds that a round with drafts may take where several callers share it."""
+MAX_SHARED_ROUND = 1.5
+"""Longest round with drafts, in plain rounds, if several callers share it."""
 
 
 class QueueFull(ValueError):
-    """So many requests wait already that no further one is taken."""
+    """Raised if too many requests wait."""
 
 
 class Request:
-    """One prompt and its answer. It waits, then has a row of the cache, its slot, until it ends or is cancelled."""
+    """Prompt and its answer.
+
+    A request waits, then has a row until it finishes or is cancelled.
+    """
 
     def __init__(
         self,
@@ -36,72 +39,75 @@ class Request:
         reuse: bool = True,
         call: object | None = None,
     ) -> None:
-        """`index` is the prompt's number among those of its `call`, None where that is `add`. `stats` count this
-        request alone. `matcher`: where its answer stands in its grammar. `reuse`: KV that is there need not be read
-        anew.
+        """Build request number `index` of its `call`, None for `Engine.add`.
+
+        `matcher`: state of the grammar. `reuse`: cached KV of the prompt need not be recomputed.
         """
         self.prompt_ids, self.params, self.index, self.matcher = prompt_ids, params, index, matcher
         self.reuse, self.call = reuse, call
         self.tokens = list(prompt_ids)
         """Prompt and emitted tokens."""
-        self.slot: int | None = None
-        """Row of the cache; None before it has one, and after the end."""
+        self.row: int | None = None
+        """Row of the cache; None before admission and after the end."""
         self.num_read = 0
-        """Tokens of the prompt whose KV the row has; all of them from the first token on."""
+        """Prompt tokens whose KV the row has; all from the first token."""
         self.cached_tokens = 0
-        """Tokens of the prompt that were not read anew; known from the first chunk on."""
+        """Prompt tokens that were not recomputed; known from the first chunk on."""
         self.prompt_logprobs: list[float] | None = [] if params.prompt_logprobs else None
-        """The target's log-probability of each prompt token but the first, as far as it was read, if asked for."""
+        """Log-probability of each prefilled prompt token but the first, if requested."""
         self.prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
-        """The likeliest tokens there, if asked for."""
+        """Likeliest tokens at those positions, if requested."""
         if params.prompt_logprobs and params.top_logprobs:
             self.prompt_top_logprobs = []
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.stats = stats
-        """Counts of this request alone; see there what its times are."""
+        """Counts of this request alone; times as `Stats` defines them."""
         self._checker = checker
 
     @property
     def num_emitted(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt_ids)
 
     def take(self, ids: list[int]) -> tuple[int, str]:
-        """Tokens that came out: how many of them belong to the answer, and the text that they complete."""
+        """Append new tokens; return the number within the answer, and completed text."""
         num_legal = self.matcher.advance(ids) if self.matcher is not None else None
         count, text, self.finish_reason = self._checker.push(ids, num_legal)
         self.tokens += ids[:count]
         return count, text
 
 
-def awaited(live: Sequence[Request], alone: bool) -> list[Request]:
-    """Requests whose tokens count in the coming round.
+def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Request]:
+    """Return the requests whose tokens count in the coming round.
 
-    All of them; but where they are `alone`, prompts of one call with nothing behind them, those that have emitted
-    fewest tokens, or little more: the call ends when they do, and what others gain makes nothing quicker.
+    All of them; but if `is_last_call` (all are prompts of one call and none waits), those that have emitted the fewest
+    tokens or little more, since the call lasts as long as they do.
     """
-    if not alone:
+    if not is_last_call:
         return list(live)
-    most = min(request.num_emitted for request in live) + AHEAD
+    most = min(request.num_emitted for request in live) + MAX_LEAD
     return [request for request in live if request.num_emitted <= most]
 
 
-def bearable(live: Sequence[Request], has_read: bool) -> float:
-    """Plain rounds that the coming one may take. A caller waits for a draft of their own as long as it pays; but those
-    who share the round wait too, and if they `has_read`, have waited for another's prompt already.
+def max_round_cost(live: Sequence[Request], prefilled: bool) -> float:
+    """Return the plain rounds that the coming round may take.
+
+    A draft delays the other requests of its round, and if one was `prefilled`, they have waited for its chunk already.
     """
-    if live[0].call is not None or (len(live) == 1 and not has_read):
+    if live[0].call is not None or (len(live) == 1 and not prefilled):
         return inf
-    return 1.0 if has_read else BEARABLE
+    return 1.0 if prefilled else MAX_SHARED_ROUND
 
 
-def advance(live: Sequence[Request], before: Sequence[int], alone: bool) -> float:
-    """Tokens by which requests that had emitted `before` tokens each have moved on: their mean; of those that are
-    `alone` the last one, as long as it has not ended.
+def mean_progress(live: Sequence[Request], before: Sequence[int], is_last_call: bool) -> float:
+    """Return the mean progress, in tokens, of requests since `before`.
+
+    `before`: tokens emitted earlier by each request. If `is_last_call`: progress of the last one among unfinished
+    requests.
     """
     after = [request.num_emitted for request in live]
-    if not alone:
+    if not is_last_call:
         return (sum(after) - sum(before)) / len(live)
     still = [place for place, request in enumerate(live) if request.finish_reason is None] or range(len(live))
     return min(after[place] for place in still) - min(before[place] for place in still)

@@ -1,4 +1,4 @@
-"""Which request has which row of the cache, and what a new one finds there."""
+"""Allocation of batch rows to requests, with reuse of cached prefixes."""
 
 from __future__ import annotations
 
@@ -9,88 +9,89 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import whole_chunks
 
 
-def doubling(batch: int) -> list[int]:
-    """1, 2, 4 ... rows, and all."""
+def powers_of_two(batch: int) -> list[int]:
+    """Return 1, 2, 4 ... below `batch`, and `batch`."""
     return [*(2**i for i in range(batch.bit_length()) if 2**i < batch), batch]
 
 
-class Slots:
-    """Rows are slots that requests come and go in. What a row held stays, for prompts that begin alike."""
+class RowAllocator:
+    """Batch rows, with KV of released rows kept for shared prefixes."""
 
     def __init__(
         self,
         cache: StaticKVCache,
         *,
-        reread: bool,
+        recompute_decoded_kv: bool,
         span: Callable[[Sequence[int]], tuple[int, int]],
     ) -> None:
-        """`reread`: only what chunks of prompts wrote has the bits that a prompt would write. `span`: the rows that a
-        round over these runs over, which shall be few.
+        """`recompute_decoded_kv`: only KV of whole prefill chunks is reused.
+
+        `span`: first and end row of a round over rows; allocation keeps it short.
         """
-        self._cache, self._reread, self._span = cache, reread, span
+        self._cache, self._recompute_decoded_kv, self.span = cache, recompute_decoded_kv, span
         self.requests: list[Request | None] = [None] * cache.batch
-        self._used = [0] * cache.batch  # when a row was taken last
-        self._num_taken = 0
+        self._last_used = [0] * cache.batch  # when a row was taken last
+        self._num_allocated = 0
 
     @property
     def free(self) -> list[int]:
-        """Rows that nobody has."""
+        """Rows without a request."""
         return [row for row, request in enumerate(self.requests) if request is None]
 
     @property
-    def taken(self) -> list[int]:
-        """The others."""
+    def used(self) -> list[int]:
+        """Rows with a request."""
         return [row for row, request in enumerate(self.requests) if request is not None]
 
-    def take(self, request: Request) -> int:
-        """A free row for a request, with the KV of the longest beginning that its prompt shares with any row.
+    def allocate(self, request: Request) -> int:
+        """Return a free row with KV of the longest shared prompt prefix.
 
-        A resting row's KV comes along, a live row's is copied, and what was used longest ago gives way.
+        KV of a free row is moved, of a used row copied; the least recently used row is overwritten.
         """
         cache, free = self._cache, self.free
         usable = self._usable(request)
-        source = oldest = min(free, key=lambda row: self._used[row])
+        source = oldest = min(free, key=lambda row: self._last_used[row])
         if any(usable):
             source = max(
-                range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._used[row])
+                range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._last_used[row])
             )
         content = oldest if source not in free else source
-        taken = self.taken
-        row = min(free, key=lambda row: (self._size([*taken, row]), row != content))
+        used = self.used
+        row = min(free, key=lambda row: (self._size([*used, row]), row != content))
         if row != content:
             cache.swap_rows(row, content)
-            self._used[row], self._used[content] = self._used[content], self._used[row]
+            self._last_used[row], self._last_used[content] = self._last_used[content], self._last_used[row]
             source = row if source == content else source
             usable[row], usable[content] = usable[content], usable[row]
         kept = usable[source]
-        cache.begin_row(row, request.prompt_ids[:kept], source, whole_chunks(kept) if self._reread else 0)
-        self._num_taken += 1
-        self._used[row] = self._num_taken
+        cache.begin_row(row, request.prompt_ids[:kept], source, whole_chunks(kept) if self._recompute_decoded_kv else 0)
+        self._num_allocated += 1
+        self._last_used[row] = self._num_allocated
         self.requests[row] = request
-        request.slot, request.num_read, request.cached_tokens = row, kept, kept
+        request.row, request.num_read, request.cached_tokens = row, kept, kept
         return row
 
     def release(self, request: Request) -> None:
-        """The row is free again, and rests."""
-        assert request.slot is not None
-        self.requests[request.slot] = None
-        request.slot = None
+        """Free the row of a request."""
+        assert request.row is not None
+        self.requests[request.row] = None
+        request.row = None
 
     def clear(self) -> None:
-        """Nobody has any row."""
-        for row in self.taken:
+        """Free all rows."""
+        for row in self.used:
             self.release(self.requests[row])  # type: ignore[arg-type]
 
     def _size(self, rows: Sequence[int]) -> int:
-        first, end = self._span(rows)
+        first, end = self.span(rows)
         return end - first
 
     def _usable(self, request: Request) -> list[int]:
-        """Of each row, how many tokens need not be read anew; the last one of a prompt always is."""
+        """Return the reusable prompt tokens of each row, never the last one."""
         if not request.reuse:
             return [0] * self._cache.batch
         most = len(request.prompt_ids) - 1
-        usable = [min(shared, most) for shared in self._cache.shared(request.prompt_ids)]
-        if self._reread:
-            return [whole_chunks(min(pair)) for pair in zip(usable, self._cache.settled, strict=True)]
+        usable = [min(shared, most) for shared in self._cache.shared_prefix_lengths(request.prompt_ids)]
+        if self._recompute_decoded_kv:
+            return [whole_chunks(min(pair)) for pair in zip(usable, self._cache.num_prefilled, strict=True)]
         return usable

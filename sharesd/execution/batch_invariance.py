@@ -1,4 +1,4 @@
-"""Does a row of a step get the same bits whatever its place, the step's width and its batch? Found out at start-up.
+"""Self-check of batch invariance: bits of rows in steps of any shape.
 
 Legend: B rows of the batch, T tokens of a step, V vocabulary.
 """
@@ -12,37 +12,42 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.attention import Branches, pack_kv
+from compile.attention import TreeAttentionMask
+from compile.kv_layout import pack_kv
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
 WIDTHS = (1, 2, 5, 8)
-"""Numbers of rows that are compared where steps may have any."""
+"""Step widths that are compared if any width is allowed."""
 LENGTH = 126
-"""Live slots before the rows, some of which lie in the next chunk of slots then; besides, nearly all that there are."""
+"""Live slots before the rows, some of which lie in the next chunk; besides, nearly all slots."""
 NOISE_SLOTS = 96
-"""Slots after which the contents of the cache repeat themselves."""
+"""Period of the noise that fills the cache, in slots."""
 
 
 class RowBits(NamedTuple):
-    """Which rows have the bits of plain steps."""
+    """Rows with the bits of plain steps."""
 
     chains: bool
-    """Those of a chain, whichever of the widths the step has."""
+    """Rows of a chain, at any of the widths."""
     trees: bool
-    """Those of a tree, wherever its paths lie. Not looked at, and False, unless chains agree."""
+    """Rows of a tree, wherever its paths lie; False if chains differ."""
     batches: bool = False
-    """All of these, whichever of the numbers of rows the batch has. Not looked at, and False, unless chains agree."""
+    """All of these, at any of the batch sizes; False if chains differ."""
 
 
 @torch.inference_mode()
 def check_rows(
     model: CausalModel, cache: StaticKVCache, widths: Sequence[int], *, trees: bool, batches: Sequence[int] = ()
 ) -> RowBits:
-    """Compare the logits of random rows in steps as rounds run them: of these widths, the narrowest of which is that of
-    plain steps; and of so many of the cache's first rows. Overwrites the cache, and leaves it empty.
+    """Compare logits of random rows in steps of several widths and batches.
 
-    Takes as long as a few dozen steps of the model do: milliseconds, where it has a block or two.
+    Overwrites the cache, and leaves it empty. Takes a few dozen steps: milliseconds for a block or two.
+
+    Args:
+        widths: step widths; the narrowest is that of plain steps.
+        trees: also compare rows of trees.
+        batches: numbers of the cache's first rows.
     """
     _fill(cache)
     check = _Check(model, cache, min(widths))
@@ -61,10 +66,12 @@ def check_rows(
 
 @torch.inference_mode()
 def check_compiled(compiled: CausalModel, model: CausalModel, cache: StaticKVCache, width: int) -> None:
-    """Compare steps of this width with the model's own, several in a row. Overwrites the cache, and leaves it empty.
+    """Compare several compiled steps in a row with the model's own.
 
-    Raises ValueError where they compute something else (code was left out of what was traced, or depends on what
-    changes between calls), or give a row other bits at another place in the step.
+    Overwrites the cache, and leaves it empty.
+
+    Raises:
+        ValueError: they compute something else, or bits of a row depend on its place in the step.
     """
     _fill(cache)
     dice = torch.Generator().manual_seed(0)
@@ -72,7 +79,7 @@ def check_compiled(compiled: CausalModel, model: CausalModel, cache: StaticKVCac
     parts = tokens_BT.split(width, 1)
 
     def logits_of(steps: CausalModel) -> Tensor:
-        """[B, T, V], the KV of each step being what the next ones read."""
+        """Return logits [B, T, V] of consecutive steps."""
         cache.lengths.zero_()
         logits = []
         for tokens_BW in parts:
@@ -106,10 +113,10 @@ class _Check:
         return True
 
     def trees_agree(self, length: int, width: int) -> bool:
-        """Two chains from the root on, whose rows take turns."""
+        """Compare two chains from the root with alternating rows of a tree."""
         tokens_BT, row_T = self._tokens(width), torch.arange(width)
         self._cache.lengths.fill_(length)
-        rows_BTV = self._model.forward(tokens_BT, self._cache, branches=self._branches(*tokens_BT.shape))
+        rows_BTV = self._model.forward(tokens_BT, self._cache, tree_mask=self._branches(*tokens_BT.shape))
         for side in (row_T[row_T % 2 == 1], row_T[(row_T % 2 == 0) & (row_T > 0)]):
             rows = [0, *side.tolist()]
             if not torch.equal(self._plainly(tokens_BT[:, rows], length), rows_BTV[:, rows]):
@@ -117,30 +124,30 @@ class _Check:
         return True
 
     def batches_agree(self, length: int, width: int, batches: Sequence[int], is_tree: bool) -> bool:
-        """Steps of the first rows alone, the largest number first, as of all rows."""
+        """Compare steps of the first rows alone with those of all rows."""
         tokens_BT = self._tokens(width)
 
         def logits(num: int) -> Tensor:
             view = self._cache.rows(0, num)
             view.lengths.fill_(length)
-            branches = self._branches(num, width) if is_tree else None
-            return self._model.forward(tokens_BT[:num], view, branches=branches)
+            tree_mask = self._branches(num, width) if is_tree else None
+            return self._model.forward(tokens_BT[:num], view, tree_mask=tree_mask)
 
         whole_BTV = logits(len(tokens_BT)).clone()
         return all(torch.equal(logits(num), whole_BTV[:num]) for num in sorted(batches, reverse=True))
 
-    def _branches(self, batch: int, width: int) -> Branches:
+    def _branches(self, batch: int, width: int) -> TreeAttentionMask:
         row_T, device = torch.arange(width), self._cache.lengths.device
         depth_T = (row_T + 1) // 2
         path_TT = (row_T[None, :] * 2 - row_T[:, None] % 2).clamp(min=0).where(row_T <= depth_T[:, None], 0)
-        return Branches(depth_T.repeat(batch, 1).to(device), path_TT.repeat(batch, 1, 1).to(device))
+        return TreeAttentionMask(depth_T.repeat(batch, 1).to(device), path_TT.repeat(batch, 1, 1).to(device))
 
     def _tokens(self, num: int) -> Tensor:
         size = (self._cache.batch, num)
         return torch.randint(self._model.vocab_size, size, generator=self._dice).to(self._cache.lengths.device)
 
     def _plainly(self, tokens_BT: Tensor, length: int) -> Tensor:
-        """Logits [B, T, V] of tokens that are read one by one, each in a step of its own."""
+        """Return logits [B, T, V] of tokens read one per step."""
         self._cache.lengths.fill_(length)
         rows = []
         for token_B1 in tokens_BT.split(1, 1):
@@ -151,7 +158,7 @@ class _Check:
 
 
 def _fill(cache: StaticKVCache) -> None:
-    """Make slots differ, as those of a text do."""
+    """Fill the cache with noise, so that slots differ."""
     dice = torch.Generator().manual_seed(1)
     for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True):
         noise = torch.randn(2, 1, k.shape[1], NOISE_SLOTS, size, generator=dice).to(k.device, k.dtype)

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: ours in Triton, or torch's own."""
+"""Choice of kernels on a GPU: Triton, or those of torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from sharesd.devices.selection import first_line
 log = logging.getLogger(__name__)
 
 VARIABLE = "SHARESD_KERNELS"
-"""Stands for `--kernels`, where that is auto."""
+"""Environment variable in place of `--kernels auto`."""
 NO_TRITON = "Triton is not installed"
 
 
-class Chosen(NamedTuple):
-    """Name of the part that runs."""
+class KernelChoice(NamedTuple):
+    """Kernels of this process."""
 
     kernels: Kernels
     triton: bool
-    """Can Triton compile, as far as is known? Inductor needs it, too."""
+    """True if Triton compiles, which Inductor needs too."""
 
 
-def choose_kernels(asked: Kernels, device: torch.device, dtype: torch.dtype) -> Chosen:
-    """Have this process run our kernels on a GPU, or torch's own; return which.
+def choose_kernels(asked: Kernels, device: torch.device, dtype: torch.dtype) -> KernelChoice:
+    """Choose and switch on the kernels of this process.
 
-    `auto` tries ours out: where they do not run, a warning says why. ValueError where they were asked for by name.
+    `auto` tries Triton kernels, and warns with the reason if they do not run.
+
+    Raises:
+        ValueError: Triton kernels were named, and do not run.
     """
     wanted = os.environ.get(VARIABLE) or "auto" if asked == "auto" else asked
     if wanted not in get_args(Kernels):
@@ -38,7 +41,7 @@ def choose_kernels(asked: Kernels, device: torch.device, dtype: torch.dtype) -> 
     if device.type == "cpu":
         if asked != "auto":
             log.warning("--kernels %s: no effect on a CPU", asked)
-        return Chosen("auto", True)
+        return KernelChoice("auto", True)
     why_not = None if wanted == "torch" else problem(device, dtype)
     if why_not is not None and wanted == "triton":
         raise ValueError(f"kernels are to be 'triton', which do not run on {device}: {why_not}; take --kernels torch")
@@ -46,12 +49,12 @@ def choose_kernels(asked: Kernels, device: torch.device, dtype: torch.dtype) -> 
         log.warning("our kernels do not run on %s (%s); torch's own do, which is slower", device, why_not)
     use_own_kernels(wanted != "torch" and why_not is None)
     if wanted == "torch" or why_not is not None:
-        return Chosen("torch", HAS_TRITON and why_not is None)
-    return Chosen("triton", True)
+        return KernelChoice("torch", HAS_TRITON and why_not is None)
+    return KernelChoice("triton", True)
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why our kernels do not run on a GPU; None where they do. They are compiled for it, and launched."""
+    """Return the reason against Triton kernels on a GPU, if any."""
     if not HAS_TRITON:
         return NO_TRITON
     from compile.cuda.trial import try_kernels  # imports Triton
@@ -60,6 +63,6 @@ def problem(device: torch.device, dtype: torch.dtype) -> str | None:
         try_kernels(device, dtype)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton has kinds of its own, and asks for a C compiler besides
+    except Exception as error:  # Triton has errors of its own, and needs a C compiler
         return first_line(error)
     return None

@@ -1,4 +1,4 @@
-"""How steps of a runtime's models run: in the CPU kernel, compiled by Inductor, or as they are."""
+"""Compilation of steps: C++ kernel, Inductor, or eager."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 
 from torch import Tensor
 
-from compile.decoder_stack import NativeStack, Unsuited
+from compile.decoder_stack import KernelUnsupported, NativeStack
 from compile.inductor import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
 from multigpu.process_group import Group
-from multigpu.tensor_parallel import WHOLE, GatheredLinear, SummedLinear, gather_columns, sum_parts
+from multigpu.tensor_parallel import UNSHARDED, ColumnParallelLinear, RowParallelLinear, all_gather_columns, all_reduce
 from quant.switch_linear import Switch
 from sharesd import sampling
 from sharesd.config import CompileMode
@@ -26,35 +26,41 @@ from sharesd.models.prefill import PIECES
 log = logging.getLogger(__name__)
 
 
-class Steps:
-    """What makes steps of models fast, in one way for all models of a runtime."""
+class StepCompiler:
+    """Compiles the steps of all models of a runtime alike."""
 
-    def __init__(self, how: CompileMode, *, asked: CompileMode, switch: Switch, group: Group | None) -> None:
-        """`how` stands for what was `asked` for (auto); what has been asked for by name must do. `group`: the ranks
-        among which some of the models are shared out.
+    def __init__(self, how: CompileMode, *, given: CompileMode, switch: Switch, group: Group | None) -> None:
+        """`how`: resolved compile mode; `given`: as in the options.
+
+        A mode that was given by name must do. `switch` selects quantized weights. `group`: ranks that share the target.
         """
         self.how = how
-        self._by_name = asked == how
+        self._by_name = given == how
         self._group = group
-        self._low = partial(getattr, switch, "low")
+        self._low = lambda: switch.quantized
 
-    def of(
+    def compile(
         self, model: CausalModel, widths: set[int], new_cache: Callable[[], StaticKVCache], draft_widths: set[int]
     ) -> CausalModel:
-        """The model with its steps of these widths compiled, once its weights are as they run.
+        """Return a packed model with its steps of these widths compiled.
 
-        `new_cache` and `draft_widths` matter to models of transformers alone: steps of all widths are tried out in such
-        a cache. Raises Unsuited where the CPU kernel was asked for and cannot do it, ValueError where ranks can't.
+        Args:
+            new_cache: makes a cache in which steps of transformers' models are tried.
+            draft_widths: widths of draft steps, for transformers' models.
+
+        Raises:
+            KernelUnsupported: the C++ kernel was named, and does not support the model.
+            ValueError: the kernel of ranks does not support the model.
         """
-        if isinstance(model, Decoder) and model.part != WHOLE:
-            self._join(model)
+        if isinstance(model, Decoder) and model.part != UNSHARDED:
+            self.attach_tp(model)
             return model
         if self.how == "off":
             return model
         if not isinstance(model, Decoder):
-            return self._whole(model, widths, new_cache, draft_widths)
+            return self._compile_hf(model, widths, new_cache, draft_widths)
         # Kernels that read all slots they are given would need a form for each number of slots.
-        pieces = set(PIECES) if model.flash_reads else set()
+        pieces = set(PIECES) if model.supports_flash else set()
         if self.how == "full":
             model.step_widths = frozenset(widths)
             model.run_block = CompiledBlocks(pieces, self._low)
@@ -63,7 +69,7 @@ class Steps:
             try:
                 model.run_stack = self.stack(model)
                 return model
-            except Unsuited as reason:
+            except KernelUnsupported as reason:
                 if self._by_name:
                     raise
                 log.warning("%s; blocks are compiled by Inductor instead", reason)
@@ -72,26 +78,27 @@ class Steps:
         return model
 
     def stack(self, model: Decoder) -> NativeStack:
-        """All blocks and the last norm, in the CPU kernel. Raises Unsuited."""
+        """Return blocks and last norm in the C++ kernel, or raise KernelUnsupported."""
         config, join = model.config, None
-        if model.part != WHOLE:
+        if model.part != UNSHARDED:
             assert self._group is not None
-            join = partial(sum_parts if model.part.reduces else gather_columns, self._group)
+            join = partial(all_reduce if model.part.reduces else all_gather_columns, self._group)
         return NativeStack(
             model.blocks,
             tables=model.rope_tables,
-            ropes=[kind.rope for kind in config.layers],
-            activation=config.activation,
+            ropes=[kind.rope for kind in config.layer_types],
+            hidden_act=config.hidden_act,
             norm=model.norm,
-            low=self._low,
+            use_quantized=self._low,
             ranges=lambda: model.ranges(),  # which may be replaced
             join=join,
         )
 
     def prepare(self, head: Head) -> None:
-        """Make steps of a trained head fast, once it and the target are packed.
+        """Compile the steps of a packed head.
 
-        Raises Unsuited where the CPU kernel was asked for and cannot do it.
+        Raises:
+            KernelUnsupported: the C++ kernel was named, and does not support the head.
         """
         if self.how in ("regional", "full") and head.place["device"].type == "cuda":
             head.compiled = CompiledMethods(head)
@@ -99,42 +106,45 @@ class Steps:
             return
         try:
             head.native = native_head(head)
-        except Unsuited as reason:
+        except KernelUnsupported as reason:
             if self._by_name:
                 raise
             log.warning("%s; the head runs without it, which is slower", reason)
 
     def noise(self, on_cpu: bool) -> Callable[..., Tensor]:
-        """What gives the noise of sampling."""
+        """Return the function that makes the noise of sampling."""
         if on_cpu:
             return sampling.native_gumbel
         return sampling.gumbel if self.how == "off" else CompiledForms(sampling.gumbel)
 
-    def _join(self, model: Decoder) -> None:
-        """Have a model, of which each rank has a part, bring together what its linears give."""
-        if isinstance(model.head, GatheredLinear):
+    def attach_tp(self, model: Decoder) -> None:
+        """Exchange outputs of linears among the ranks that share a model."""
+        if isinstance(model.head, ColumnParallelLinear):
             return
         group = self._group
         assert group is not None
-        model.set_submodule("head", GatheredLinear(model.head, group, cut_inputs=False))
+        model.set_submodule("head", ColumnParallelLinear(model.head, group, cut_inputs=False))
         if self.how == "native":
             try:
                 model.run_stack = self.stack(model)
                 return
-            except Unsuited as reason:
+            except KernelUnsupported as reason:
                 raise ValueError(f"{reason}; take --compile off, or leave tensor_parallel out") from None
         for name in [name for i in range(len(model.blocks)) for name in (f"{i}.attn.o", f"{i}.mlp.down")]:
             linear = model.blocks.get_submodule(name)
             joined = (
-                SummedLinear(linear, group) if model.part.reduces else GatheredLinear(linear, group, cut_inputs=True)
+                RowParallelLinear(linear, group)
+                if model.part.reduces
+                else ColumnParallelLinear(linear, group, cut_inputs=True)
             )
             model.blocks.set_submodule(name, joined)
 
-    def _whole(
+    def _compile_hf(
         self, model: CausalModel, widths: set[int], new_cache: Callable[[], StaticKVCache], draft_widths: set[int]
     ) -> CausalModel:
-        """A model of transformers with whole steps compiled; itself where that cannot be, with a warning. Decided now,
-        by steps of each width with the weights now in use, in the same way for all modes.
+        """Compile whole steps of a transformers model; a warning if that fails.
+
+        Decided once for all modes, by steps of each width with the weights now in use.
         """
         if self.how == "native":
             return model

@@ -1,4 +1,4 @@
-"""How many rows the steps of a target may have, so that all modes give the same text."""
+"""Widths of steps with which all modes give the same text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from compile.block_ranges import Range
+from compile.block_ranges import BlockRange
 from sharesd.execution.batch_invariance import WIDTHS, RowBits
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
@@ -16,34 +16,35 @@ from sharesd.weights.offloaded_decoder import HeadInPieces, full_head
 log = logging.getLogger(__name__)
 
 EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
-"""Rows of every step, the first number that will do, where kernels do not give a row the same bits at any width."""
+"""Rows of every step, the first number that suffices, if a row's bits depend on the width."""
 
 
-def fixed_width(device: str, most_draft: int) -> int:
-    """Rows of every step on this kind of device, where all must have the same number: it changes with the length of
-    drafts only where that is beyond all bounds.
+def fixed_width(device: str, max_draft_tokens: int) -> int:
+    """Return the rows of every step, for kernels with a single number.
+
+    It changes with the length of drafts only beyond the usual lengths.
     """
-    rows = 1 + most_draft
+    rows = 1 + max_draft_tokens
     return next((width for width in EXACT_WIDTHS[device] if width >= rows), rows)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """What steps may look like."""
+class StepWidths:
+    """Steps that are allowed."""
 
     step: CausalModel
     """The target, as it runs."""
     widths: tuple[int, ...] | None
-    """Numbers of rows that steps may have; a single one where a row's bits depend on the width. None = any."""
+    """Rows that steps may have; a single number if a row's bits depend on it. None = any."""
     depends_on_width: bool
-    """Do a row's bits depend on the width, so that it was fixed?"""
+    """True if a row's bits depend on the width, so that it was fixed."""
     trees: bool
-    """May drafts be trees?"""
+    """True if drafts may be trees."""
     buckets: bool
-    """May rounds have any of the numbers of rows that were checked?"""
+    """True if rounds may have any of the batch sizes that were checked."""
 
 
-def choose_rows(
+def choose_step_widths(
     target: CausalModel,
     *,
     fixed: int,
@@ -53,9 +54,16 @@ def choose_rows(
     compiles: bool,
     step_of: Callable[[set[int]], CausalModel],
     bits_of: Callable[[CausalModel, Sequence[int]], RowBits],
-) -> Rows:
-    """`step_of` compiles the target for some widths (`compiles`: each at a price), `bits_of` finds out about the rows
-    of a native one; `fixed` is the width for where there must be a single one, `most` that of the longest drafts.
+) -> StepWidths:
+    """Choose the widths of a target's steps by bits of its rows.
+
+    Args:
+        fixed: width if there must be a single one.
+        most: width of the longest drafts.
+        exact: bits of a row must be the same in all modes.
+        compiles: each width is compiled, at a price.
+        step_of: compiles the target for some widths.
+        bits_of: checks the rows of a native target.
     """
     widths: tuple[int, ...] | None = (1, most) if compiles else None
     bits, depends = RowBits(False, False), False
@@ -86,22 +94,25 @@ def choose_rows(
             log.info("exact: rows of trees depend on where their paths lie, so drafts are chains")
         else:
             log.warning("exact is off, and rows of trees differ from those of chains: so may texts of modes")
-    return Rows(step, widths, depends, trees, buckets)
+    return StepWidths(step, widths, depends, trees, buckets)
 
 
-def shallow(model: Decoder) -> Decoder:
-    """The model with its first block alone, which runs as it does in the model (but for `run_stack`), on its device.
-    Weights of that block which travel stay where they are from step to step, since no others need the place.
+def first_block_view(model: Decoder) -> Decoder:
+    """Return a view of a model's first block, without `run_stack`.
+
+    Offloaded weights of that block stay in place from step to step.
     """
     twin = copy.copy(model)
     twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
-    twin.config = replace(model.config, layers=model.config.layers[:1])
+    twin.config = replace(model.config, layer_types=model.config.layer_types[:1])
     head = full_head(model)
     if isinstance(head, HeadInPieces):
         twin._modules["head"] = head.tail
     twin.run_stack = None
     twin.ranges = lambda: [
-        Range(each.first, each.num_blocks, each.before, moves=each.moves, hand_over=each.hand_over)
+        BlockRange(
+            each.first, each.num_blocks, each.before, moves_weights=each.moves_weights, move_inputs=each.move_inputs
+        )
         for each in model.ranges()
     ]
     return twin

@@ -1,6 +1,6 @@
-"""Drafters of mode `auto`: one model drafter where one pays, and tables, which cost next to nothing.
+"""Drafters of mode `auto`: one model drafter if it pays, and tables.
 
-Chosen before any weights are read. Which of them drafts in a round is measured while they run (`decoding/policy.py`).
+Chosen before any weights are read; `speculation/draft_policy.py` measures which one drafts in a round.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from pathlib import Path
 
 import torch
 
-from compile.adaptive_threads import CREW
+from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import prepare
-from sharesd.config import HEADS, CompileMode, EngineConfig, mode_of_head
+from sharesd.config import CompileMode, EngineConfig
+from sharesd.drafters import registry, selection
+from sharesd.drafters.spec import Need, Support
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import Unsupported
+from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
-from sharesd.weights.backend import home_of
-from sharesd.weights.memory_estimate import ASSUMED, Parts, quantizer_of
-from sharesd.weights.packing import has_low_kernels
-from sharesd.weights.quantize import solving
+from sharesd.weights.backend import backend_for
+from sharesd.weights.memory_estimate import MemoryEstimate, quantizer_for
+from sharesd.weights.packing import has_quantized_kernels
+from sharesd.weights.quantize import solver_config
 
-TABLE_DRAFTERS = ("suffix", "recycle")
-"""Tables that draft trees. `ngram` finds nothing that `suffix` does not. Beside a head, `recycle` costs 1 to 9 % more
-than it gains (docs/results/README.md)."""
 PAYS = 1.1
 """Speedup that quantized linears must promise to be taken."""
 SOLVE_SECONDS = 20.0
@@ -33,7 +32,7 @@ VERIFIED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AutoDrafters:
     """Drafters of mode `auto`."""
 
     drafters: tuple[str, ...]
@@ -44,39 +43,48 @@ class Choice:
         return f"mode auto drafts with {', '.join(self.drafters)}: {self.reason}"
 
 
-def choose(
+def choose_drafters(
     config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype, how: CompileMode, *, offloads: bool
-) -> Choice:
-    """Choose by what there is (a head, a draft model), else by what quantized linears would cost and gain.
+) -> AutoDrafters:
+    """Choose drafters of mode auto before weights are read.
 
-    `how` steps are compiled. `offloads`: weights do not all stay, so that a drafter which stays always pays.
+    A head or a draft model that is there is taken; else costs of quantized linears decide.
+
+    Args:
+        how: compile mode.
+        offloads: weights are fetched for each pass, so that a resident drafter pays.
     """
     model, reason = _model_drafter(config, folder, device, dtype, how, offloads)
-    tables = TABLE_DRAFTERS[:1] if model in HEADS else TABLE_DRAFTERS
-    return Choice((*([model] if model else []), *tables), reason)
+    kind = registry.spec_of(model).kind if model else ""
+    tables = [spec.name for spec in registry.specs("table") if kind in spec.auto_beside]
+    return AutoDrafters((*([model] if model else []), *tables), reason)
 
 
 def _model_drafter(
     config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype, how: CompileMode, offloads: bool
 ) -> tuple[str | None, str]:
     if config.draft is not None:
-        return "classic", f"the draft model {config.draft} was given"
+        return selection.needing(Need.SECOND_MODEL)[0], f"the draft model {config.draft} was given"
     try:
         shape = decoder_config(folder)
-    except Unsupported as error:
+    except UnsupportedArchitecture as error:
         return None, f"the model runs through transformers ({error})"
-    if device.type == "cuda" and config.quant.method == "hqq" and not has_low_kernels(device):
+    if device.type == "cuda" and config.quant.format.solver is not None and not has_quantized_kernels(device):
         return None, "there are no kernels for quantized linears here; pip install gemlite"
+    shares = selection.needing(Need.QUANTIZED_TARGET)[0]
     if offloads:
-        return "share", "its quantized linears stay in memory while the others are offloaded"
-    heads = [mode for mode in (*map(mode_of_head, config.heads), *HEADS) if config.head_of(mode) is not None]
-    if heads and config.tensor_parallel == 1:
+        return shares, "its quantized linears stay in memory while the others are offloaded"
+    given = (*map(selection.head_mode, config.heads), *registry.names("head"))
+    heads = [mode for mode in given if selection.head_of(config, mode) is not None]
+    if config.tensor_parallel > 1:
+        heads = [mode for mode in heads if not registry.lacking((mode,), Support.TENSOR_PARALLEL)]
+    if heads:
         return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
-    if config.quant.method != "hqq":
-        return "share", f"drafts by {config.quant} were asked for"
+    if config.quant.format.solver is None:
+        return shares, f"drafts by {config.quant} were asked for"
     decoder = Decoder(shape, dtype=dtype, device="meta")
     try:
-        quantizer = quantizer_of(decoder, config.quant, solving(device, folder))
+        quantizer = quantizer_for(decoder, config.quant, solver_config(device, folder))
     except ValueError as error:
         return None, f"its linears cannot be quantized ({error})"
     speedup = _predicted_speedup(decoder, config, folder, device, dtype, how)
@@ -85,25 +93,27 @@ def _model_drafter(
     seconds = quantizer.solve_seconds() if device.type == "cpu" else 0.0  # a GPU takes seconds
     if seconds > SOLVE_SECONDS:
         return None, (
-            f"quantizing would take about {_shown(seconds)}; after one start with mode share it is kept, and used here"
+            f"quantizing would take about {_shown(seconds)}; after one start with mode {shares} it is kept, and used "
+            "here"
         )
-    return "share", f"quantized linears promise {speedup:.2f} times plain decoding"
+    return shares, f"quantized linears promise {speedup:.2f} times plain decoding"
 
 
 def _predicted_speedup(
     decoder: Decoder, config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype, how: CompileMode
 ) -> float:
-    """Predict the speedup of chains: timed products, and the usual acceptance of these bits."""
+    """Predict the speedup of chains from timed products and typical acceptance."""
     if how == "native":
         prepare(str(dtype).removeprefix("torch."))
     if config.threads is not None:
-        CREW.fix(config.threads)
-    shared = replace(config, mode="share", draft=None, auto_drafters=())
-    home = home_of(device, dtype, 1 + VERIFIED, config.max_batch)
-    parts = Parts(decoder, shared, ("share",), folder, home)
+        STEP_THREADS.fix(config.threads)
+    mode = selection.needing(Need.QUANTIZED_TARGET)[0]
+    shared = replace(config, mode=mode, draft=None, auto_drafters=())
+    backend = backend_for(device, dtype, 1 + VERIFIED, config.max_batch)
+    parts = MemoryEstimate(decoder, shared, (mode,), folder, backend)
     plain, verify, draft = parts.step_seconds(config.quant, 1 + VERIFIED)
-    home.give_back()
-    alpha = ASSUMED[config.quant.bits]
+    backend.release_freed()
+    alpha = config.quant.format.acceptance[config.quant.bits]
     row = (verify - plain) / VERIFIED
     return max(
         (1 - alpha ** (num + 1)) / (1 - alpha) * plain / (num * draft + plain + num * row)

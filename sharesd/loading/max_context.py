@@ -1,4 +1,4 @@
-"""Length of the context: as given, or what the model and the free memory allow."""
+"""Length of the context: as given, or by model and free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from compile.attention import reads_live_slots
 from offload.planner import show_bytes
-from sharesd.config import FEWEST_CONTEXT, PLANNED_CONTEXT, EngineConfig
+from sharesd.config import MIN_CONTEXT, PLANNED_CONTEXT, EngineConfig
 from sharesd.devices.host_memory import free_memory, own_memory
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
@@ -19,9 +19,9 @@ from sharesd.models.decoder import Decoder
 log = logging.getLogger(__name__)
 
 PROBE_SLOTS = 32
-"""Slots of the small cache whose bytes are counted."""
+"""Slots of a small cache, to count its bytes."""
 SHARE_OF_FREE = 0.5
-"""Share of the free memory that KV caches may take, where their length is chosen."""
+"""Share of the free memory for KV caches of a chosen length."""
 
 
 class Context(NamedTuple):
@@ -40,11 +40,16 @@ def choose_context(
     copies: int = 1,
     planned: bool = False,
 ) -> Context:
-    """Tokens that each row of the KV cache shall hold, once the weights are loaded.
+    """Choose the tokens of a row of the KV cache.
 
-    `taps`: depths whose hidden states lie in the cache too. `copies`: caches of this size, a draft model's included.
-    `planned`: the weights take memory by a plan, or are shared out, so that what is free says little. ValueError where
-    the memory holds less than the fewest tokens.
+    Args:
+        target: the model, with its weights in memory.
+        taps: depths of hidden states in the cache.
+        copies: caches of this size, that of a draft model included.
+        planned: weights are placed by a plan or shared, so that free memory says little.
+
+    Raises:
+        ValueError: the memory holds less than the minimum.
     """
     own = target.max_context
     rows, per_token = config.max_batch, partial(_bytes_per_token, target, taps)
@@ -67,25 +72,25 @@ def choose_context(
     free = _free(device)
     holds = int(SHARE_OF_FREE * free / (copies * rows * per_token()))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
-    if holds < FEWEST_CONTEXT:
+    if holds < MIN_CONTEXT:
         raise ValueError(
             f"half of the free memory ({show_bytes(free)}) holds {holds} tokens of context {for_rows}, and at least "
-            f"{FEWEST_CONTEXT} are needed; lower --max-batch, or end what else takes memory"
+            f"{MIN_CONTEXT} are needed; lower --max-batch, or end what else takes memory"
         )
     if holds < most:
-        most = holds // FEWEST_CONTEXT * FEWEST_CONTEXT
+        most = holds // MIN_CONTEXT * MIN_CONTEXT
         reason = f"what half of the free memory ({show_bytes(free)}) holds {for_rows}"
     return Context(most, reason)
 
 
 def _require_room(tokens: int, rows: int, per_token: float, device: torch.device) -> None:
-    """ValueError, with what would fit, where a GPU has no room for the KV caches."""
+    """Raise ValueError if a GPU has no room for KV caches."""
     free = _free(device)
     if tokens * rows * per_token <= free:
         return
     batch, context = int(free / (tokens * per_token)), int(free / (rows * per_token))
     fits = [f"--max-batch {batch}"] if batch else []
-    fits += [f"--max-context {context}"] if context >= FEWEST_CONTEXT else []
+    fits += [f"--max-context {context}"] if context >= MIN_CONTEXT else []
     raise ValueError(
         f"KV caches of {rows} rows of {tokens} tokens take {show_bytes(tokens * rows * per_token)} and {device} has "
         f"{show_bytes(free)} free; take {' or '.join(fits) or 'a smaller model'}, or end what else runs there"
@@ -93,7 +98,7 @@ def _require_room(tokens: int, rows: int, per_token: float, device: torch.device
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that nobody has taken."""
+    """Return the free bytes of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return max(0, free_memory() - own_memory())

@@ -1,4 +1,4 @@
-"""Values of options as texts, for flags and for the keywords of `LLM`; ValueError for what is none."""
+"""Values of options from texts, for flags and for keywords of `LLM`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from quant.config import QuantConfig
-from sharesd.config import DType, EngineConfig, OffloadConfig, SplitConfig
+from sharesd.config import DType, EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.drafters import selection
+from sharesd.drafters.spec import Need
+from sharesd.loading.combinations import check_options
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """Short names of dtypes."""
 
 
 def whole(text: str) -> int:
-    """A whole number."""
+    """Return a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -24,7 +27,7 @@ def whole(text: str) -> int:
 
 
 def tree(text: str) -> str | tuple[int, ...]:
-    """Three whole numbers, K:DEPTH:BUDGET, or `auto` or `off`."""
+    """Return three whole numbers, K:DEPTH:BUDGET, or `auto` or `off`."""
     if text in ("auto", "off"):
         return text
     parts = text.split(":")
@@ -34,51 +37,66 @@ def tree(text: str) -> str | tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names with commas between."""
+    """Return names with commas between."""
     return tuple(name.strip() for name in text.split(","))
 
 
+def texts(given: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    """Return one text, or several, as a tuple."""
+    return tuple(map(str, [given] if isinstance(given, (str, Path)) else given))
+
+
 def dtype(text: str) -> str:
-    """A dtype, by its long or its short name."""
+    """Return a dtype, by its long or its short name."""
     name = DTYPES.get(text, text)
     if name not in get_args(DType):
         raise ValueError(f"{text!r} is none of {', '.join((*get_args(DType), *DTYPES))}")
     return name
 
 
-def split(text: str) -> SplitConfig:
-    """Devices between commas, `auto`, or a file with a device map."""
+def split(text: str) -> PipelineConfig:
+    """Return stages: devices between commas, `auto`, or a file with a device map."""
     if text == "auto" or text.endswith(".json"):
-        return SplitConfig(device_map=text)
-    return SplitConfig(devices=names(text))
+        return PipelineConfig(device_map=text)
+    return PipelineConfig(devices=names(text))
 
 
 def engine_config(
     given: Mapping[str, Any], *, modes: Sequence[str], best: Callable[[EngineConfig], QuantConfig]
 ) -> EngineConfig:
-    """The config of these fields of EngineConfig, of which the nested ones may be texts; for the first of `modes`.
+    """Return the config of keywords of `LLM`, nested ones as texts.
 
-    `best` tells what quant `auto` means.
+    Args:
+        modes: modes that are loaded; the first is the config's.
+        best: returns the quantization of quant `auto`.
+
+    Raises:
+        ValueError: unknown keywords, and values that cannot be honoured.
     """
-    known = [field.name for field in fields(EngineConfig) if field.name != "mode"]
+    own = [field.name for field in fields(EngineConfig) if field.name not in ("mode", "drafter_options")]
+    of_drafters = selection.option_fields()
+    known = [*own, *of_drafters]
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         near = get_close_matches(unknown, known, n=1)
         hint = f"take {near[0]}" if near else f"take one of {', '.join(known)}"
         raise ValueError(f"{unknown} is no option of LLM; {hint}")
     values = {name: _converted(name, value) for name, value in given.items()}
+    values["drafter_options"] = {name: values.pop(name) for name in of_drafters if name in values}
     auto = values.get("quant") == "auto"
     if auto:
         del values["quant"]
     if not isinstance(values.get("offload"), OffloadConfig):
         values["offload"] = _offload(values.get("offload", "auto"), values)
-    mode = "classic" if values.get("draft") is not None and "classic" in modes else modes[0]
-    config = EngineConfig(mode=mode, **values)  # type: ignore[arg-type]
+    users = selection.needing(Need.SECOND_MODEL) if values.get("draft") is not None else ()
+    mode = next((mode for mode in modes if mode in users), modes[0])
+    config = EngineConfig(mode=mode, **values)
+    check_options(config, modes)
     return replace(config, quant=best(config)) if auto else config
 
 
 def _offload(when: str, given: Collection[str]) -> OffloadConfig:
-    """A plan chooses what has not been given."""
+    """Leave to the plan what is not given."""
     return OffloadConfig(when=when, choose_bits="quant" not in given, choose_depth="max_draft" not in given)  # type: ignore[arg-type]
 
 
@@ -94,7 +112,7 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
     "num_draft": lambda text: None if text == "auto" else text,
     "threads": lambda text: None if text == "auto" else text,
 }
-"""Fields -> what their texts mean."""
+"""Fields -> parsers of their texts."""
 
 
 def _converted(name: str, value: Any) -> Any:

@@ -1,1 +1,4 @@
-"""Native decoder, checkpoints, GGUF, tokenizer, transformers fallback. Imports speculation and what is below."""
+"""Native decoder, checkpoints, GGUF, tokenizer, transformers fallback.
+
+Imports speculation and the rooms below it.
+"""

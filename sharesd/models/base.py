@@ -1,4 +1,4 @@
-"""What the engine asks of a model, native or not."""
+"""Protocol of models, native or fallback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from sharesd.kvcache.static import StaticKVCache
 
 
@@ -22,8 +22,9 @@ class CausalModel(Protocol):
     step_widths: frozenset[int]  # numbers of tokens for which steps are compiled; prompts run plainly and avoid them
 
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
-        """An empty cache in the model's dtype and on its device, which keeps the hidden states of these depths (see
-        `StaticKVCache`). ValueError for taps where a model hands out none.
+        """Return an empty cache in the model's dtype and on its device.
+
+        `taps`: depths whose hidden states it keeps (see `StaticKVCache`); ValueError if the model has none to give.
         """
         ...
 
@@ -32,11 +33,12 @@ class CausalModel(Protocol):
         tokens_BT: Tensor,
         cache: StaticKVCache,
         keep_BR: Tensor | None = None,
-        branches: Branches | None = None,
+        tree_mask: TreeAttentionMask | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] of the tokens at positions lengths..lengths+T-1, or [B, R, V] of the rows named by keep_BR.
+        """Return logits [B, T, V] of tokens at positions lengths..lengths+T-1.
 
-        Writes KV into slots lengths..lengths+T-1 and leaves `cache.lengths` alone. With `branches` the tokens form a
-        tree, and positions go by depth; only models with `takes_trees` do that.
+        With `keep_BR`, return [B, R, V] of these tokens alone. Writes KV into slots lengths..lengths+T-1 and does not
+        change `cache.lengths`. With `tree_mask` the tokens form a tree, and positions go by depth; only models with
+        `takes_trees` support that.
         """
         ...

@@ -1,9 +1,9 @@
-"""A checkpoint folder in the Hugging Face layout: its JSON files and its tensors."""
+"""Checkpoint folders in the Hugging Face layout: JSON files and tensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,20 @@ if TYPE_CHECKING:
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
+Progress = Callable[[str, int, int], None]
+"""Progress callback: (name of the job, steps done, steps in all)."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Report nothing: the default `Progress`."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError if it is missing, unreadable or not an object."""
+    """Return the object in a JSON file.
+
+    Raises:
+        ValueError: the file is missing, unreadable or not an object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -29,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json; ValueError where the folder is no checkpoint."""
+    """Return config.json; ValueError if the folder is no checkpoint."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give a checkpoint folder, a .gguf file or a hub id")
     if not (folder / "config.json").exists():
@@ -38,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
-    """Tokens that end a text, according to generation_config.json and config.json."""
+    """Return the end tokens that generation_config.json and config.json name."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
@@ -48,14 +59,18 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """A token id field, which may be null, one id or several."""
+    """Return the ids of a field: null, one id or several."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files which hold the tensors, safetensors first; ValueError where there are none or a shard is missing."""
+    """Return the weight files, safetensors first.
+
+    Raises:
+        ValueError: a file or shard is missing.
+    """
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if index.exists():
@@ -71,19 +86,23 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stamp(file: Path) -> list[int]:
-    """Size and time of the last change (ns): another one, as far as anybody can tell, for other content."""
+    """Return size and modification time (ns), which change with the content."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def identity(folder: Path) -> str:
-    """Names this checkpoint's weights as they are now, without reading them."""
+    """Return a key of the checkpoint's present weights, without reading them."""
     files = [file.resolve() for file in (folder / "config.json", *weight_files(folder))]
     return repr([(str(file), *stamp(file)) for file in files])
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of one file, mapped rather than read, one after the other; ValueError if it is damaged."""
+    """Yield names and tensors of one file, mapped into memory.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     try:
         if file.suffix == ".bin":
             import torch  # takes seconds, and tokenizers do without

@@ -14,19 +14,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from compile.attention import Branches, attend, flash_reads
-from compile.block_ranges import Range, Ranges, first_blocks
+from compile.attention import TreeAttentionMask, attend, supports_flash
+from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.fused_linear import project
-from multigpu.pipeline_parallel import Split
-from multigpu.tensor_parallel import WHOLE, Part
-from sharesd.devices.transfer import hop
+from multigpu.pipeline_parallel import PipelinePlan
+from multigpu.tensor_parallel import UNSHARDED, Shard
+from sharesd.devices.transfer import copy_to_device
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
-from sharesd.models.decoder_config import DecoderConfig, LayerKind
+from sharesd.models.decoder_config import DecoderConfig, LayerType
 
 
 def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
-    """A linear without values. (torch's skip_init does the same, after importing sympy and Dynamo for a second.)"""
+    """Return a linear without values.
+
+    torch's skip_init would import sympy and Dynamo for a second.
+    """
     linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
     for name, parameter in list(linear.named_parameters()):
         setattr(linear, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
@@ -34,9 +37,10 @@ def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, d
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32 at least (Zhang & Sennrich 2019).
+    """RMSNorm: x / rms(x) * weight (Zhang & Sennrich 2019).
 
-    With `gemma`, the weight is kept in float32 (one added at load) and multiplies before the cast.
+    Computed in float32 at least. With `gemma`, the weight is kept in float32 (one added at load) and multiplies before
+    the cast.
     """
 
     def __init__(self, size: int, eps: float, gemma: bool, *, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -54,17 +58,23 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Rotary attention with grouped key/value heads over a static cache."""
 
-    def __init__(self, config: DecoderConfig, kind: LayerKind, part: Part = WHOLE, **place) -> None:
+    def __init__(self, config: DecoderConfig, kind: LayerType, part: Shard = UNSHARDED, **place) -> None:
         super().__init__()
         c = config
-        self.num_heads, self.num_kv_heads, self.head_dim = part.of(c.num_heads), part.of(c.num_kv_heads), c.head_dim
-        self.scale, self.softcap = c.attn_scale, c.attn_softcap
+        self.num_attention_heads, self.num_key_value_heads, self.head_dim = (
+            part.of(c.num_attention_heads),
+            part.of(c.num_key_value_heads),
+            c.head_dim,
+        )
+        self.scale, self.softcap = c.attention_multiplier, c.attn_logit_softcapping
         self.window, self.use_rope = kind.window, kind.rope >= 0
-        width = (self.num_heads + 2 * self.num_kv_heads) * c.head_dim
+        width = (self.num_attention_heads + 2 * self.num_key_value_heads) * c.head_dim
         self.qkv = empty_linear(c.hidden_size, width, bias=c.qkv_bias, **place)
-        self.o = empty_linear(*part.of_second(c.num_heads * c.head_dim, c.hidden_size), bias=c.o_bias, **place)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.gemma_norm, **place) if c.qk_norm else None
+        self.o = empty_linear(
+            *part.of_second(c.num_attention_heads * c.head_dim, c.hidden_size), bias=c.o_bias, **place
+        )
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.gemma_norm, **place) if c.use_qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.gemma_norm, **place) if c.use_qk_norm else None
 
     def forward(
         self,
@@ -74,14 +84,16 @@ class Attention(nn.Module):
         k_cache_BKSd: Tensor,
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
-        *branches: Tensor,
+        *tree_mask: Tensor,
         recent: int = 0,
         norm: nn.Module | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + attention over norm(x)."""
+        """Return residual + attention over norm(x)."""
         heads = project(self.qkv, x_BTD, norm=norm).unflatten(-1, (-1, self.head_dim))
-        q_BTHd, k_BTKd, v_BTKd = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        q_BTHd, k_BTKd, v_BTKd = heads.split(
+            (self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads), dim=2
+        )
         out_BTHd = attend(
             q_BTHd,
             k_BTKd,
@@ -93,7 +105,7 @@ class Attention(nn.Module):
             window=self.window,
             recent=recent,
             softcap=self.softcap,
-            branches=Branches(*branches) if branches else None,
+            tree_mask=TreeAttentionMask(*tree_mask) if tree_mask else None,
             rotary=(cos_Pr, sin_Pr) if self.use_rope else None,
             norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
         )
@@ -103,25 +115,32 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, part: Part = WHOLE, **place) -> None:
+    def __init__(self, config: DecoderConfig, part: Shard = UNSHARDED, **place) -> None:
         super().__init__()
-        self.gate_up = empty_linear(config.hidden_size, 2 * part.of(config.mlp_size), bias=config.mlp_bias, **place)
-        self.down = empty_linear(*part.of_second(config.mlp_size, config.hidden_size), bias=config.mlp_bias, **place)
-        self.activation = config.activation
+        self.gate_up = empty_linear(
+            config.hidden_size, 2 * part.of(config.intermediate_size), bias=config.mlp_bias, **place
+        )
+        self.down = empty_linear(
+            *part.of_second(config.intermediate_size, config.hidden_size), bias=config.mlp_bias, **place
+        )
+        self.hidden_act = config.hidden_act
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
-        """residual + this MLP of norm(x)."""
-        return project(self.down, project(self.gate_up, x, norm=norm, gated=self.activation), residual=residual)
+        """Return residual + MLP of norm(x)."""
+        return project(self.down, project(self.gate_up, x, norm=norm, gated=self.hidden_act), residual=residual)
 
 
 class Block(nn.Module):
-    """One layer: a pure function of tensors, with nothing that tells it from other layers of its kind."""
+    """Attention and MLP, a pure function of tensors.
 
-    def __init__(self, config: DecoderConfig, kind: LayerKind, part: Part = WHOLE, **place) -> None:
+    It is equal for all layers of a kind.
+    """
+
+    def __init__(self, config: DecoderConfig, kind: LayerType, part: Shard = UNSHARDED, **place) -> None:
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, **place)
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm, **place)
 
         self.attn_norm, self.attn = norm(), Attention(config, kind, part, **place)
         self.mlp_norm, self.mlp = norm(), MLP(config, part, **place)
@@ -137,13 +156,15 @@ class Block(nn.Module):
         k_cache_BKSd: Tensor,
         v_cache_BKSd: Tensor,
         lengths_B: Tensor,
-        *branches: Tensor,
+        *tree_mask: Tensor,
         recent: int = 0,
     ) -> Tensor:
-        """The residual stream after this layer. Writes KV into slots lengths..lengths+T-1 of the caches. Cosines and
-        sines are those of all positions. `recent`: how far it looks back, see `attend`.
+        """Return the residual stream after this layer.
+
+        Writes KV into slots lengths..lengths+T-1 of the caches. `cos_Pr` and `sin_Pr` hold all positions. `recent`:
+        number of recent tokens in view, see `attend`.
         """
-        tensors = (cos_Pr, sin_Pr, k_cache_BKSd, v_cache_BKSd, lengths_B, *branches)
+        tensors = (cos_Pr, sin_Pr, k_cache_BKSd, v_cache_BKSd, lengths_B, *tree_mask)
         if self.sandwiched:
             x_BTD = x_BTD + self.attn_out_norm(self.attn(x_BTD, *tensors, recent=recent, norm=self.attn_norm))
             return x_BTD + self.mlp_out_norm(self.mlp(x_BTD, self.mlp_norm))
@@ -152,12 +173,12 @@ class Block(nn.Module):
 
 
 def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:
-    """How blocks run unless `Decoder.run_block` is replaced."""
+    """Run a block eagerly: the default of `Decoder.run_block`."""
     return block(*tensors, recent=recent)
 
 
 class Decoder(nn.Module):
-    """A causal language model over a static KV cache, as `sharesd.models.base.CausalModel` asks.
+    """Causal language model over a static KV cache; see `sharesd.models.base.CausalModel`.
 
     Weights start uninitialised; `sharesd.models.loader.load_decoder` fills them.
     """
@@ -169,20 +190,22 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         block_device: torch.device | str | None = None,
-        part: Part = WHOLE,
-        split: Split | None = None,
+        part: Shard = UNSHARDED,
+        split: PipelinePlan | None = None,
     ) -> None:
-        """`split`: where each part is, instead of all on `device`; the blocks are handed over by whoever puts `ranges`
-        in their place. `block_device`: of the blocks, if it is another: on `meta` they take no memory before they are
-        replaced.
-        `part`: what this rank has of heads and of each linear; what `o`, `down` and the head give is put together by
-        whoever puts that in their place.
+        """Allocate a decoder without values.
+
+        Args:
+            block_device: device of the blocks, if not `device`; on `meta` they take no memory before they are replaced.
+            part: this rank's share of heads and of each linear; wrappers of `o`, `down` and the head combine the
+                outputs.
+            split: device of each stage, instead of all on `device`; a wrapper in `ranges` moves inputs between stages.
         """
         super().__init__()
         self.config, self.part = config, part
-        self.split = split or Split.of([torch.device(device)], [len(config.layers)])
+        self.split = split or PipelinePlan.of([torch.device(device)], [config.num_hidden_layers])
         first, device = self.split.stages[0].device, self.split.stages[-1].device
-        self.name = f"{config.architecture} (native)"
+        self.name = f"{config.model_type} (native)"
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
         self.takes_trees = True
         self.step_widths: frozenset[int] = frozenset()
@@ -190,31 +213,39 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding.from_pretrained(table_VD)
         self.blocks = nn.ModuleList(
             Block(config, kind, part, dtype=dtype, device=block_device or self.split.device_of(i))
-            for i, kind in enumerate(config.layers)
+            for i, kind in enumerate(config.layer_types)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.gemma_norm, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm, dtype=dtype, device=device)
         self.head = nn.Linear(config.hidden_size, part.of(config.vocab_size), bias=False, dtype=dtype, device="meta")
-        head_VD = self.embed.weight if part == WHOLE else nn.Parameter(table_VD[part.rows(config.vocab_size)])
-        tied = config.tied and first == device
-        self.head.weight = head_VD if tied else nn.Parameter(torch.empty_like(head_VD, device=device))
-        self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # rounded as transformers rounds it
-        for i, params in enumerate(config.ropes):
-            inv_freq_r, factor = rope.frequencies(params, config.head_dim, config.max_positions)
+        head_VD = self.embed.weight if part == UNSHARDED else nn.Parameter(table_VD[part.rows(config.vocab_size)])
+        tie_word_embeddings = config.tie_word_embeddings and first == device
+        self.head.weight = head_VD if tie_word_embeddings else nn.Parameter(torch.empty_like(head_VD, device=device))
+        self.embedding_multiplier = torch.tensor(
+            config.embedding_multiplier, dtype=dtype
+        ).item()  # rounded as transformers rounds it
+        for i, params in enumerate(config.rope_parameters):
+            inv_freq_r, factor = rope.frequencies(params, config.head_dim, config.max_position_embeddings)
             cos, sin = rope.tables(inv_freq_r, factor, positions=config.max_context, dtype=dtype, device=device)
             self.register_buffer(f"cos_{i}", cos, persistent=False)
             self.register_buffer(f"sin_{i}", sin, persistent=False)
         self._tables_elsewhere: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.run_block: Callable[..., Tensor] = call_block
-        """(block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x. Compilation puts its own here."""
-        self.ranges: Ranges = lambda: (Range(0, len(config.layers)),)
-        """How blocks run, at each call, one by one: offloading puts its own here."""
+        """Runner of a block, replaced by compilation.
+
+        (block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x.
+        """
+        self.ranges: BlockRanges = lambda: (BlockRange(0, config.num_hidden_layers),)
+        """Ranges of blocks to run, read at each call; offloading replaces them."""
         self.run_stack: Callable[..., Tensor] | None = None
-        """(x, cache, branches) -> x: all blocks and the last norm, where compilation puts something of its own here."""
+        """Runner of all blocks and the last norm, if compilation sets one.
+
+        (x, cache, branches) -> x.
+        """
 
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""
         c, table = self.config, self.get_buffer("cos_0")
-        shapes = [(self.part.of(c.num_kv_heads), c.head_dim)] * len(c.layers)
+        shapes = [(self.part.of(c.num_key_value_heads), c.head_dim)] * c.num_hidden_layers
         return StaticKVCache(
             shapes=shapes,
             batch=batch,
@@ -223,8 +254,8 @@ class Decoder(nn.Module):
             device=table.device,
             taps=taps,
             hidden_size=c.hidden_size,
-            split=self.split if self.split.hands_over else None,
-            whole_rows=self.flash_reads,
+            split=self.split if self.split.crosses_devices else None,
+            whole_rows=self.supports_flash,
         )
 
     def forward(
@@ -232,74 +263,76 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         cache: StaticKVCache,
         keep_BR: Tensor | None = None,
-        branches: Branches | None = None,
+        tree_mask: TreeAttentionMask | None = None,
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
         split = self.split
-        if split.hands_over:
-            [tokens_BT] = hop(split.stages[0].device, tokens_BT, seconds=split.hop_seconds)
+        if split.crosses_devices:
+            [tokens_BT] = copy_to_device(split.stages[0].device, tokens_BT, seconds=split.simulated_latency_s)
         x_BTD = self.embed(tokens_BT)
-        if self.embed_scale != 1.0:
-            x_BTD = x_BTD * self.embed_scale
-        x_BTD = (self.run_stack or self._run_stack)(x_BTD, cache, branches)
+        if self.embedding_multiplier != 1.0:
+            x_BTD = x_BTD * self.embedding_multiplier
+        x_BTD = (self.run_stack or self._run_stack)(x_BTD, cache, tree_mask)
         if keep_BR is not None:
-            if split.apart is not None:
-                [keep_BR] = hop(split.stages[-1].device, keep_BR)
+            if split.caller_device is not None:
+                [keep_BR] = copy_to_device(split.stages[-1].device, keep_BR)
             x_BTD = x_BTD.gather(1, keep_BR[:, :, None].expand(-1, -1, x_BTD.shape[-1]))
         logits_BRV = project(self.head, x_BTD, norm=self.norm if self._norm_in_head else None)
-        cap = self.config.final_softcap
+        cap = self.config.final_logit_softcapping
         if cap:
             logits_BRV = cap * torch.tanh(logits_BRV / cap)
-        if split.apart is not None:
-            [logits_BRV] = hop(split.apart, logits_BRV, seconds=split.hop_seconds)
+        if split.caller_device is not None:
+            [logits_BRV] = copy_to_device(split.caller_device, logits_BRV, seconds=split.simulated_latency_s)
         return logits_BRV
 
     @property
-    def flash_reads(self) -> bool:
-        """True where pieces of prompts are attended to by flash attention, which reads no slots but live ones."""
+    def supports_flash(self) -> bool:
+        """True if prefill runs flash attention, which reads live slots alone."""
         c, table = self.config, self.get_buffer("cos_0")
-        return flash_reads(table.device, table.dtype, c.head_dim, c.attn_softcap)
+        return supports_flash(table.device, table.dtype, c.head_dim, c.attn_logit_softcapping)
 
     @property
     def _norm_in_head(self) -> bool:
-        """Whether the last norm is done in the launch of the head."""
+        """True if the launch of the head includes the last norm."""
         return self.run_stack is None and getattr(self.head, "fuses", False)
 
     @property
     def normed_depth(self) -> int:
-        """Number of the tap behind the last norm."""
-        return len(self.config.layers) + 1
+        """Depth of the tap after the last norm."""
+        return self.config.num_hidden_layers + 1
 
     @property
     def rope_tables(self) -> list[tuple[Tensor, Tensor]]:
         """(Cosines, sines) [positions, r] of every rope."""
-        return [(self.get_buffer(f"cos_{i}"), self.get_buffer(f"sin_{i}")) for i in range(len(self.config.ropes))]
+        return [
+            (self.get_buffer(f"cos_{i}"), self.get_buffer(f"sin_{i}")) for i in range(len(self.config.rope_parameters))
+        ]
 
     def _tables_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """`rope_tables` of a stage there."""
+        """Return `rope_tables` on this device."""
         if device == self.get_buffer("cos_0").device:
             return self.rope_tables
         if device not in self._tables_elsewhere:
             self._tables_elsewhere[device] = [(cos.to(device), sin.to(device)) for cos, sin in self.rope_tables]
         return self._tables_elsewhere[device]
 
-    def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None) -> Tensor:
+    def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None) -> Tensor:
         tables = self.rope_tables
-        for each in first_blocks(self.ranges(), len(self.blocks)):
+        for each in limit_ranges(self.ranges(), len(self.blocks)):
             each.before()
-            here, view = cache, branches
-            if each.hand_over is not None:
-                x_BTD, here, view = each.hand_over(x_BTD, cache, branches)
+            here, view = cache, tree_mask
+            if each.move_inputs is not None:
+                x_BTD, here, view = each.move_inputs(x_BTD, cache, tree_mask)
                 tables = self._tables_on(x_BTD.device)
             for index in range(each.first, each.first + each.num_blocks):
-                rotary = tables[max(self.config.layers[index].rope, 0)]
+                rotary = tables[max(self.config.layer_types[index].rope, 0)]
                 tensors = (*rotary, here.k[index], here.v[index], here.lengths, *(view or ()))
                 x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=here.recent)
                 cache.tap(index + 1, x_BTD)
             each.after()
         end = self.split.stages[-1].device
         if end != self.split.device_of(len(self.blocks) - 1):  # where only the first few blocks ran
-            [x_BTD] = hop(end, x_BTD)
+            [x_BTD] = copy_to_device(end, x_BTD)
         if self._norm_in_head and self.normed_depth not in cache.taps:
             return x_BTD
         normed_BTD = self.norm(x_BTD)

@@ -1,8 +1,8 @@
-"""The fallback: any other causal language model of transformers, over our static KV cache. Slower than the native one.
+"""Transformers fallback: other causal language models over the static KV cache.
 
-transformers' own modelling code runs unchanged (eager attention). A cache of ours writes each row's keys and values at
-its own length and returns all slots; a mask of ours applies the model's own rule (causal, sliding, chunked) to the
-rows' own positions. At load, a few tokens are run both ways: a model whose logits differ is refused.
+Slower than the native decoder. Modelling code of transformers runs unchanged (eager attention). The cache writes each
+row's keys and values at the row's length and returns all slots; the mask applies the model's rule (causal, sliding,
+chunked) to the row's positions. At load, a few tokens run both ways: a model whose logits differ is refused.
 
 Legend: B rows, T new tokens, R kept rows, S slots, V vocabulary.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,44 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import eager_mask
+from transformers.utils import logging as hf_logging
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.models import checkpoint as files
-from sharesd.models.decoder_config import Unsupported
-from sharesd.models.quiet import quiet_transformers
+from sharesd.models import checkpoint
+from sharesd.models.decoder_config import UnsupportedArchitecture
 
 log = logging.getLogger(__name__)
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers whose only state is keys and values by position."""
+"""Layer types whose only state is keys and values by position."""
 GROWING_ROPES = ("dynamic", "longrope")
 """Rope rules whose angles depend on the longest text so far."""
 PROBE_SLOTS = 1024
-"""Of the cache in the check at load: many, so that code which counts from the last slot is noticed."""
+"""KV slots of the check at load.
+
+Many, to detect code that counts from the last slot.
+"""
 UNLIMITED_CONTEXT = 1 << 20
-"""For models without a table of positions (ALiBi)."""
+"""Context of models without a table of positions (ALiBi)."""
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide the progress bars and warnings of transformers."""
+    bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 class HFModel(nn.Module):
-    """A model of transformers as a `CausalModel`; its linears are nn.Linear or transformers' Conv1D."""
+    """Model of transformers as a `CausalModel`; linears are nn.Linear or transformers' Conv1D."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -70,10 +88,10 @@ class HFModel(nn.Module):
         tokens_BT: Tensor,
         cache: StaticKVCache,
         keep_BR: Tensor | None = None,
-        branches: Branches | None = None,
+        tree_mask: TreeAttentionMask | None = None,
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
-        assert branches is None, "the fallback takes no trees"
+        assert tree_mask is None, "the fallback takes no trees"
         B, T = tokens_BT.shape
         inputs: dict[str, Any] = {
             "input_ids": tokens_BT,
@@ -95,19 +113,19 @@ class HFModel(nn.Module):
 def load_hf(
     folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> HFModel:
-    """A checkpoint through transformers; ValueError, naming the architecture, if it cannot be served exactly."""
-    files.weight_files(folder)
+    """Load a checkpoint through transformers; ValueError if it cannot be served exactly."""
+    checkpoint.weight_files(folder)
     AttentionMaskInterface.register("eager", _per_row_mask)
     with quiet_transformers():
         model = _load(folder, dtype, trust_remote_code)
         try:
             served = HFModel(model.to(device).eval().requires_grad_(False))
             _check_exact(served)
-        except Unsupported:
+        except UnsupportedArchitecture:
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError) as error:
             raise _refusal(model.config, f"code that does not run over a static cache ({error})") from error
-    served.eos_ids = files.eos_ids(folder)
+    served.eos_ids = checkpoint.eos_ids(folder)
     log.warning("%s runs through transformers, slower than a native decoder", model.config.model_type)
     return served
 
@@ -124,7 +142,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except Unsupported:
+    except UnsupportedArchitecture:
         raise
     except (OSError, KeyError, ImportError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -138,14 +156,14 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     return model
 
 
-def _refusal(config: Any, feature: str) -> Unsupported:
-    return Unsupported(
+def _refusal(config: Any, feature: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(
         f"architecture {config.model_type!r} is not supported: it has {feature}; give a decoder-only attention model"
     )
 
 
 def _refuse_by_config(config: Any) -> None:
-    """What is known to be impossible before any weight is read."""
+    """Raise UnsupportedArchitecture if the config alone rules the model out."""
     if config.is_encoder_decoder:
         raise _refusal(config, "an encoder")
     known = AutoModelForCausalLM._model_mapping
@@ -164,7 +182,7 @@ def _refuse_by_config(config: Any) -> None:
 
 
 def _kv_shapes(model: Any) -> list[tuple[int, int]]:
-    """Heads and head size of every layer's keys and values, found by running one token."""
+    """Return KV heads and head size of each layer, from one token."""
     with torch.inference_mode():
         cache = model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True).past_key_values
     shapes = []
@@ -179,7 +197,10 @@ def _kv_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def _check_exact(served: HFModel) -> None:
-    """Run a few tokens plainly and through the static cache, in rows of different lengths: logits must agree."""
+    """Check that logits with the static cache equal those without.
+
+    Runs a few tokens both ways, in rows of different lengths.
+    """
     config, device = served.model.config, served.model.device
     tokens_BT = (torch.arange(14, device=device).view(2, 7) * 37 + 11) % config.vocab_size
     cache = served.new_cache(2, min(PROBE_SLOTS, served.max_context))
@@ -198,7 +219,7 @@ def _check_exact(served: HFModel) -> None:
 
 
 class _RowLayer(CacheLayerMixin):
-    """One layer's tensors, written at each row's own length."""
+    """Keys and values of one layer, written at each row's length."""
 
     def __init__(self, keys_BKSd: Tensor, values_BKSd: Tensor, lengths_B: Tensor) -> None:
         super().__init__()
@@ -229,14 +250,17 @@ class _RowLayer(CacheLayerMixin):
 
 
 class _RowCache(Cache):
-    """A static cache in the form that transformers' models write to."""
+    """Static cache in the form that transformers' models write to."""
 
     def __init__(self, cache: StaticKVCache) -> None:
         super().__init__(layers=[_RowLayer(k, v, cache.lengths) for k, v in zip(cache.k, cache.v, strict=True)])
 
 
 def _per_row_mask(*args, **kwargs) -> Tensor | None:
-    """Additive mask [B, 1, T, S] for rows at different positions; transformers' own mask for all other callers."""
+    """Return the additive mask [B, 1, T, S], one position per row.
+
+    Calls without a position per row return transformers' mask.
+    """
     lengths_B = kwargs.get("q_offset")
     if not (isinstance(lengths_B, Tensor) and lengths_B.ndim == 1):
         return eager_mask(*args, **kwargs)

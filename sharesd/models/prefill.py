@@ -1,6 +1,6 @@
-"""Reading prompts into a KV cache, row by row and piece by piece.
+"""Prefill of prompts into a KV cache, in pieces.
 
-Legend: B rows, T tokens of a chunk, R of them whose logits are wanted, V vocabulary.
+Legend: B rows, T tokens of a chunk, R tokens whose logits are returned, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ import torch
 from torch import Tensor
 
 from compile.attention import MAX_STEP
-from sharesd.devices.host_buffers import sent
+from sharesd.devices.host_buffers import to_device
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
 CHUNK = 512
-"""Tokens per forward pass at most: long enough for full matrix speed, short enough for little memory."""
+"""Maximum tokens per forward pass: full matrix speed, and little memory."""
 LONG_CHUNK = 2048
-"""In place of CHUNK where weights come through a slow link for each pass, however many tokens it reads."""
+"""Chunk of offloaded models, whose weights are transferred once a pass."""
 PIECES = (MAX_STEP, 128, 256, CHUNK)
-"""Numbers of rows of a forward pass on a GPU, where kernels are chosen, planned and compiled for each number. The
-shortest is the longest that steps' attention takes, which reads no slots but live ones."""
+"""Sizes of a forward pass on a GPU, in tokens.
+
+Kernels are chosen, planned and compiled for each size. The smallest is the largest that the attention of steps takes,
+which reads live slots alone.
+"""
 
 
 class Piece(NamedTuple):
-    """Tokens of a prompt which one forward pass reads."""
+    """Tokens of a prompt that one forward pass reads."""
 
     first: int
-    """The first of them."""
+    """Position of the first token."""
     end: int
-    """After the last."""
+    """Position after the last token."""
     size: int
-    """Rows of the pass: the tokens, and padding behind them."""
+    """Rows of the pass: tokens, then padding."""
 
 
 def next_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: int, most: int = CHUNK) -> Piece:
-    """What to read next of a prompt of this length, of which so many tokens have been read: at most `most` tokens.
+    """Return the next piece of a prompt, of at most `most` tokens.
 
-    In rows that are computed alone, tokens may lie anywhere. `in_pieces` of other models they lie at absolute places.
+    `num_read` of the prompt's `length` tokens have been read. The piece may start at any token; `next_padded_piece` has
+    fixed boundaries.
     """
     end = min(length, num_read + most)
     size = end - num_read
@@ -49,9 +53,11 @@ def next_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: 
 
 
 def next_padded_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: int) -> Piece:
-    """`next_piece` where a row's bits depend on the number of rows: it ends where a multiple of CHUNK or the prompt
-    does, and is padded to the next of few sizes. So results depend on the prompt alone, if what was read before was
-    read in this way, up to a multiple of CHUNK.
+    """Return the next piece of a prompt, padded to a fixed size.
+
+    For devices on which a row's bits depend on the number of rows. The piece ends at a multiple of CHUNK or at the end
+    of the prompt. Results then depend on the prompt alone, if the tokens before were read in this way, up to a multiple
+    of CHUNK.
     """
     end = min(length, whole_chunks(num_read) + CHUNK)
     sizes = [size for size in PIECES if size == CHUNK or size not in model.step_widths]
@@ -62,16 +68,16 @@ def next_padded_piece(model: CausalModel, cache: StaticKVCache, num_read: int, l
 def read_piece(
     model: CausalModel, cache: StaticKVCache, row: int, tokens: Sequence[int], piece: Piece, num_rows: int = 1
 ) -> Tensor:
-    """Write the KV of a piece of a row's prompt, and nothing else; returns the logits [R, V] after its last `num_rows`
-    tokens.
+    """Write KV of a piece of a prompt; return logits [R, V].
 
-    The row's length is then the end of the piece; what padding writes lies above it.
+    The logits are those of the last `num_rows` tokens. The row's length is then the end of the piece; padding writes
+    above it.
     """
     first, end, size = piece
     # Kernels for steps read live slots alone, of whole caches. Those for prompts read all that they are given.
     view = cache.row(row, cache.slots if size <= MAX_STEP else _up_to_chunk(first + size))
     view.lengths.fill_(first)
-    piece_1T = sent([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
+    piece_1T = to_device([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
     last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
     view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
     try:
@@ -83,15 +89,19 @@ def read_piece(
 
 
 def reads_in_pieces(cache: StaticKVCache) -> bool:
-    """Whether prompts are read in few sizes of passes, for which kernels are chosen, planned and compiled: on a GPU."""
+    """Return True if passes have a few fixed sizes: on a GPU.
+
+    Kernels are compiled for these sizes.
+    """
     return cache.lengths.device.type != "cpu"
 
 
 def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], num_kept: list[int]) -> Tensor:
-    """Write the KV of each row's prompt; returns the logits [B, V] after its last token. An empty row stays idle.
+    """Write KV of prompts; return logits [B, V] of last tokens.
 
-    The first `num_kept` tokens of a row are in the cache already (at least one token is always read anew). On a CPU
-    rows are read together, padded on the right: what padding writes lies above the row's length.
+    A row with an empty prompt stays idle. The first `num_kept` tokens of a row are in the cache already (at least one
+    token is always read anew). On a CPU rows are read together, padded on the right: padding writes above the row's
+    length.
     """
     if reads_in_pieces(cache):
         return prefill_in_pieces(model, cache, prompts, num_kept)
@@ -121,7 +131,7 @@ def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], 
 def prefill_in_pieces(
     model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], num_kept: list[int]
 ) -> Tensor:
-    """`prefill` of each row by itself, in padded pieces."""
+    """Run `prefill` on each row by itself, in padded pieces."""
     logits = []
     for row, (prompt, kept) in enumerate(zip(prompts, num_kept, strict=True)):
         tokens = prompt or [0]
@@ -135,12 +145,12 @@ def prefill_in_pieces(
 
 
 def whole_chunks(num_tokens: int) -> int:
-    """So many of the first tokens of a longer prompt as it would read in chunks of full size."""
+    """Return how many tokens lie in chunks of full size."""
     return num_tokens // CHUNK * CHUNK
 
 
 def slots_for(max_context: int) -> int:
-    """Slots that prompts of up to `max_context` tokens need, padding included."""
+    """Return the KV slots of prompts of up to `max_context` tokens, padded."""
     return _up_to_chunk(max_context)
 
 

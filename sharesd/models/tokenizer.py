@@ -1,7 +1,7 @@
-"""Text to token ids and back, without the seconds that importing transformers takes.
+"""Tokenizer and chat templates, without importing transformers (which takes seconds).
 
 Reads tokenizer.json with the `tokenizers` package and renders chat templates as transformers does. Folders without a
-tokenizer.json go through transformers once, for its conversion.
+tokenizer.json are converted by transformers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ from tokenizers import AddedToken
 from sharesd.models.checkpoint import eos_ids, read_json
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
-"""Tokens that end an answer where the chat template or the vocabulary's end token uses them."""
+"""Tokens that end an answer.
+
+Used if the chat template or the vocabulary's end token has them.
+"""
 
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
-"""Tokens around the calls of tools, which are text here even where a tokenizer has them as special."""
+"""Tokens around tool calls.
+
+Treated as text even if a tokenizer lists them as special.
+"""
 
 LONG = 2000
-"""Characters from which a text is encoded without holding up other threads."""
+"""Characters from which a text is encoded with the interpreter lock released."""
 
 _TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What templates, which are programs of others, raise about what they are given."""
+"""Errors that templates raise for messages they refuse."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -51,8 +57,11 @@ class Tokenizer:
         tool_template: str | None = None,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        """`special` maps roles (`bos_token`, `eos_token`, ...) to tokens, for the chat template. `tool_template` is
-        the one for conversations with tools, where there is one of its own.
+        """Wrap a tokenizer.
+
+        Args:
+            special: role (`bos_token`, ...) -> token, for the chat template.
+            tool_template: template for conversations with tools; `chat_template` if None.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -62,27 +71,33 @@ class Tokenizer:
         self.chat_template, self.tool_template = chat_template, tool_template or chat_template
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.has_bytes = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
-        """Whether there are tokens of single bytes, like <0x0A>."""
+        """True if there are tokens of single bytes, like <0x0A>."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, the added ones included. A model's logits may have more columns (padding)."""
+        """Number of tokens, added ones included.
+
+        A model's logits may have more columns (padding).
+        """
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
-        """True when `chat` can be used."""
+        """True if `chat` can be used."""
         return self.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written in it are recognised."""
+        """Return token ids of a text; special tokens in it are recognised."""
         if len(text) < LONG:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         # `encode` keeps the interpreter to itself, for seconds with megabytes; batches let go of it.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Ids without a token (padding of the vocabulary) give nothing."""
+        """Return the text of token ids.
+
+        Padding ids of the vocabulary give nothing.
+        """
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def chat(
@@ -93,15 +108,21 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation of `{"role": ..., "content": ...}`, as `render_chat` writes it.
+        """Return token ids of messages, as `render_chat` writes them.
 
-        Raises ValueError where there is no chat template or where it refuses the messages.
+        A message is `{"role": ..., "content": ...}`.
+
+        Raises:
+            ValueError: there is no chat template, or it refuses the messages.
         """
         text = self.render_chat(messages, add_generation_prompt, tools=tools, variables=variables)
         return self.encode(text, add_special_tokens=False)
 
     def ask(self, question: str) -> list[int]:
-        """Token ids of a user's message: in the chat template, or bare where there is none."""
+        """Return token ids of a user message.
+
+        In the chat template if there is one.
+        """
         if self.chat_template is None:
             return self.encode(question)
         return self.chat([{"role": "user", "content": question}])
@@ -114,8 +135,9 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text which `chat` encodes. `tools` are functions as OpenAI has them; `variables` are for
-        `template_variables`.
+        """Return the text that `chat` encodes.
+
+        `tools`: functions in OpenAI's form; `variables`: values of `template_variables`.
         """
         source = self.tool_template if tools else self.chat_template
         if source is None:
@@ -135,12 +157,12 @@ class Tokenizer:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
+        """True if the chat template shows tools to the model."""
         return "tools" in self._variables
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """What the chat template reads besides what `render_chat` always gives it."""
+        """Variables of the chat template that `render_chat` does not set itself."""
         given = {"messages", "add_generation_prompt", "tools", "documents", *self.special}
         return self._variables - given - set(_environment().globals)
 
@@ -152,13 +174,17 @@ class Tokenizer:
             return frozenset()
 
     def fingerprint(self) -> str:
-        """Equal for tokenizers with the same ids for the same tokens."""
+        """Return a hash that is equal for equal vocabularies."""
         vocab = sorted((i, token) for token, i in self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder; ValueError if there is none or its files are damaged."""
+    """Return the tokenizer of a checkpoint folder.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special = _special_tokens(config)
     if (folder / "tokenizer.json").exists():
@@ -176,7 +202,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """ValueError, naming the first token that differs, unless both give the same ids to the same tokens."""
+    """Raise ValueError with the first token that differs between two vocabularies."""
     if target.fingerprint() == draft.fingerprint():
         return
     for i in range(max(target.vocab_size, draft.vocab_size)):
@@ -190,14 +216,14 @@ def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 class TextStream:
-    """Text of tokens that come one after the other: only what later tokens can no longer change.
+    """Incremental decoding: text that later tokens can no longer change.
 
-    All pieces and the rest, put together, are exactly `decode` of all ids. Held back are incomplete UTF-8 sequences and
+    All pieces and the rest, joined, equal `decode` of all ids. Held back are incomplete UTF-8 sequences and
     runs of byte tokens, which decode together. Each step decodes only the last pieces, for the spaces between them.
     """
 
     MOST = 12
-    """Tokens that may be decoded again; beyond, the last piece alone is. (To cut them takes a decoding too.)"""
+    """Tokens that may be decoded again; beyond, the last piece alone."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -206,7 +232,7 @@ class TextStream:
         self._shown = ""  # their text
 
     def push(self, ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that they complete, perhaps none."""
+        """Add tokens; return the text that they complete, perhaps none."""
         self._ids += ids
         text = self._decode(self._ids)
         if text.endswith("\ufffd") or (self._tokenizer.has_bytes and self._ends_in_byte()):
@@ -220,14 +246,14 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The text still held back; nothing may be added after it."""
+        """Return the text still held back; nothing may be added after it."""
         return self._decode(self._ids)[len(self._shown) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip)
 
     def _ends_in_byte(self) -> bool:
-        """True when the last token that decoding does not skip is a byte token."""
+        """Return True if the last token that decoding keeps is a byte."""
         backend = self._tokenizer.backend
         for i in reversed(self._ids):
             token = backend.id_to_token(i)
@@ -237,13 +263,16 @@ class TextStream:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Roles and tokens of tokenizer_config.json, where a token is a string or an object with `content`."""
+    """Return role -> token of tokenizer_config.json.
+
+    A token is a string or an object with `content`.
+    """
     values = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
     return {k: v for k, v in values.items() if isinstance(v, str)}
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Special tokens which only tokenizer_config.json knows."""
+    """Add special tokens that only tokenizer_config.json lists."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
@@ -257,7 +286,7 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     from transformers import AutoTokenizer
 
-    from sharesd.models.quiet import quiet_transformers
+    from sharesd.models.hf import quiet_transformers
 
     try:
         with quiet_transformers():
@@ -282,8 +311,9 @@ def _with_tool_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokeni
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
-    """The template of this name: of its own file, else of tokenizer_config.json, where it may be one of several. A
-    single one is the default.
+    """Return the template of this name, or None.
+
+    From its own file, else from tokenizer_config.json, which holds a list or a single default.
     """
     file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.exists():
@@ -303,7 +333,10 @@ def _end_ids(
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only shows its body."""
+    """Tag `{% generation %}`, which renders its body.
+
+    In training it marks the assistant's tokens.
+    """
 
     tags = {"generation"}
 

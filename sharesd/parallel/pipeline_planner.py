@@ -1,4 +1,4 @@
-"""From options and a checkpoint's header to a split: which devices there are, and which blocks each of them gets."""
+"""Pipeline stages from options and a checkpoint's config."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from pathlib import Path
 
 import torch
 
-from multigpu.pipeline_parallel import Sizes, Split, from_map, shares
+from multigpu.pipeline_parallel import PipelinePlan, PipelineSizes, parse_device_map
+from multigpu.pipeline_parallel import balance_blocks as share_blocks
 from sharesd.config import EngineConfig, Mode
 from sharesd.devices.selection import device_of
+from sharesd.drafters import registry, selection
+from sharesd.drafters.spec import Need
 from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import Unsupported
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
-from sharesd.weights.memory_estimate import kv_bytes, low_bytes, quantizer_of
+from sharesd.weights.kv_slots import WIDEST_STEP, kv_bytes, kv_slots
+from sharesd.weights.memory_estimate import quantized_bytes, quantizer_for
 from sharesd.weights.offload_planner import LEFT_FREE
 
 log = logging.getLogger(__name__)
 
 
-def split_for(config: EngineConfig, modes: Sequence[Mode], folder: Path, dtype: torch.dtype) -> Split | None:
-    """Where each part of the target in a folder goes; None where no stages are wanted.
+def plan_pipeline(config: EngineConfig, modes: Sequence[Mode], folder: Path, dtype: torch.dtype) -> PipelinePlan | None:
+    """Plan the target's pipeline stages; None without options of stages.
 
-    Raises ValueError for devices that are not there, models that are no native decoders, and what does not fit.
+    Raises:
+        ValueError: devices that are not there, and limits that no plan stays within.
     """
     wanted = config.split
-    if not wanted.wanted:
+    if not wanted.enabled:
         return None
-    try:
-        shape = decoder_config(folder)
-    except Unsupported as reason:
-        raise ValueError(f"only native decoders are split among devices: {reason}; leave devices out") from None
+    shape = decoder_config(folder)
     if wanted.device_map not in (None, "auto"):
-        names, num_blocks = from_map(_read_map(Path(str(wanted.device_map))), len(shape.layers))
+        names, num_blocks = parse_device_map(_read_map(Path(str(wanted.device_map))), shape.num_hidden_layers)
         devices = _devices(names)
     else:
         devices = _devices(wanted.devices or _all_gpus(config))
         names = [str(device) for device in devices]
         decoder = Decoder(shape, dtype=dtype, device="meta")
-        num_blocks = shares(_sizes(decoder, config, modes, devices), _limits(config, devices), names)
-    split = Split.of(devices, num_blocks, wanted.hop_seconds)
+        num_blocks = share_blocks(_sizes(decoder, config, modes, devices), _limits(config, devices), names)
+    split = PipelinePlan.of(devices, num_blocks, wanted.simulated_latency_s)
     for stage in split.stages:
         log.info("stage on %s: blocks %d to %d", stage.device, stage.first, stage.blocks[-1])
     return split
@@ -59,7 +60,7 @@ def _devices(names: Sequence[str]) -> list[torch.device]:
 
 
 def _all_gpus(config: EngineConfig) -> list[str]:
-    """Those of `max_memory`, where that is given."""
+    """Return all GPUs, or those of `max_memory`."""
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if not found:
         raise ValueError("the devices are to be found out, and torch finds no GPU; name them (--devices)")
@@ -78,7 +79,7 @@ def _read_map(file: Path) -> dict[str, str | int]:
 
 
 def _limits(config: EngineConfig, devices: Sequence[torch.device]) -> list[float]:
-    """Bytes that each stage may take: as given, else what is free. Stages that share a device share that."""
+    """Return the bytes of each stage: as given, else free memory."""
     given, on_cpu = dict(config.split.max_memory), devices[0].type == "cpu"
     if on_cpu and not given:
         return [math.inf] * len(devices)  # all of them have the host's memory
@@ -98,33 +99,40 @@ def _limits(config: EngineConfig, devices: Sequence[torch.device]) -> list[float
     return [limit / times[number] for number, limit in zip(numbers, limits, strict=True)]
 
 
-def _sizes(decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], devices: Sequence[torch.device]) -> Sizes:
-    """Of a decoder on the meta device."""
-    needs = {*config.drafters_of(*modes)}
+def _sizes(
+    decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], devices: Sequence[torch.device]
+) -> PipelineSizes:
+    """Return the bytes of a decoder's parts, on the meta device."""
+    drafters = selection.active_drafters(config, *modes)
+    balance_blocks = bool(registry.those(drafters, Need.QUANTIZED_TARGET))
+    has_second = bool(registry.those(drafters, Need.SECOND_MODEL))
     c, dtype = decoder.config, decoder.embed.weight.dtype
     blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in decoder.blocks]
-    kv = kv_bytes(decoder, config, 4 * (1 + config.most_draft))
+    context, on_gpu = min(config.planned_context, decoder.max_context), devices[0].type == "cuda"
+    width = max(WIDEST_STEP, 1 + config.max_draft_tokens)
+    tree = config.explicit_tree[:2] if config.explicit_tree is not None else (0, 0)
+    kv = kv_bytes(decoder, config, kv_slots(context, width, tree=tree, ahead=on_gpu, pads=True))
     blocks = [weights + own for weights, own in zip(blocks, kv, strict=True)]
     head = decoder.head.weight.nbytes
     tables = sum(buffer.nbytes for buffer in decoder.buffers())
-    logits = config.max_batch * (1 + config.most_draft) * c.vocab_size * (2 * dtype.itemsize + 3 * 4)
+    logits = config.max_batch * (1 + config.max_draft_tokens) * c.vocab_size * (2 * dtype.itemsize + 3 * 4)
     last, copied, beside = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables)
-    second = config.draft_model if "classic" in needs else None
-    if "share" in needs or ("classic" in needs and second is None):
-        for job in quantizer_of(decoder, config.quant).jobs:
-            size = low_bytes(decoder, job, config.quant)
+    second = selection.second_model(config) if has_second else None
+    if balance_blocks or (has_second and second is None):
+        for task in quantizer_for(decoder, config.quant).tasks:
+            size = quantized_bytes(decoder, task, config.quant)
             copied += size
-            if "share" in needs and job.layer is None:
+            if balance_blocks and task.layer is None:
                 last += size
-            elif "share" in needs:
-                blocks[job.layer or 0] += size
-    if "classic" in needs:
+            elif balance_blocks:
+                blocks[task.layer or 0] += size
+    if has_second:
         drafts = copied + sum(kv) + decoder.embed.weight.nbytes if second is None else _size_of(second)
         place = devices[-1] if config.draft_device is None else device_of(config.draft_device)
         if place in devices:  # of stages that share it, the last one
             beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
     last += sum(map(_size_of, config.heads))
-    return Sizes(blocks=tuple(blocks), first=decoder.embed.weight.nbytes, last=last, beside=beside)
+    return PipelineSizes(blocks=tuple(blocks), first=decoder.embed.weight.nbytes, last=last, beside=beside)
 
 
 def _size_of(name: str) -> int:

@@ -1,7 +1,6 @@
-"""A decoder whose blocks run in stages (`multigpu.pipeline_parallel`): what goes from one to the next.
+"""Hidden states between the pipeline stages of a decoder.
 
-Tokens go to the first stage, and what it makes of them on to the next. Before that each stage gets copies of what else
-they need: lengths, and the paths of trees. Nothing of it is read on the host.
+Stages get copies of what they need besides: lengths, and the paths of trees. The host reads nothing.
 """
 
 from __future__ import annotations
@@ -11,40 +10,40 @@ from functools import partial
 
 from torch import Tensor
 
-from compile.attention import Branches
-from compile.block_ranges import Range
-from multigpu.pipeline_parallel import Split
-from sharesd.devices.transfer import hop
+from compile.attention import TreeAttentionMask
+from compile.block_ranges import BlockRange
+from multigpu.pipeline_parallel import PipelinePlan
+from sharesd.devices.transfer import copy_to_device
 from sharesd.kvcache.static import StaticKVCache
 
 
 class StagedBlocks:
-    """How the blocks of a split decoder run."""
+    """Block ranges of a decoder in stages."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: PipelinePlan) -> None:
         self._split = split
         self._ranges = tuple(
-            Range(stage.first, stage.num_blocks, hand_over=partial(self._hand_over, number))
+            BlockRange(stage.first, stage.num_blocks, move_inputs=partial(self._move_inputs, number))
             for number, stage in enumerate(split.stages)
         )
 
-    def ranges(self) -> Sequence[Range]:
+    def ranges(self) -> Sequence[BlockRange]:
         """See `compile.block_ranges`."""
         return self._ranges
 
-    def _hand_over(
-        self, number: int, x_BTD: Tensor, cache: StaticKVCache, branches: Branches | None
-    ) -> tuple[Tensor, StaticKVCache, Branches | None]:
+    def _move_inputs(
+        self, number: int, x_BTD: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None
+    ) -> tuple[Tensor, StaticKVCache, TreeAttentionMask | None]:
         split, device = self._split, self._split.stages[number].device
-        seconds = split.hop_seconds if number else 0.0
+        seconds = split.simulated_latency_s if number else 0.0
         sent = [x_BTD] if number else []  # to the first stage tokens came
-        if split.is_home(number):
-            copies = hop(device, *sent, seconds=seconds)
+        if split.is_output_stage(number):
+            copies = copy_to_device(device, *sent, seconds=seconds)
         else:
-            view = cache.mirrored(number)
+            view = cache.on_stage(number)
             lengths = [(view.lengths, cache.lengths)] if cache.known_length is None else []
-            copies = hop(device, *(branches or ()), *sent, onto=lengths, seconds=seconds)
+            copies = copy_to_device(device, *(tree_mask or ()), *sent, onto=lengths, seconds=seconds)
             if cache.known_length is not None:
                 view.lengths.fill_(cache.known_length)
-            cache, branches = view, branches and Branches(*copies[:2])
-        return copies[-1] if sent else x_BTD, cache, branches
+            cache, tree_mask = view, tree_mask and TreeAttentionMask(*copies[:2])
+        return copies[-1] if sent else x_BTD, cache, tree_mask

@@ -1,7 +1,6 @@
-"""Ranks that run one model: rank 0 decodes, and tells the others each step before it begins it.
+"""Broadcast of steps from rank 0 to the ranks of a model.
 
-Whatever is decided (by clocks, by tables, by who asks for what) is decided on rank 0, once. The others know nothing but
-their part of the weights and of the KV cache, and do what they are told, in its order; so no rank can drift away.
+All decisions are made on rank 0, once; the others run its commands in order, so no rank can drift.
 
 Legend: B rows, T new tokens, R kept rows, P slots of a path.
 """
@@ -16,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from multigpu.process_group import Group
 from quant.switch_linear import Switch
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
 WORDS = 12
-"""Of a command: what it is, and numbers that go with it."""
+"""Numbers of a command: its kind, and arguments."""
 
 
 class _Command(IntEnum):
@@ -34,11 +33,11 @@ class _Command(IntEnum):
     SWAP_KV = auto()
 
 
-class LeadingModel:
-    """A causal model as rank 0 uses it: each step runs on all ranks."""
+class RankZeroModel:
+    """Causal model of rank 0; each step runs on all ranks."""
 
     def __init__(self, model: CausalModel, switch: Switch, group: Group) -> None:
-        """`model` is rank 0's part, whose logits are whole; `switch` says whether it runs its quantized weights."""
+        """`model`: rank 0's part, with whole logits. `switch`: selects quantized weights."""
         self._model, self._switch, self._group = model, switch, group
         self._num_caches, self._midway = 0, False
 
@@ -51,29 +50,29 @@ class LeadingModel:
             raise ValueError("ranks that share a model hand out no hidden states; leave tensor_parallel out")
         with self._together(_Command.NEW_CACHE, batch, slots):
             self._num_caches += 1
-            return _LedCache(self._model.new_cache(batch, slots), self._num_caches - 1, self._together)
+            return BroadcastingKVCache(self._model.new_cache(batch, slots), self._num_caches - 1, self._together)
 
     def forward(
         self,
         tokens_BT: Tensor,
         cache: StaticKVCache,
         keep_BR: Tensor | None = None,
-        branches: Branches | None = None,
+        tree_mask: TreeAttentionMask | None = None,
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
-        assert isinstance(cache, _LedCache)
+        assert isinstance(cache, BroadcastingKVCache)
         num_kept = 0 if keep_BR is None else keep_BR.shape[1]
-        num_path = 0 if branches is None else branches.path_BTP.shape[2]
+        num_path = 0 if tree_mask is None else tree_mask.path_BTP.shape[2]
         with self._together(
-            *(_Command.STEP, *cache.place, cache.slots, cache.recent, int(self._switch.low)),
+            *(_Command.STEP, *cache.place, cache.slots, cache.recent, int(self._switch.quantized)),
             *(tokens_BT.shape[1], num_kept, num_path),
-            tensors=[t for t in (cache.lengths, tokens_BT, keep_BR, *(branches or ())) if t is not None],
+            tensors=[t for t in (cache.lengths, tokens_BT, keep_BR, *(tree_mask or ())) if t is not None],
         ):
-            return self._model.forward(tokens_BT, cache, keep_BR, branches)
+            return self._model.forward(tokens_BT, cache, keep_BR, tree_mask)
 
     @contextmanager
     def _together(self, *command: int, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Around what all ranks do: tell the others. `tensors`, of int64, go with it."""
+        """Broadcast a command, with tensors of int64, before rank 0 runs it."""
         if self._midway:
             raise RuntimeError("a step was broken off on rank 0, and the other ranks are waiting in it; start anew")
         self._midway = True
@@ -84,30 +83,30 @@ class LeadingModel:
         self._midway = False
 
 
-class _LedCache(StaticKVCache):
-    """Rank 0's part of a cache: what happens to its rows happens on all ranks."""
+class BroadcastingKVCache(StaticKVCache):
+    """Rank 0's part of a KV cache, with moves of rows broadcast."""
 
     def __init__(self, own: StaticKVCache, number: int, together: Callable[..., Any]) -> None:
-        """Takes over a new cache."""
+        """`own`: a new cache, which is taken over."""
         vars(self).update(vars(own))
         self._number, self._first, self._together = number, 0, together
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Number of the cache, and its rows from the first to before the last one."""
+        """Number of the cache, its first row, and its end."""
         return self._number, self._first, self._first + self.batch
 
     def rows(self, first: int, end: int) -> StaticKVCache:
         view = super().rows(first, end)
-        assert isinstance(view, _LedCache)
+        assert isinstance(view, BroadcastingKVCache)
         if view is not self:
             view._first = self._first + first
         return view
 
-    def keep(self, path_BT: Tensor, num_B: Tensor, above: int = 0) -> None:
-        assert not above, "ranks have all of their weights"
+    def compact(self, path_BT: Tensor, num_B: Tensor, kv_offset: int = 0) -> None:
+        assert not kv_offset, "ranks have all of their weights"
         with self._together(_Command.KEEP, *self.place, path_BT.shape[1], tensors=(self.lengths, path_BT, num_B)):
-            super().keep(path_BT, num_B)
+            super().compact(path_BT, num_B)
 
     def copy_row(self, source: int, row: int, num_tokens: int) -> None:
         with self._together(_Command.COPY_ROW, self._number, source, row, num_tokens):
@@ -119,8 +118,8 @@ class _LedCache(StaticKVCache):
 
 
 @torch.inference_mode()
-def follow(model: CausalModel, switch: Switch, group: Group) -> None:
-    """Do what rank 0 says, with this rank's part of the model, until RankLost is raised."""
+def worker_loop(model: CausalModel, switch: Switch, group: Group) -> None:
+    """Run rank 0's commands on this rank's part, until RankLost."""
     caches: list[StaticKVCache] = []
     while True:
         words = torch.empty(WORDS, dtype=torch.int64)
@@ -137,7 +136,7 @@ def follow(model: CausalModel, switch: Switch, group: Group) -> None:
             B = end - first
             lengths_B, path_BT, num_B = _received(group, cache, (B,), (B, T), (B,))
             cache.lengths.copy_(lengths_B)
-            cache.keep(path_BT, num_B)
+            cache.compact(path_BT, num_B)
         elif command == _Command.COPY_ROW:
             number, source, row, num_tokens, *_ = numbers
             caches[number].copy_row(source, row, num_tokens)
@@ -157,13 +156,13 @@ def _step(
     shapes = [(B,), (B, T), *([(B, R)] if R else []), *([(B, T), (B, T, P)] if P else [])]
     lengths_B, tokens_BT, *rest = _received(group, cache, *shapes)
     cache.lengths.copy_(lengths_B)
-    cache.recent, switch.low = recent, bool(low)
+    cache.recent, switch.quantized = recent, bool(low)
     keep_BR = rest.pop(0) if R else None
-    model.forward(tokens_BT, cache, keep_BR, Branches(*rest) if P else None)
+    model.forward(tokens_BT, cache, keep_BR, TreeAttentionMask(*rest) if P else None)
 
 
 def _received(group: Group, cache: StaticKVCache, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """The tensors that go with a command, in a storage of their own each."""
+    """Return the tensors of a command, each with its own storage."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     together = torch.empty(sum(sizes), dtype=torch.int64, device=cache.lengths.device)
     group.broadcast(together)

@@ -1,14 +1,14 @@
-"""From the target's logits to tokens: noise, processing, choice, and what becomes of drafts.
+"""Sampling: noise, logits processing, choice and acceptance of drafts.
 
-Here are the functions that decide about single tokens; `sampler.py` joins them with `acceptance.py`.
+Imports models and lower rooms.
 """
 
-from sharesd.sampling.batch_params import Kind, RowSampling, TokenCounts, check_alike, check_bias
+from sharesd.sampling.batch_params import RowSampling, SamplingKind, TokenCounts, check_alike, check_bias
 from sharesd.sampling.logits_processors import choose, logprobs_of, probs_of, process, top_logprobs_of
 from sharesd.sampling.noise import Stream, fork, gumbel, native_choice, native_gumbel, seeds_of_prompts, uniform
 
 __all__ = [
-    "Kind",
+    "SamplingKind",
     "RowSampling",
     "Stream",
     "TokenCounts",

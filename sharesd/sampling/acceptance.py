@@ -1,12 +1,11 @@
-"""Which draft tokens of a chain the target keeps. Branch-free tensor functions; noise is an input.
+"""Acceptance of draft tokens. Branch-free tensor functions; noise is an input.
 
-`accept_match` emits the target's own choices and so the text of plain decoding. `accept_rejection` and `accept_block`
-emit another text of the same distribution; they need three independent sources: the draft's samples, `u_BN` and
-`noise_BV` (`sampling.Stream`), all of them new in every round (`sampling.fork`). Where a draft ends early, tokens of -1
-follow.
+`accept_match` emits the target's own choices, and so the text of plain decoding. `accept_rejection` and `accept_block`
+emit another text of the same distribution; they need three independent noises: the draft's samples, `u_BN` and
+`noise_BV` (`sampling.Stream`), new in every round (`sampling.fork`). If a draft ends early, tokens of -1 follow.
 
-Legend: B rows of the batch, N >= 1 draft tokens, T = N + 1 verify rows (row t predicts the token after t drafts),
-V vocabulary; p is the target's distribution, q the draft's.
+Legend: B rows of the batch, N >= 1 draft tokens, T = N + 1 verify rows (row t predicts the token after t drafts), V
+vocabulary; p is the target's distribution, q the draft's.
 """
 
 from __future__ import annotations
@@ -15,35 +14,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.attention import Branches
-from compile.tree_verify import walk, walks
+from compile.attention import TreeAttentionMask
+from compile.tree_verify import accept_path, has_accept_kernel
 from sharesd.speculation.draft_tree import DraftTree, Verdict
 
 
 def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> Verdict:
-    """Keep draft tokens up to the first that differs from the target's choice, then add the target's."""
-    if walks(target_tokens_BT.device, chains=True):
-        num_new_B, tokens_BT, path_BT = walk(draft_BN, None, target_tokens_BT)
+    """Keep draft tokens up to the first miss; add the target's choice.
+
+    A miss is a draft token that differs from the target's choice.
+    """
+    if has_accept_kernel(target_tokens_BT.device, chains=True):
+        num_new_B, tokens_BT, path_BT = accept_path(draft_BN, None, target_tokens_BT)
         return Verdict(tokens_BT, num_new_B, path_BT)
     kept_BN = draft_BN == target_tokens_BT[:, :-1]
     return _verdict(target_tokens_BT, kept_BN.cumprod(-1).sum(-1))
 
 
 def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> Verdict:
-    """Walk from the root to the child that equals the target's choice, as far as there is one; then add the target's.
+    """Walk from the root through children that equal the target's choices.
 
-    Children of a node differ, so at most one is kept, and a path's rows ascend since parents come before children.
+    Then add the target's token. Children of a node differ, so at most one is kept, and a path's rows ascend since
+    parents come before children.
     """
-    assert tree.branches is not None
-    if walks(target_tokens_BT.device):
-        num_new_B, tokens_BT, path_BT = walk(tree.tokens, tree.branches, target_tokens_BT)
+    assert tree.tree_mask is not None
+    if has_accept_kernel(target_tokens_BT.device):
+        num_new_B, tokens_BT, path_BT = accept_path(tree.tokens, tree.tree_mask, target_tokens_BT)
         return Verdict(tokens_BT, num_new_B, path_BT)
-    return accept_tree_reference(tree, tree.branches, target_tokens_BT)
+    return accept_tree_reference(tree, tree.tree_mask, target_tokens_BT)
 
 
-def accept_tree_reference(tree: DraftTree, branches: Branches, target_tokens_BT: Tensor) -> Verdict:
+def accept_tree_reference(tree: DraftTree, tree_mask: TreeAttentionMask, target_tokens_BT: Tensor) -> Verdict:
     """`accept_tree` in tensor operations, for every device."""
-    depth_BT, path_BTT = branches
+    depth_BT, path_BTT = tree_mask
     B, T = depth_BT.shape
     row_T = torch.arange(T, device=depth_BT.device)
     parent_BT = path_BTT.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[..., 0]
@@ -57,7 +60,9 @@ def accept_tree_reference(tree: DraftTree, branches: Branches, target_tokens_BT:
 
 
 def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
-    """Speculative sampling (Leviathan et al. 2022; Chen et al. 2023): keep a draft token with probability min(1, p/q).
+    """Keep a draft token with probability min(1, p/q).
+
+    Speculative sampling (Leviathan et al. 2022; Chen et al. 2023).
 
     After the first miss one token is recovered from the normalised max(0, p - q); after none a bonus is drawn from p.
     `u_BN` is uniform in (0, 1), `noise_BV` Gumbel.
@@ -69,7 +74,9 @@ def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, no
 
 
 def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444): the longest prefix that a joint test allows.
+    """Keep the longest prefix that a joint test allows.
+
+    Block verification (Sun et al. 2024, arXiv 2403.10444).
 
     Never shorter than `accept_rejection` on average. With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the rule is
     built so that at least i tokens are kept with probability w_i given x_1..x_i. What the next token takes of that is
@@ -107,7 +114,7 @@ def _verdict(tokens_BT: Tensor, num_accepted_B: Tensor) -> Verdict:
 
 def _chain_probs(tree: DraftTree, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
     """p and q of the draft tokens, each [B, N]."""
-    assert tree.branches is None, "only match accepts trees"
+    assert tree.tree_mask is None, "only match accepts trees"
     index_BN1 = tree.tokens.clamp(min=0)[..., None]
     p_BN = target_probs_BTV[:, :-1].gather(-1, index_BN1)[..., 0]
     q_BN = torch.ones_like(p_BN) if tree.probs is None else tree.probs.gather(-1, index_BN1)[..., 0]
@@ -121,7 +128,10 @@ def _num_drafted(tree: DraftTree) -> Tensor:
 def _finish(
     tree: DraftTree, target_probs_BTV: Tensor, num_accepted_B: Tensor, weight_B: Tensor, noise_BV: Tensor
 ) -> Tensor:
-    """Tokens [B, T]: the draft's, with the recovered or bonus token at `num_accepted`."""
+    """Return tokens [B, T] of drafts, then a recovered or bonus token.
+
+    The added token is at index `num_accepted`.
+    """
     (B, N), device = tree.tokens.shape, tree.tokens.device
     rows_B, at_B = torch.arange(B, device=device), num_accepted_B.clamp(max=N - 1)
     p_BV = target_probs_BTV[rows_B, num_accepted_B]

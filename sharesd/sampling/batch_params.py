@@ -1,4 +1,6 @@
-"""What each row's request asks for, in tensors that keep their place: requests come and go, rounds stay as they are.
+"""Sampling parameters of each row in persistent tensors.
+
+Requests change, and rounds stay unchanged.
 
 Legend: B rows of the batch, T logit rows, N draft tokens, V vocabulary, M new tokens at most, F numbers of a row.
 """
@@ -15,25 +17,28 @@ import torch
 from torch import Tensor
 
 from compile.logits import NUMBERS
-from sharesd.config import MOST_TOP_LOGPROBS, Acceptance, SamplingParams
-from sharesd.devices.host_buffers import sent
+from sharesd.devices.host_buffers import to_device
 from sharesd.sampling.noise import seeds_of_prompts
+from sharesd.sampling_params import MAX_TOP_LOGPROBS, Acceptance, SamplingParams
 
-COLD = 0.01
+MIN_HEAT = 0.01
 """Temperatures below this are those of near-greedy decoding."""
 
-Wish = Literal[
+CostlyParam = Literal[
     "greedy", "heated", "cold", "top_k", "top_p", "top_p_alone", "min_p", "penalties", "repetition", "frequency",
     "presence", "grammar",
 ]  # fmt: skip
-"""Something that takes time, which eager rounds spend on those rows alone that ask for it."""
+"""Parameter with a cost; eager rounds skip rows without it."""
 
 
-class Kind(NamedTuple):
-    """What a round must be able to do. A row's result is the same in every kind that has what its request asks for."""
+class SamplingKind(NamedTuple):
+    """Features of a round.
+
+    A row's result is equal in every kind that has the features of its request.
+    """
 
     sampled: bool = False
-    """Noise and temperature; else all rows are greedy."""
+    """Noise and temperature; otherwise all rows are greedy."""
     truncated: bool = False
     """Top-k, top-p or min-p."""
     penalized: bool = False
@@ -42,14 +47,14 @@ class Kind(NamedTuple):
     """Grammars."""
     logprobs: bool = False
     top_logprobs: int = 0
-    """How many alternatives."""
+    """Number of alternatives."""
     acceptance: Acceptance = "match"
 
     @staticmethod
-    def of(params: SamplingParams) -> Kind:
-        """What a round of this request alone must be able to do."""
+    def of(params: SamplingParams) -> SamplingKind:
+        """Return the kind of a round for this request alone."""
         truncated = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        return Kind(
+        return SamplingKind(
             sampled=not params.greedy,
             truncated=truncated and not params.greedy,
             penalized=params.uses_penalties,
@@ -60,9 +65,9 @@ class Kind(NamedTuple):
             acceptance=params.acceptance,
         )
 
-    def joined(self, other: Kind) -> Kind:
-        """What both can do; of the same acceptance."""
-        return Kind(
+    def joined(self, other: SamplingKind) -> SamplingKind:
+        """Return the features of both kinds, which have the same acceptance."""
+        return SamplingKind(
             self.sampled or other.sampled,
             self.truncated or other.truncated,
             self.penalized or other.penalized,
@@ -73,22 +78,24 @@ class Kind(NamedTuple):
             self.acceptance,
         )
 
-    def rounded(self) -> Kind:
-        """One of few for each acceptance, which can do this and more: for rounds that are captured in advance. Grammars
-        are kept apart: rounds that have none wait for no masks. With `match` what is adjusted can be sampled, too.
+    def rounded(self) -> SamplingKind:
+        """Return one of few kinds with at least these features.
+
+        Rounds of these kinds are captured in advance. Grammars are kept apart: rounds without them wait for no masks.
+        With `match`, adjusted kinds are sampled too.
         """
         adjusted = self.penalized or self.biased
-        most = MOST_TOP_LOGPROBS if self.logprobs else 0
+        most = MAX_TOP_LOGPROBS if self.logprobs else 0
         sampled, constrained = self.sampled or (adjusted and self.acceptance == "match"), self.constrained
-        return Kind(sampled, sampled, adjusted, adjusted, constrained, self.logprobs, most, self.acceptance)
+        return SamplingKind(sampled, sampled, adjusted, adjusted, constrained, self.logprobs, most, self.acceptance)
 
-    def of_drafts(self) -> Kind:
-        """Kind of the drafts of such rounds: what the target alone does is left out."""
+    def of_drafts(self) -> SamplingKind:
+        """Return the kind of such rounds' drafts, without target features."""
         return self._replace(constrained=False, logprobs=False, top_logprobs=0)
 
 
 class TokenCounts:
-    """Which tokens each row has seen: what penalties need.
+    """Tokens that each row has seen, for penalties.
 
     Two persistent tensors, changed in place: `prompt_mask` [B, V] bool and `output_counts` [B, V] int32.
     """
@@ -97,22 +104,24 @@ class TokenCounts:
         self.prompt_mask, self.output_counts = prompt_mask, output_counts
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
-        """The row has this prompt now, and no output."""
+        """Set a row's prompt and clear its output."""
         self.output_counts[row].zero_()
         self.prompt_mask[row].zero_()
-        tokens_L = sent(list(prompt), self.prompt_mask.device, torch.int64)
+        tokens_L = to_device(list(prompt), self.prompt_mask.device, torch.int64)
         self.prompt_mask[row].index_fill_(0, tokens_L, True)
 
     def update(self, tokens_BM: Tensor, num_new_B: Tensor) -> None:
-        """Add the first `num_new` tokens of each row (0 for an idle row) to its output."""
+        """Add each row's first `num_new` tokens (0: idle row) to its output."""
         valid_BM = torch.arange(tokens_BM.shape[1], device=tokens_BM.device) < num_new_B[:, None]
         self.output_counts.scatter_add_(1, tokens_BM.where(valid_BM, 0), valid_BM.to(torch.int32))
 
-    def ahead(self, draft_BN: Tensor, num_rows: int, seen_BTN: Tensor | None = None) -> Tensor:
-        """Output counts [B, T, V] as T = `num_rows` logit rows see them, the last row after all draft tokens.
+    def after_drafts(self, draft_BN: Tensor, num_rows: int, seen_BTN: Tensor | None = None) -> Tensor:
+        """Return output counts [B, T, V] of T = `num_rows` logit rows.
 
-        A verify step (T = N + 1) has row t see the t drafts before it; a draft step (T = 1) sees all N made so far.
-        `seen_BTN` says otherwise for trees: which drafts each row sees. Drafts of -1 are no tokens.
+        The last row comes after all draft tokens.
+
+        In a verify step (T = N + 1) row t sees the t drafts before it; a draft step (T = 1) sees all N. `seen_BTN`:
+        drafts that each row sees, for trees. Drafts of -1 are no tokens.
         """
         device, (B, N) = draft_BN.device, draft_BN.shape
         if seen_BTN is None:
@@ -125,44 +134,46 @@ class TokenCounts:
 
 
 def check_bias(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ValueError where `logit_bias` names a token outside the vocabulary."""
+    """Raise ValueError if `logit_bias` names a token outside the vocabulary."""
     for token in params.logit_bias:
         if not 0 <= token < vocab_size:
             raise ValueError(f"logit_bias names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}")
 
 
 class RowSampling:
-    """How each row is sampled; all rows begin as greedy ones. Bias and token counts take no memory until they are used.
+    """Sampling parameters of each row; rows begin as greedy.
 
-    The numbers of a row lie together, so that a new request takes one copy to the device, which nobody waits for.
+    Bias and counts are allocated when first used. The numbers of a row lie together, so that a new request takes one
+    copy to the device.
     """
 
     def __init__(self, *, batch: int, vocab_size: int, device: torch.device | str, replayed: bool = False) -> None:
-        """`replayed`: rounds are captured and replayed with other requests, so that what the host knows of this one
-        must not shape them.
+        """Build rows of greedy requests.
+
+        `replayed`: captured rounds serve other requests too, so host-side data of requests must not shape them.
         """
         self.batch, self.vocab_size, self.device, self.replayed = batch, vocab_size, torch.device(device), replayed
         self._host_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64)
         if self.device.type == "cuda":
             self._host_BF = self._host_BF.pin_memory()
         self.numbers_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64, device=self.device)
-        """Columns as in `compile.logits.NUMBERS`; those of a greedy row ask for no temperature and no truncation."""
+        """Columns as in `compile.logits.NUMBERS`; greedy rows have neutral temperature and truncation."""
         self._seed_column = NUMBERS.index("seed")
         self._params = [SamplingParams()] * batch
-        self._kinds = [Kind()] * batch
-        self._wishes: list[frozenset[Wish]] = [frozenset()] * batch
-        self._asking: dict[Wish, list[int]] = {}
+        self._kinds = [SamplingKind()] * batch
+        self._costly_params: list[frozenset[CostlyParam]] = [frozenset()] * batch
+        self._rows_using: dict[CostlyParam, list[int]] = {}
         self._biased: set[int] = set()  # rows with a bias, of this or an earlier request
         for row in range(batch):
             self._place_numbers(row, SamplingParams(), 0)
 
     def place(self, row: int, params: SamplingParams, index: int, prompt: Sequence[int]) -> None:
-        """From now on the row belongs to this request, the prompt of place `index` in its call.
+        """Assign a row to request number `index` of its call.
 
-        Its counts are those of the prompt, without output. Raises ValueError as `check_bias`.
+        Counts are those of the prompt. Raises ValueError as `check_bias`.
         """
         check_bias(params, self.vocab_size)
-        self._params[row], self._kinds[row] = params, Kind.of(params)
+        self._params[row], self._kinds[row] = params, SamplingKind.of(params)
         self._place_numbers(row, params, index)
         if params.uses_penalties:
             self.counts.begin(row, prompt)
@@ -170,48 +181,50 @@ class RowSampling:
             self.bias_BV[row].zero_()
             self._biased.discard(row)
         if params.logit_bias:
-            tokens_L = sent(list(params.logit_bias), self.device, torch.int64)
-            amounts_L = sent(list(params.logit_bias.values()), self.device, torch.float32)
+            tokens_L = to_device(list(params.logit_bias), self.device, torch.int64)
+            amounts_L = to_device(list(params.logit_bias.values()), self.device, torch.float32)
             self.bias_BV[row].index_copy_(0, tokens_L, amounts_L)
             self._biased.add(row)
-        self._wish(row, _wishes(params, self.vocab_size))
+        self._set_costly_params(row, _costly_params(params, self.vocab_size))
 
     def release(self, row: int) -> None:
-        """The row's request has ended: no time is spent on what it asked for. Nothing on the device changes."""
-        self._wish(row, frozenset())
+        """Spend no more time on the row's parameters; keep device tensors."""
+        self._set_costly_params(row, frozenset())
 
-    def kind(self, rows: Sequence[int]) -> Kind:
-        """What a round over these rows must be able to do; where rounds are replayed it is rounded up.
+    def kind(self, rows: Sequence[int]) -> SamplingKind:
+        """Return the kind of a round over these rows.
 
-        Raises ValueError where rows would be accepted in other ways than `match` and are not sampled alike.
+        Rounded up if rounds are replayed. Raises ValueError as `check_alike`.
         """
         kinds = [self._kinds[row] for row in rows]
         check_alike([self._params[row] for row in rows])
-        kind = reduce(Kind.joined, kinds, kinds[0] if kinds else Kind())
+        kind = reduce(SamplingKind.joined, kinds, kinds[0] if kinds else SamplingKind())
         return kind.rounded() if self.replayed else kind
 
-    def asking(self, wish: Wish) -> list[int]:
-        """Rows whose requests ask for this; all rows where rounds are replayed, which know nothing of requests."""
+    def rows_using(self, costly_param: CostlyParam) -> list[int]:
+        """Return rows that use a parameter; all rows if rounds are replayed."""
         if self.replayed:
-            return [] if wish == "top_p_alone" else list(range(self.batch))
-        rows = self._asking.get(wish)
+            return [] if costly_param == "top_p_alone" else list(range(self.batch))
+        rows = self._rows_using.get(costly_param)
         if rows is None:
-            rows = self._asking[wish] = [row for row, wishes in enumerate(self._wishes) if wish in wishes]
+            rows = self._rows_using[costly_param] = [
+                row for row, costly_params in enumerate(self._costly_params) if costly_param in costly_params
+            ]
         return rows
 
     @property
-    def most_k(self) -> int:
-        """The largest top-k among the rows that `asking` names."""
+    def max_k(self) -> int:
+        """Largest top-k among the rows that use it."""
         if self.replayed:
             return self.vocab_size
-        return max((self._params[row].top_k for row in self.asking("top_k")), default=0)
+        return max((self._params[row].top_k for row in self.rows_using("top_k")), default=0)
 
-    def only(self, row: int) -> RowSampling:
-        """This row by itself, in the same tensors: for the first token after a prompt."""
+    def only_row(self, row: int) -> RowSampling:
+        """Return a view of one row, for a prompt's first token."""
         one, here = copy(self), slice(row, row + 1)
         one.batch, one.numbers_BF, one._host_BF = 1, self.numbers_BF[here], self._host_BF[here]
-        one._params, one._kinds, one._wishes = self._params[here], self._kinds[here], self._wishes[here]
-        one._asking, one._biased = {}, set()
+        one._params, one._kinds, one._costly_params = self._params[here], self._kinds[here], self._costly_params[here]
+        one._rows_using, one._biased = {}, set()
         if "counts" in self.__dict__:
             one.counts = TokenCounts(self.counts.prompt_mask[here], self.counts.output_counts[here])
         if "bias_BV" in self.__dict__:
@@ -219,21 +232,21 @@ class RowSampling:
         return one
 
     def span(self, first: int, end: int) -> RowSampling:
-        """The rows from `first` to before `end`, as they are and will be: a view."""
-        return self if (first, end) == (0, self.batch) else _Span(self, first, end)
+        """Return a view of rows `first` to before `end`."""
+        return self if (first, end) == (0, self.batch) else _RowSpan(self, first, end)
 
     def column(self, name: str) -> Tensor:
-        """Numbers [B] float64 of this name (`compile.logits.NUMBERS`), in their place."""
+        """Return the numbers [B] float64 of this name (`compile.logits.NUMBERS`): a view."""
         return self.numbers_BF[:, NUMBERS.index(name)]
 
     @property
     def seeds_B(self) -> Tensor:
-        """Seeds [B] int64 of the rows' noise, in their place."""
+        """Seeds [B] int64 of the rows' noise: a view."""
         return self.numbers_BF.view(torch.int64)[:, self._seed_column]
 
     @cached_property
     def counts(self) -> TokenCounts:
-        """Of all rows; right for those whose request has penalties."""
+        """Token counts of all rows; valid for rows whose request has penalties."""
         with torch.inference_mode(False):  # else requests could be placed in inference mode only
             return TokenCounts(
                 torch.zeros(self.batch, self.vocab_size, dtype=torch.bool, device=self.device),
@@ -242,7 +255,7 @@ class RowSampling:
 
     @cached_property
     def bias_BV(self) -> Tensor:
-        """What is added to logits [B, V], float32."""
+        """Addend of logits [B, V], float32."""
         with torch.inference_mode(False):
             return torch.zeros(self.batch, self.vocab_size, device=self.device)
 
@@ -265,13 +278,13 @@ class RowSampling:
         self._host_BF.view(torch.int64)[row, self._seed_column] = seed
         self.numbers_BF[row].copy_(self._host_BF[row], non_blocking=True)
 
-    def _wish(self, row: int, wishes: frozenset[Wish]) -> None:
-        self._wishes[row] = wishes
-        self._asking.clear()
+    def _set_costly_params(self, row: int, costly_params: frozenset[CostlyParam]) -> None:
+        self._costly_params[row] = costly_params
+        self._rows_using.clear()
 
 
-class _Span(RowSampling):
-    """Some neighbouring rows of others, where requests are placed."""
+class _RowSpan(RowSampling):
+    """View of neighbouring rows."""
 
     def __init__(self, rows: RowSampling, first: int, end: int) -> None:
         self._rows, self._first, self._end = rows, first, end
@@ -280,14 +293,14 @@ class _Span(RowSampling):
         self.numbers_BF = rows.numbers_BF[first:end]
         self._seed_column = rows._seed_column
 
-    def asking(self, wish: Wish) -> list[int]:
-        return [row - self._first for row in self._rows.asking(wish) if self._first <= row < self._end]
+    def rows_using(self, costly_param: CostlyParam) -> list[int]:
+        return [row - self._first for row in self._rows.rows_using(costly_param) if self._first <= row < self._end]
 
     @property
-    def most_k(self) -> int:
+    def max_k(self) -> int:
         if self.replayed:
             return self.vocab_size
-        return max((self._rows._params[self._first + row].top_k for row in self.asking("top_k")), default=0)
+        return max((self._rows._params[self._first + row].top_k for row in self.rows_using("top_k")), default=0)
 
     @property
     def counts(self) -> TokenCounts:  # type: ignore[override]
@@ -300,21 +313,21 @@ class _Span(RowSampling):
 
 
 def check_alike(requests: Sequence[SamplingParams]) -> None:
-    """Raises ValueError where requests would be accepted in other ways than `match` and are not sampled alike."""
+    """Raise ValueError if rows with acceptance other than `match` differ in sampling."""
     names = sorted({params.acceptance for params in requests} - {"match"})
-    if names and len({_way(params) for params in requests}) > 1:
+    if names and len({_decision_params(params) for params in requests}) > 1:
         raise ValueError(
             f"acceptance {' and '.join(names)} decides about rows that are sampled alike only; give requests that are "
             "decoded together the same parameters, or take match"
         )
 
 
-def _wishes(params: SamplingParams, vocab_size: int) -> frozenset[Wish]:
+def _costly_params(params: SamplingParams, vocab_size: int) -> frozenset[CostlyParam]:
     sampled, top_k = not params.greedy, 0 < params.top_k < vocab_size
-    asks: dict[Wish, bool] = {
+    asks: dict[CostlyParam, bool] = {
         "greedy": params.greedy,
         "heated": sampled and params.temperature != 1,
-        "cold": sampled and params.temperature < COLD,
+        "cold": sampled and params.temperature < MIN_HEAT,
         "top_k": sampled and top_k,
         "top_p": sampled and top_k and params.top_p < 1,
         "top_p_alone": sampled and not top_k and params.top_p < 1,
@@ -325,11 +338,11 @@ def _wishes(params: SamplingParams, vocab_size: int) -> frozenset[Wish]:
         "presence": params.presence_penalty != 0,
         "grammar": params.grammar is not None,
     }
-    return frozenset(wish for wish, asked in asks.items() if asked)
+    return frozenset(costly_param for costly_param, asked in asks.items() if asked)
 
 
-def _way(params: SamplingParams) -> tuple:
-    """All that decides how tokens are chosen, but for the seed."""
+def _decision_params(params: SamplingParams) -> tuple:
+    """Return all parameters that decide a token, without the seed."""
     return (
         *(params.temperature, params.top_k, params.top_p, params.min_p),
         *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),

@@ -1,8 +1,8 @@
-"""Grammars: which tokens may follow a text, and each node of a draft, by the package llguidance.
+"""Grammars: tokens allowed after a text and after each draft node.
 
-Grammars are written by `sharesd/data/grammar_spec.py`.
+Masks come from the package llguidance; `sharesd/data/grammar_spec.py` writes the grammars.
 
-Legend: T = N + 1 places of a round (the root and N nodes), V vocabulary, W words of 32 tokens each.
+Legend: T = N + 1 positions of a round (the root and N nodes), V vocabulary, W words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -21,27 +21,35 @@ from sharesd.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_KEPT = 64
-"""Compiled grammars that are kept; the one that was used longest ago goes first."""
-MOST_LEXER_STATES = 20_000
-"""Of a grammar: each takes one or two kilobytes. Its other limits are llguidance's own."""
+MAX_COMPILED = 64
+"""Number of kept compiled grammars; the least recently used is dropped first."""
+MAX_LEXER_STATES = 20_000
+"""Most lexer states of a grammar, of one or two kilobytes each.
+
+Other limits are llguidance's own.
+"""
 _SHOWN = 300
 """Characters of llguidance's reason that an error repeats."""
 
 
 class Grammars:
-    """Grammars for one tokenizer, compiled once each. May be used by any thread."""
+    """Grammars for one tokenizer, compiled once each. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`vocab_size` is the model's, which may be larger than the tokenizer's; a text ends with any of `eos_ids`."""
+        """Prepare grammars for a model of `vocab_size` tokens.
+
+        `vocab_size` may exceed the tokenizer's; a text ends with any of `eos_ids`.
+        """
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(dict.fromkeys(eos_ids))
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """At the beginning of a text. ValueError for a grammar that cannot be compiled or that no text has; where the
-        package is missing; where it does not know the tokenizer; for a model whose texts have no end.
+        """Return a matcher at the start of a text.
+
+        Raises ValueError if the grammar does not compile or allows no text, if the package is missing or does not
+        support the tokenizer, or if the model has no end token.
         """
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
@@ -49,13 +57,13 @@ class Grammars:
             compiled = self._compile(grammar)
         with self._lock:
             self._compiled[grammar] = compiled
-            if len(self._compiled) > MOST_KEPT:
+            if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return Matcher(compiled.deep_copy())
 
     def _compile(self, grammar: str) -> LLMatcher:
         package, vocabulary = llguidance(), self._read_vocabulary()
-        limits = package.LLParserLimits(verbose_errors=False, max_lexer_states=MOST_LEXER_STATES)
+        limits = package.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
         compiled = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         compiled.compute_bitmask()
         if compiled.is_error():
@@ -82,22 +90,22 @@ class Grammars:
 
 
 class Matcher:
-    """Where a text stands in its grammar."""
+    """State of a text in its grammar."""
 
     def __init__(self, state: LLMatcher) -> None:
         self._state = state
         self._ahead: dict[int, LLMatcher] = {}  # of nodes of the last draft
         self._children: dict[tuple[int, int], int] = {}  # by parent and token
 
-    def allow(self, legal_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> list[int]:
-        """Write which tokens may follow the text and each node of a draft: bits of int32 [T, W] on the host.
+    def fill_mask(self, grammar_mask_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> list[int]:
+        """Write the tokens allowed after the text and each draft node.
 
-        `tokens` and `parents` are those of the nodes (-1: no node; the root). Nodes that the grammar does not allow,
-        and those behind them, are left alone: nothing accepts them. So are nodes whose walk came to a limit of the
-        package; these are returned, and must not be accepted.
+        `grammar_mask_TW`: bits of int32 [T, W] on the host. `tokens` and `parents` are the nodes' (-1: no node; the
+        root). Nodes that the grammar forbids, and later ones on their paths, are skipped, since they are never
+        accepted. Returns nodes at which a limit of the package was reached; these must not be accepted.
         """
         self._ahead, self._children = {-1: self._state}, {}
-        _write(self._state, legal_TW[0])
+        _write(self._state, grammar_mask_TW[0])
         lost = []
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             before = self._ahead.get(parent)
@@ -106,7 +114,7 @@ class Matcher:
             state = before.deep_copy()
             if not _takes(state, token):
                 continue
-            _write(state, legal_TW[1 + node])
+            _write(state, grammar_mask_TW[1 + node])
             if state.is_error():
                 lost.append(node)
                 continue
@@ -115,7 +123,10 @@ class Matcher:
         return lost
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """The text goes on with these. Returns how many of them the grammar takes; nothing may follow after fewer."""
+        """Append tokens; return the number of allowed ones.
+
+        Nothing may follow after fewer than all.
+        """
         node: int | None = -1
         for count, token in enumerate(tokens):
             child = self._children.get((node, token)) if node is not None else None
@@ -128,20 +139,23 @@ class Matcher:
         return len(tokens)
 
 
-def forbid(logits_BTV: Tensor, legal_BTW: Tensor) -> Tensor:
-    """Logits with tokens that are not among the bits of `legal` (int32) at -inf."""
-    bit_32 = torch.arange(32, dtype=torch.int32, device=legal_BTW.device)
-    is_legal_BTV = ((legal_BTW[..., None] >> bit_32) & 1).flatten(-2)[..., : logits_BTV.shape[-1]].bool()
+def apply_grammar_mask(logits_BTV: Tensor, grammar_mask_BTW: Tensor) -> Tensor:
+    """Return logits with forbidden tokens at -inf."""
+    bit_32 = torch.arange(32, dtype=torch.int32, device=grammar_mask_BTW.device)
+    is_legal_BTV = ((grammar_mask_BTW[..., None] >> bit_32) & 1).flatten(-2)[..., : logits_BTV.shape[-1]].bool()
     return logits_BTV.masked_fill(~is_legal_BTV, -torch.inf)
 
 
 def _takes(state: LLMatcher, token: int) -> bool:
-    """Go on with this token, if the grammar allows it; at its end nothing but an end token is tried in earnest."""
+    """Append a token if the grammar allows it.
+
+    At the grammar's end only an end token is consumed.
+    """
     if state.is_stopped():
         return state.is_accepting() and not state.is_error() and state.consume_token(token)
     return state.try_consume_tokens([token]) == 1
 
 
-def _write(state: LLMatcher, legal_W: Tensor) -> None:
+def _write(state: LLMatcher, grammar_mask_W: Tensor) -> None:
     bits = torch.frombuffer(bytearray(state.compute_bitmask()), dtype=torch.int32)
-    legal_W.copy_(bits[: len(legal_W)])
+    grammar_mask_W.copy_(bits[: len(grammar_mask_W)])

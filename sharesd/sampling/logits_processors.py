@@ -1,12 +1,11 @@
-"""Logits processing and choice: everything between the target's logits and one token per row.
+"""Logits processing and choice: from target logits to one token per row.
 
-All of it is pure tensor arithmetic without host synchronisation; noise is an input of the choice, never drawn in it.
-Every result belongs to its own row: asking for T rows at once gives the same bits as asking for them one by one, so
-that a verify step decides as plain decoding would.
+All functions are tensor arithmetic without host synchronisation; noise is an input. Results are per row: T rows at once
+give the same bits as one by one, so that a verify step decides as plain decoding.
 
 Processing order: grammar, logit bias, repetition, frequency and presence penalty, temperature, top-k, top-p, min-p.
-This is the order of transformers (whose processors have no frequency and presence penalty; those follow vLLM, as does
-their place). vLLM applies min-p before top-k and top-p, which differs only in that top-p then measures a smaller total.
+This is the order of transformers (whose processors have no frequency and presence penalty; those follow vLLM). vLLM
+applies min-p before top-k and top-p, which differs only in that top-p then measures a smaller total.
 
 Legend: B rows of the batch, R some of them, T logit rows (verify: the root and N drafts), N draft tokens, V vocabulary,
 K likeliest tokens, W words of 32 bits.
@@ -25,33 +24,35 @@ from torch.nn import functional as F
 from compile.logits import process_logits
 from compile.op_registry import runs_triton
 from compile.topk import arg_max, top_k, top_p
-from sharesd.sampling.batch_params import COLD, Kind, RowSampling, TokenCounts, Wish
-from sharesd.sampling.grammar import forbid
+from sharesd.sampling.batch_params import MIN_HEAT, CostlyParam, RowSampling, SamplingKind, TokenCounts
+from sharesd.sampling.grammar import apply_grammar_mask
 
-_MASS_ONE = 1 << 40  # the likeliest token's probability in fixed point
+_FIXED_POINT_ONE = 1 << 40  # the likeliest token's probability in fixed point
 _LAST = torch.iinfo(torch.int32).max
 
 
 def process(
     logits_BTV: Tensor,
-    kind: Kind,
+    kind: SamplingKind,
     rows: RowSampling,
     *,
     draft_BN: Tensor | None = None,
     seen_BTN: Tensor | None = None,
-    legal_BTW: Tensor | None = None,
+    grammar_mask_BTW: Tensor | None = None,
 ) -> Tensor:
-    """Logits [B, T, V] to choose from, in float32 (float64 stays), tokens that fell out at -inf.
+    """Return processed logits [B, T, V], excluded tokens at -inf.
 
-    Each row gets what its request asks for and `kind` has. `rows.counts` hold the prompt and the output up to and
-    including the root; `draft_BN` the draft tokens after it and `seen_BTN` who sees them, as `TokenCounts.ahead` reads
-    them. `legal_BTW` are the tokens that grammars allow (int32 bits; None: drafts, which may guess anything). Greedy
-    rows stop after the penalties; a greedy kind without grammar, bias and penalties gives the logits back
-    untouched. Ties: top-k keeps every token that equals the k-th (as transformers), and top-p keeps or drops equal
-    tokens together (transformers picks among them by sort order), so nothing depends on a sort.
+    Logits are float32; float64 stays.
+
+    Each row gets the processing that its request uses and `kind` has. `rows.counts` hold the prompt and the output up
+    to the root; `draft_BN` the draft tokens after it and `seen_BTN` the rows that see them
+    (`TokenCounts.after_drafts`). `grammar_mask_BTW`: bits of allowed tokens; None for drafts. Greedy rows stop after
+    the penalties; a greedy kind without grammar, bias and penalties returns the logits unchanged. Ties: top-k keeps
+    every token that equals the k-th (as transformers), top-p keeps or drops equal tokens together (transformers picks
+    by sort order), so no result depends on a sort.
     """
-    if legal_BTW is not None:
-        logits_BTV = _of_rows(logits_BTV, rows.asking("grammar"), forbid, legal_BTW)
+    if grammar_mask_BTW is not None:
+        logits_BTV = _of_rows(logits_BTV, rows.rows_using("grammar"), apply_grammar_mask, grammar_mask_BTW)
     if not (kind.sampled or kind.biased or kind.penalized):
         return logits_BTV
     if runs_triton(logits_BTV.device) and logits_BTV.dtype != torch.float64:
@@ -65,16 +66,19 @@ def process(
             seen_BTN=seen_BTN,
             sampled=kind.sampled,
             truncated=kind.truncated,
-            cold=COLD,
+            cold=MIN_HEAT,
         )
     x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     if kind.biased:
         x_BTV = x_BTV + rows.bias_BV[:, None]
     if kind.penalized:
-        wishes: tuple[Wish, ...] = ("repetition", "frequency", "presence")
-        numbers = (_column(rows, wish, x_BTV.dtype) if rows.asking(wish) else None for wish in wishes)
+        costly_params: tuple[CostlyParam, ...] = ("repetition", "frequency", "presence")
+        numbers = (
+            _column(rows, costly_param, x_BTV.dtype) if rows.rows_using(costly_param) else None
+            for costly_param in costly_params
+        )
         tensors = (rows.counts.prompt_mask, rows.counts.output_counts, draft_BN, seen_BTN, *numbers)
-        x_BTV = _of_rows(x_BTV, rows.asking("penalties"), _penalize, *tensors)
+        x_BTV = _of_rows(x_BTV, rows.rows_using("penalties"), _penalize, *tensors)
     if kind.sampled:
         x_BTV = _heat(x_BTV, rows)
     if kind.truncated:
@@ -83,26 +87,35 @@ def process(
 
 
 def choose(logits_BTV: Tensor, noise_BTV: Tensor | None = None) -> Tensor:
-    """Tokens [B, T]: argmax of logits plus noise, the lowest id on ties. With Gumbel noise this samples the softmax."""
+    """Return tokens [B, T]: argmax of logits plus noise.
+
+    The lowest id wins ties. Gumbel noise samples the softmax.
+    """
     return arg_max(logits_BTV if noise_BTV is None else logits_BTV + noise_BTV)
 
 
-def probs_of(logits_BTV: Tensor, kind: Kind) -> Tensor:
-    """The distribution [B, T, V] that processed logits of rows sampled alike stand for; greedy: all on the argmax."""
+def probs_of(logits_BTV: Tensor, kind: SamplingKind) -> Tensor:
+    """Return the distribution [B, T, V] of processed logits; greedy: one-hot.
+
+    All rows must be sampled alike.
+    """
     if not kind.sampled:
         return F.one_hot(logits_BTV.argmax(-1), logits_BTV.shape[-1]).to(torch.float32)
     return logits_BTV.softmax(-1)
 
 
 def logprobs_of(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Log-probability [B, T] float32 of tokens under the target's raw logits, before any processing."""
+    """Return log-probabilities [B, T] float32 of tokens under the target's raw logits."""
     x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     return (x_BTV.gather(-1, tokens_BT[..., None])[..., 0] - x_BTV.logsumexp(-1)).float()
 
 
 def top_logprobs_of(logits_BTV: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` likeliest tokens [B, T, num] int64 under the target's raw logits, the likeliest first (among equals on
-    a CPU the lower id), and their log-probabilities [B, T, num] float32.
+    """Return the likeliest tokens [B, T, num] and their float32 log-probabilities.
+
+    Tokens are int64, ranked under raw logits.
+
+    The likeliest comes first; among equals on a CPU the lower id.
     """
     x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     tokens_BTk = top_k(logits_BTV.flatten(0, 1), num).view(*logits_BTV.shape[:2], num)
@@ -110,7 +123,7 @@ def top_logprobs_of(logits_BTV: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_rows(x_BTV: Tensor, rows: Sequence[int], change: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Logits of which these rows are changed; `change` sees them, and these rows of other tensors [B, ...]."""
+    """Apply `change` to some rows of logits and other tensors [B, ...]."""
     if len(rows) == len(x_BTV):
         return change(x_BTV, *tensors)
     if not rows:
@@ -121,7 +134,7 @@ def _of_rows(x_BTV: Tensor, rows: Sequence[int], change: Callable[..., Tensor], 
 
 
 def _column(rows: RowSampling, name: str, dtype: torch.dtype) -> Tensor:
-    """A number [B, 1, 1] of each row."""
+    """Return a number [B, 1, 1] of each row."""
     return rows.column(name).to(dtype)[:, None, None]
 
 
@@ -135,13 +148,14 @@ def _penalize(
     frequency_R11: Tensor | None,
     presence_R11: Tensor | None,
 ) -> Tensor:
-    """Repetition penalty on tokens of prompt and output, frequency and presence penalty on those of the output.
+    """Apply repetition, frequency and presence penalties.
 
-    What is None nobody asks for.
+    The repetition penalty affects tokens of prompt and output, the others those of the output. Penalties of None are
+    not used.
     """
     output_RTV = counts_RV[:, None]
     if draft_RN is not None:
-        output_RTV = TokenCounts(prompt_mask_RV, counts_RV).ahead(draft_RN, x_RTV.shape[1], seen_RTN)
+        output_RTV = TokenCounts(prompt_mask_RV, counts_RV).after_drafts(draft_RN, x_RTV.shape[1], seen_RTN)
     if repetition_R11 is not None:
         seen_RTV = prompt_mask_RV[:, None] | (output_RTV > 0)
         x_RTV = torch.where(seen_RTV, torch.where(x_RTV > 0, x_RTV / repetition_R11, x_RTV * repetition_R11), x_RTV)
@@ -153,30 +167,30 @@ def _penalize(
 
 
 def _heat(x_BTV: Tensor, rows: RowSampling) -> Tensor:
-    """Logits over the temperature, however small or large; below COLD those of each row less their largest.
+    """Divide logits by the temperature; below MIN_HEAT after subtracting each row's largest.
 
-    The largest is then 0 and others may end at -inf: nothing overflows upwards, and large quotients do not swallow the
-    noise that is added to them.
+    The largest is then 0 and others may become -inf: nothing overflows upwards, and large quotients do not swallow the
+    noise.
     """
     limits = torch.finfo(x_BTV.dtype)
-    if rows.asking("cold"):
-        cold_B11 = rows.column("temperature")[:, None, None] < COLD
+    if rows.rows_using("cold"):
+        cold_B11 = rows.column("temperature")[:, None, None] < MIN_HEAT
         x_BTV = x_BTV - x_BTV.amax(-1, keepdim=True).clamp(limits.min, limits.max).where(cold_B11, 0.0)
-    if rows.asking("heated"):
+    if rows.rows_using("heated"):
         temperature_B = rows.column("temperature").clamp(limits.tiny, limits.max)
         x_BTV = x_BTV / temperature_B.to(x_BTV.dtype)[:, None, None]
     return x_BTV
 
 
 def _truncate(x_BTV: Tensor, rows: RowSampling) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p, each where it is asked for."""
-    if ranked := rows.asking("top_k"):
-        top_p_B11 = _column(rows, "top_p", torch.float64) if rows.asking("top_p") else None
+    """Apply top-k, then top-p, then min-p to the rows that use them."""
+    if ranked := rows.rows_using("top_k"):
+        top_p_B11 = _column(rows, "top_p", torch.float64) if rows.rows_using("top_p") else None
         k_B11 = _column(rows, "top_k", torch.int64)
-        x_BTV = _of_rows(x_BTV, ranked, partial(_top_k, most=rows.most_k), k_B11, top_p_B11)
-    if searched := rows.asking("top_p_alone"):
+        x_BTV = _of_rows(x_BTV, ranked, partial(_top_k, most=rows.max_k), k_B11, top_p_B11)
+    if searched := rows.rows_using("top_p_alone"):
         x_BTV = _of_rows(x_BTV, searched, _top_p, _column(rows, "top_p", torch.float64))
-    if bounded := rows.asking("min_p"):
+    if bounded := rows.rows_using("min_p"):
         x_BTV = _of_rows(x_BTV, bounded, _min_p, _column(rows, "log_min_p", x_BTV.dtype))
     return x_BTV
 
@@ -186,7 +200,10 @@ def _min_p(x_RTV: Tensor, log_min_p_R11: Tensor) -> Tensor:
 
 
 def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, most: int) -> Tensor:
-    """Keep the k likeliest, of at most `most`; then top-p of them, if anybody asks for it, by their order."""
+    """Keep the k likeliest, of at most `most`; then apply top-p.
+
+    Top-p, if used, takes them by their order.
+    """
     ranked_RTK = x_RTV.topk(most).values
     last_RT1 = ranked_RTK.gather(-1, (k_R11 - 1).expand(-1, x_RTV.shape[1], 1))
     kept_RTV = x_RTV.masked_fill(x_RTV < last_RT1, -math.inf)
@@ -205,9 +222,9 @@ def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, most: int)
 
 
 def _top_p(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
-    """Keep a token while the likelier ones hold less than this much of the mass.
+    """Keep a token while likelier ones hold less than top-p mass.
 
-    Masses are integers, so that sums depend on no order of addition.
+    Masses are integers, so that sums do not depend on the order of addition.
     """
     if x_RTV.device.type == "cpu":
         top_p_RT = top_p_R11[..., 0].expand(-1, x_RTV.shape[1]).contiguous()
@@ -216,7 +233,7 @@ def _top_p(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
 
 
 def top_p_reference(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
-    """`_top_p` in tensor operations, for devices without a kernel."""
+    """Return `_top_p` by tensor operations, for devices without a kernel."""
     depth_RTV = x_RTV.amax(-1, keepdim=True) - x_RTV
     mass_RTV = _mass(depth_RTV)
     border_RT1 = _search(depth_RTV, mass_RTV, mass_RTV.sum(-1, keepdim=True).double() * top_p_R11)
@@ -224,7 +241,7 @@ def top_p_reference(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
 
 
 def _search(depth_BTV: Tensor, mass_BTV: Tensor, need_BT1: Tensor) -> Tensor:
-    """The largest order of depth above which there is less mass than needed.
+    """Return the largest depth order with less mass above it than needed.
 
     Bisection over its bits instead of a sort: a tenth of the time once compiled, the same time in eager mode.
     """
@@ -238,10 +255,13 @@ def _search(depth_BTV: Tensor, mass_BTV: Tensor, need_BT1: Tensor) -> Tensor:
 
 
 def _mass(depth: Tensor) -> Tensor:
-    """Probability relative to the likeliest token, in fixed point; `depth` is how far a logit lies below its."""
-    return (torch.exp(-depth) * _MASS_ONE).to(torch.int64)
+    """Return probabilities relative to the likeliest token, in fixed point.
+
+    Computed from the distance of logits.
+    """
+    return (torch.exp(-depth) * _FIXED_POINT_ONE).to(torch.int64)
 
 
 def _order(depth: Tensor) -> Tensor:
-    """Integers in the order of the depths: what the bits of non-negative floats are."""
+    """Return integers in the depths' order: bits of non-negative floats."""
     return depth.float().view(torch.int32)

@@ -1,9 +1,9 @@
-"""Noise: what makes a choice random, and yet a function of seed and position.
+"""Noise as a function of seed and position.
 
-A 32-bit integer hash of (seed, stream, absolute position, token id) in int64 arithmetic that never overflows:
-the same bits on every device, eager or compiled. Only the logarithm of Gumbel noise may differ, by units in the last
-place, between devices and between eager and compiled code; a round shall therefore draw a position's noise once, or
-always through the same compiled function.
+A 32-bit integer hash of (seed, stream, absolute position, token id) in int64 arithmetic that never overflows: the same
+bits on every device, eager or compiled. Only the logarithm of Gumbel noise may differ, by units in the last place,
+between devices and between eager and compiled code; so a round draws a position's noise once, or always through the
+same compiled function.
 
 Legend: B rows of the batch, T logit rows, V vocabulary.
 """
@@ -16,7 +16,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from compile.noise import Hash, hashed_choice, hashed_gumbel
+from compile.noise import Hash, hashed_gumbel, hashed_sample
 
 _WORD = 0xFFFFFFFF
 _STREAM_SHIFT = 29  # positions stay below 2^29
@@ -26,12 +26,15 @@ _SALTS = (  # digits of pi: what tells the two words of a key apart
     (0x299F31D0, 0x082EFA98, 0x6C4E6C89, 0x452821E6, 0x38D01377, 0x3E5466CF),
 )
 _TOKEN_ROUNDS = 5
-"""Rounds of a token's hash, with the words of the key by turns."""
+"""Rounds of a token's hash, alternating between the words of the key."""
 _HASH = Hash(_MULTIPLIERS, _SALTS, _TOKEN_ROUNDS)
 
 
 class Stream(IntEnum):
-    """Independent noises of one position. `rejection` and `block` would be biased if two of their parts shared one."""
+    """Independent noises of one position.
+
+    `rejection` and `block` would be biased if two of their parts shared one.
+    """
 
     TARGET = 0  # match: the target's choice, and the drafter's guess of it
     DRAFT = 1  # rejection, block: the draft's own sample
@@ -49,7 +52,9 @@ def gumbel(
     stream: Stream = Stream.TARGET,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Gumbel noise [B, T, V], finite, a function of (seed, stream, position, token id) alone.
+    """Return Gumbel noise [B, T, V], a function of its arguments alone.
+
+    Finite; depends on (seed, stream, position, token id).
 
     `seeds_B` int64 in 0..2^63-1, `positions_BT` int64 in 0..2^29-1. The noise of a token is -log(-log(1 - w)) with w in
     (0, 1) of 32 bits, fine near 0, where the likely winners are: rare tokens keep their true probability down to 2^-32.
@@ -68,8 +73,10 @@ def native_gumbel(
     stream: Stream = Stream.TARGET,
     ids_K: Tensor | None = None,
 ) -> Tensor:
-    """`gumbel` in float32 by the CPU kernel: a tenth of the time, equal but for units in the last place; [B, T, K] of
-    the tokens `ids`, where these are given.
+    """Return `gumbel` in float32 by the CPU kernel.
+
+    Noise is [B, T, K] for the tokens `ids` if given. It takes a tenth of the time, and is equal but for units in the
+    last place.
     """
     noise_RV = hashed_gumbel(*_rows(seeds_B, positions_BT, stream), vocab_size, _HASH, ids_K)
     return noise_RV.view(*positions_BT.shape, -1)
@@ -84,20 +91,22 @@ def native_choice(
     noise_B: Tensor,
     ids_K: Tensor | None = None,
 ) -> Tensor:
-    """Indices [B, T] of the largest logits over the temperature with the target's noise, as `native_gumbel` gives it,
-    where `noise` is not 0: what `choose` finds in these sums, by the CPU kernel.
+    """Return indices [B, T] of the largest noisy logits by CPU kernel.
 
-    Logits are about the tokens `ids` (None: all); temperatures and noise are float64.
+    Maximizes logits over the temperature plus noise.
+
+    Equals `choose` with the target's noise of `native_gumbel`, if `noise` is not 0. Logits are for the tokens `ids`
+    (None: all); temperatures and noise are float64.
     """
     B, T, K = logits_BTK.shape
     temperature_B = torch.ones_like(noise_B) if temperature_B is None else temperature_B
     heat_R, noisy_R = (x_B[:, None].expand(B, T).flatten().contiguous() for x_B in (temperature_B, noise_B))
     hashed = _rows(seeds_B, positions_BT, Stream.TARGET)
-    return hashed_choice(logits_BTK.reshape(-1, K), heat_R, noisy_R, *hashed, _HASH, ids_K).view(B, T)
+    return hashed_sample(logits_BTK.reshape(-1, K), heat_R, noisy_R, *hashed, _HASH, ids_K).view(B, T)
 
 
 def _rows(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> tuple[Tensor, Tensor]:
-    """Seed and place of each row [B * T]."""
+    """Return seed and position of each row [B * T]."""
     seeds_R = seeds_B[:, None].expand_as(positions_BT).flatten().contiguous()
     return seeds_R, _places(positions_BT, stream).flatten().contiguous()
 
@@ -105,36 +114,44 @@ def _rows(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> tuple[Tensor
 def uniform(
     seeds_B: Tensor, positions_BT: Tensor, *, stream: Stream = Stream.ACCEPT, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Uniform noise [B, T] in (0, 1), both ends excluded; the same bits on every device."""
+    """Return uniform noise [B, T] in (0, 1), both ends excluded.
+
+    All devices return equal bits.
+    """
     low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
     return _unit(low_BT ^ high_BT, dtype)
 
 
 def fork(seeds_B: Tensor, positions_B: Tensor, *, stream: Stream = Stream.FORK) -> Tensor:
-    """New seeds [B] for the round whose root is at these positions. Needed by `block`, harmless for `rejection`.
+    """Return new seeds [B] for the round with roots at these positions.
 
-    Block verification looks at the whole draft to decide how much of it to keep. What it threw away has thus told
-    something about the noise of those positions, and the next round must draw there afresh.
+    Needed by `block`.
+
+    Block verification looks at the whole draft to decide how much to keep, so dropped tokens carry information about
+    the noise of their positions, and the next round must draw anew.
     """
     low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], stream)
     return (((low_B1 >> 1) << 32) | high_B1)[:, 0]
 
 
 def seeds_of_prompts(seed: int, indices_B: Tensor) -> Tensor:
-    """Seeds [B] of the prompts at these places (int64, from 0) of a call with this seed: the first has the seed itself.
+    """Return seeds [B] of the prompts with these indices.
 
-    Equal prompts of one call thus have noises, and texts, of their own.
+    Indices are int64, from 0; the first has the call's seed. Equal prompts of one call thus have noises, and texts, of
+    their own.
     """
     seeds_B = torch.full_like(indices_B, seed)
     return torch.where(indices_B == 0, seeds_B, fork(seeds_B, indices_B, stream=Stream.PROMPT))
 
 
 def _scramble(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """A 32-bit hash of x and the keys: one round per key, which takes the middle word of a 63-bit product.
+    """Return a 32-bit hash of x and the keys.
 
-    Five rounds pass the chi-square tests of test_sampling.py at a hundred times their sample; three do not. A
-    round uses its argument once, on purpose: Inductor writes out `x ^ (x >> 16)`, the step of the usual hashes, 2^n
-    times after n of them, and then compiles for most of a minute.
+    Each key takes the middle word of a 63-bit product.
+
+    Five rounds pass the chi-square tests of test_sampling.py at a hundred times their sample; three do not. A round
+    uses its argument once, on purpose: Inductor writes out `x ^ (x >> 16)`, the step of the usual hashes, 2^n times
+    after n of them, and then compiles for most of a minute.
     """
     for key, multiplier in zip(keys, _MULTIPLIERS, strict=False):
         x = (((x ^ key) * multiplier) >> 16) & _WORD
@@ -142,17 +159,20 @@ def _scramble(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
 
 
 def _keys(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> list[Tensor]:
-    """Two independent 32-bit words [B, T] for each seed, stream and position."""
+    """Return two independent 32-bit words [B, T] per seed, stream and position."""
     place_BT = _places(positions_BT, stream)
     halves = (seeds_B[:, None] & _WORD, seeds_B[:, None] >> 32)
     return [_scramble(place_BT, [halves[i % 2] ^ salt for i, salt in enumerate(salts)]) for salts in _SALTS]
 
 
 def _places(positions_BT: Tensor, stream: Stream) -> Tensor:
-    """Positions that streams do not share."""
+    """Return positions that streams do not share."""
     return positions_BT | (int(stream) << _STREAM_SHIFT)
 
 
 def _unit(word: Tensor, dtype: torch.dtype) -> Tensor:
-    """A 32-bit word as (word + 1/2) / 2^32, rounded to `dtype` but below 1."""
+    """Return (word + 1/2) / 2^32 of a 32-bit word, below 1.
+
+    Rounded to `dtype`.
+    """
     return ((word.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)

@@ -1,7 +1,9 @@
-"""How rows are sampled: what their requests ask for and noise, joined into two decisions, draft and accept.
+"""Sampler of a round: draft and accept decisions.
 
-Absolute positions count from the start of the prompt. The root of a round lies at position n (the cache length); row t
-of the verify step, and draft step t, choose the token at position n + t + 1.
+Decisions follow from requests' parameters and noise.
+
+Absolute positions count from the start of the prompt. The root of a round is at position n (the cache length); row t of
+the verify step, and draft step t, choose the token at position n + t + 1.
 
 Legend: B rows, N draft tokens, T = N + 1 verify rows, D positions, V vocabulary.
 """
@@ -14,28 +16,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.topk import top_logp
 from sharesd import sampling
-from sharesd.sampling import Kind, RowSampling, Stream
+from sharesd.sampling import RowSampling, SamplingKind, Stream
 from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejection, accept_tree
 from sharesd.speculation.draft_tree import DraftTree, Verdict
 
 
-class Drawn(NamedTuple):
-    """What a model drafter guesses."""
+class DraftSample(NamedTuple):
+    """Draft tokens of one step."""
 
     tokens: Tensor  # [B]
     probs: Tensor | None  # [B, vocabulary]: what they were drawn from, where acceptance asks for it
-    chances: Tensor | None  # [B] float64: how sure the drafter is of its guess
+    with_confidence: Tensor | None  # [B] float64: how sure the drafter is of its guess
 
 
 class Sampler:
-    """Rounds of one kind. Nothing here synchronises with the host; its tensors keep their place between requests."""
+    """Sampling of rounds of one kind.
 
-    def __init__(self, kind: Kind, rows: RowSampling, *, gumbel: Callable[..., Tensor] = sampling.gumbel) -> None:
-        """`gumbel` may be a compiled form of `sampling.gumbel`; all modes must use the same one. With that of the CPU
-        kernel choices are the kernel's, too.
+    No host synchronisation; tensors are persistent between requests.
+    """
+
+    def __init__(
+        self, kind: SamplingKind, rows: RowSampling, *, gumbel: Callable[..., Tensor] = sampling.gumbel
+    ) -> None:
+        """Build a sampler with `gumbel`, equal in all modes.
+
+        `gumbel` may be a compiled form of `sampling.gumbel`. With the CPU kernel's noise, choices are the kernel's,
+        too.
         """
         self.kind, self.rows, self.vocab_size = kind, rows, rows.vocab_size
         self._gumbel, self._by_kernel = gumbel, gumbel is sampling.native_gumbel
@@ -48,13 +57,16 @@ class Sampler:
         if kind.penalized:
             assert rows.counts is not None
 
-    def first(self, logits_BV: Tensor, lengths_B: Tensor, legal_B1W: Tensor | None = None) -> Tensor:
-        """Tokens [B] after the prompts, at positions `lengths`; of those that grammars allow, if there are any."""
-        return self._choose(logits_BV[:, None], lengths_B, legal_BTW=legal_B1W)[:, 0]
+    def first(self, logits_BV: Tensor, lengths_B: Tensor, grammar_mask_B1W: Tensor | None = None) -> Tensor:
+        """Return first tokens [B] after prompts, at positions `lengths`.
+
+        Tokens are among those that grammars allow.
+        """
+        return self._choose(logits_BV[:, None], lengths_B, grammar_mask_BTW=grammar_mask_B1W)[:, 0]
 
     @property
-    def wants_probs(self) -> bool:
-        """Whether acceptance asks for the distributions that drafts are drawn from."""
+    def needs_draft_probs(self) -> bool:
+        """True if acceptance uses the distributions that drafts are drawn from."""
         return self.kind.acceptance != "match"
 
     def draft(
@@ -64,32 +76,34 @@ class Sampler:
         positions_B: Tensor,
         root_at_B: Tensor,
         ids_V: Tensor | None = None,
-        chances: bool = False,
-        spread: float | None = None,
-    ) -> Drawn:
-        """A model drafter's token for these positions, after root and `drafted` (-1 = none yet). Its logits are about
-        the tokens `ids` (None = all). `chances` (for `match`) tells how sure it is: the token's probability, given
-        the noise; where the logits are the target's but for errors of this `spread`, how likely it is that these do not
-        put the next best in its place.
+        with_confidence: bool = False,
+        logit_noise: float | None = None,
+    ) -> DraftSample:
+        """Return a draft model's token for these positions.
 
-        With `match` it uses the target's own noise of that position, so that both choose alike where they can.
+        The token comes after root and `drafted` (-1: none yet).
+
+        Logits are for the tokens `ids` (None: all). `with_confidence` (for `match`): also return the token's
+        probability, given the noise; if the logits are the target's with errors of scale `logit_noise`, the probability
+        that errors do not make the second best the largest. With `match` it uses the target's noise of that position,
+        so that both choose alike.
         """
         kind, logits_B1V = self.kind, logits_BV[:, None]
-        if kind.acceptance == "match" and chances:
-            best_B12, logp_B12 = self.spread(logits_B1V, 2, positions_B, drafted_BN, None, ids_V)
+        if kind.acceptance == "match" and with_confidence:
+            best_B12, logp_B12 = self.top_tokens(logits_B1V, 2, positions_B, drafted_BN, None, ids_V)
             first_B, second_B = logp_B12[:, 0].double().unbind(1)
-            chance_B = first_B.exp() if spread is None else ((first_B - second_B) / spread).sigmoid()
-            return Drawn(best_B12[:, 0, 0], None, chance_B)
+            chance_B = first_B.exp() if logit_noise is None else ((first_B - second_B) / logit_noise).sigmoid()
+            return DraftSample(best_B12[:, 0, 0], None, chance_B)
         logits_B1V, ids_V = self._narrow(logits_B1V, ids_V)
         if kind.acceptance == "match":
             index_B = self._choose(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[:, 0]
-            return Drawn(_named(index_B, ids_V), None, None)
+            return DraftSample(_named(index_B, ids_V), None, None)
         logits_B1V = self._process(logits_B1V, drafted_BN)
         probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
         noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
-        return Drawn(sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV, None)
+        return DraftSample(sampling.choose(logits_B1V, noise_B1V)[:, 0], probs_BV, None)
 
-    def spread(
+    def top_tokens(
         self,
         logits_BFV: Tensor,
         num: int,
@@ -98,11 +112,12 @@ class Sampler:
         seen_BFC: Tensor | None,
         ids_V: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The `num` likeliest tokens [B, F, num] for these positions after F nodes, and their log probabilities.
+        """Return the likeliest tokens [B, F, num] after F nodes, with log-probabilities.
 
-        Sees the target's noise of that position: what is ranked is how likely the target's choice is, given it.
-        `nodes_BC` are all nodes so far (-1 = none yet), `seen_BFC` those on the path of each (for penalties only). The
-        logits are about the tokens `ids` (None = all).
+        Tokens are for these positions.
+
+        Scores include the target's noise of the position. `nodes_BC`: all nodes so far (-1: none yet), `seen_BFC`:
+        those on the path of each (for penalties). Logits are for the tokens `ids` (None: all).
         """
         logits_BFV, ids_V = self._narrow(logits_BFV, ids_V)
         logits_BFV = self._process(logits_BFV, nodes_BC, seen_BFC)
@@ -114,39 +129,41 @@ class Sampler:
         return _named(best_Rk, ids_V).view(shape), logp_Rk.view(shape)
 
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
-        """What the target makes of the draft."""
-        assert (tree.legal is not None) == self.kind.constrained
+        """Return the target's verdict on the draft."""
+        assert (tree.grammar_mask is not None) == self.kind.constrained
         num_draft = tree.tokens.shape[1]
-        if tree.branches is not None:
-            return self._accept_tree(tree, tree.branches, logits_BTV, lengths_B)
+        if tree.tree_mask is not None:
+            return self._accept_tree(tree, tree.tree_mask, logits_BTV, lengths_B)
         if num_draft == 0:
-            tokens_B1 = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, legal_BTW=tree.legal)
+            tokens_B1 = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
             return Verdict(tokens_B1, self._one_B, self._root_B1)
         if self.kind.acceptance == "match":
-            tokens_BT = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, legal_BTW=tree.legal)
+            tokens_BT = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
             return accept_match(tree.tokens, tokens_BT)
         rule = accept_rejection if self.kind.acceptance == "rejection" else accept_block
-        logits_BTV = self._process(logits_BTV, tree.tokens, legal_BTW=tree.legal)
+        logits_BTV = self._process(logits_BTV, tree.tokens, grammar_mask_BTW=tree.grammar_mask)
         positions_BN = _behind(lengths_B, 1, num_draft)
         u_BN = sampling.uniform(sampling.fork(self.rows.seeds_B, lengths_B), positions_BN)
         noise_BV = self._draw(lengths_B[:, None], Stream.RECOVER, lengths_B)[:, 0]
         return rule(tree, sampling.probs_of(logits_BTV, self.kind), u_BN, noise_BV)
 
-    def _accept_tree(self, tree: DraftTree, branches: Branches, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
+    def _accept_tree(
+        self, tree: DraftTree, tree_mask: TreeAttentionMask, logits_BTV: Tensor, lengths_B: Tensor
+    ) -> Verdict:
         assert self.kind.acceptance == "match", "only match accepts trees"
-        depth_BT, path_BTT = branches
+        depth_BT, path_BTT = tree_mask
         B, T = depth_BT.shape
         seen_BTN = None
         if self.kind.penalized:
             on_path_BTT = torch.arange(T, device=depth_BT.device) <= depth_BT[..., None]
             seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
             seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
-        context = {"seen_BTN": seen_BTN, "legal_BTW": tree.legal}
-        choice_BT = self._choose(logits_BTV, lengths_B, tree.tokens, branches, tree.depth, first=1, **context)
+        context = {"seen_BTN": seen_BTN, "grammar_mask_BTW": tree.grammar_mask}
+        choice_BT = self._choose(logits_BTV, lengths_B, tree.tokens, tree_mask, tree.depth, first=1, **context)
         return accept_tree(tree, choice_BT)
 
     def commit(self, tokens_BT: Tensor, num_new_B: Tensor) -> None:
-        """The round's emitted tokens, for penalties."""
+        """Count the round's emitted tokens, for penalties."""
         if self.kind.penalized:
             self.rows.counts.update(tokens_BT, num_new_B)
 
@@ -155,24 +172,25 @@ class Sampler:
         logits_BTV: Tensor,
         at_B: Tensor,
         draft_BN: Tensor | None = None,
-        branches: Branches | None = None,
+        tree_mask: TreeAttentionMask | None = None,
         deepest: int = 0,
         *,
         first: int = 0,
         ids_V: Tensor | None = None,
         **context: Tensor | None,
     ) -> Tensor:
-        """What the target chooses, or a draft of it, as indices [B, T]: for the positions `at` + `first` and those
-        behind, one row each; of a tree as deep behind the first one as `branches` say, at most `deepest`. Equal
-        positions share their noise.
+        """Return choices of the target, or its draft, as indices [B, T].
 
-        Logits are about the tokens `ids` (None = all).
+        Positions start from `at` + `first`.
+
+        In a tree, positions follow the depths in `tree_mask`, at most `deepest`; equal positions share their noise.
+        Logits are for the tokens `ids` (None: all).
         """
         (B, T), kind, rows = logits_BTV.shape[:2], self.kind, self.rows
         if kind.sampled and self._by_kernel:
-            ahead_BT = torch.arange(T) if branches is None else branches.depth_BT
+            ahead_BT = torch.arange(T) if tree_mask is None else tree_mask.depth_BT
             changed = kind.truncated or kind.penalized or kind.biased or kind.constrained
-            plain = not changed and not rows.asking("cold")
+            plain = not changed and not rows.rows_using("cold")
             return sampling.native_choice(
                 logits_BTV if plain else self._process(logits_BTV, draft_BN, **context),
                 rows.seeds_B,
@@ -184,15 +202,15 @@ class Sampler:
         logits_BTV = self._process(logits_BTV, draft_BN, **context)
         if not kind.sampled:
             return sampling.choose(logits_BTV)
-        last = first + (T - 1 if branches is None else deepest)
+        last = first + (T - 1 if tree_mask is None else deepest)
         if self._draw_together:
             noise_BDV = self._target_noise(_behind(at_B, first, last) if last else at_B[:, None], ids_V)
         else:
             each = (at_B[:, None] + ahead if ahead else at_B[:, None] for ahead in range(first, last + 1))
             parts = [self._target_noise(positions_B1, ids_V) for positions_B1 in each]
             noise_BDV = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        if branches is not None:  # nodes of equal depth share theirs
-            noise_BDV = noise_BDV[torch.arange(B, device=at_B.device)[:, None], branches.depth_BT]
+        if tree_mask is not None:  # nodes of equal depth share theirs
+            noise_BDV = noise_BDV[torch.arange(B, device=at_B.device)[:, None], tree_mask.depth_BT]
         return sampling.choose(logits_BTV, noise_BDV)
 
     def _process(
@@ -200,41 +218,54 @@ class Sampler:
         logits_BTV: Tensor,
         draft_BN: Tensor | None,
         seen_BTN: Tensor | None = None,
-        legal_BTW: Tensor | None = None,
+        grammar_mask_BTW: Tensor | None = None,
     ) -> Tensor:
         rows, kind = self.rows, self.kind
-        return sampling.process(logits_BTV, kind, rows, draft_BN=draft_BN, seen_BTN=seen_BTN, legal_BTW=legal_BTW)
+        return sampling.process(
+            logits_BTV, kind, rows, draft_BN=draft_BN, seen_BTN=seen_BTN, grammar_mask_BTW=grammar_mask_BTW
+        )
 
     def _narrow(self, logits_BTK: Tensor, ids_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits about the tokens `ids`; about all, -inf for others, where requests name tokens or want to know what
-        all probabilities are.
+        """Return logits for the tokens `ids`, or for all if needed.
+
+        All are needed if parameters name tokens or need all probabilities; others are at -inf.
         """
         kind = self.kind
-        if ids_K is None or not (kind.biased or kind.penalized or kind.truncated or self.wants_probs):
+        if ids_K is None or not (kind.biased or kind.penalized or kind.truncated or self.needs_draft_probs):
             return logits_BTK, ids_K
         wide_BTV = logits_BTK.new_full((*logits_BTK.shape[:2], self.vocab_size), -torch.inf)
         return wide_BTV.index_copy_(2, ids_K, logits_BTK), None
 
     def _target_noise(self, positions_BD: Tensor, ids_V: Tensor | None = None) -> Tensor:
-        """The target's noise [B, D, V] of these positions, of the tokens `ids` (None = all), 0 for greedy rows."""
+        """Return the target's noise [B, D, V]; 0 for greedy rows.
+
+        Noise is of these positions, for tokens `ids` (None: all).
+        """
         if self._by_kernel:
             noise_BDV = self._gumbel(self.rows.seeds_B, positions_BD, self.vocab_size, ids_K=ids_V)
         else:
             noise_BDV = self._draw(positions_BD, Stream.TARGET)
             noise_BDV = noise_BDV if ids_V is None else noise_BDV.index_select(2, ids_V)
-        return noise_BDV * self.rows.column("noise").float()[:, None, None] if self.rows.asking("greedy") else noise_BDV
+        return (
+            noise_BDV * self.rows.column("noise").float()[:, None, None]
+            if self.rows.rows_using("greedy")
+            else noise_BDV
+        )
 
     def _draw(self, positions_BD: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
-        """Gumbel noise [B, D, V]; always by this one function, so that every mode gets the same bits."""
+        """Return Gumbel noise [B, D, V], in every mode by one function.
+
+        Every mode thus gets equal bits.
+        """
         seeds_B = self.rows.seeds_B if fork_at_B is None else sampling.fork(self.rows.seeds_B, fork_at_B)
         return self._gumbel(seeds_B, positions_BD, self.vocab_size, stream=stream)
 
 
 def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
-    """Token ids of these places in the logits."""
+    """Return token ids of indices into the logits."""
     return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 
 def _behind(at_B: Tensor, first: int, last: int) -> Tensor:
-    """The positions [B, last - first + 1] from `first` to `last` behind these."""
+    """Return positions `first` to `last` after `at`, [B, their number]."""
     return at_B[:, None] + torch.arange(first, last + 1, device=at_B.device)

@@ -1,1 +1,4 @@
-"""Draft trees, the draft policy, acceptance statistics and costs. Imports kvcache and what is below."""
+"""Draft trees, the draft policy, acceptance statistics and costs.
+
+Imports kvcache and lower rooms.
+"""

@@ -1,10 +1,8 @@
-"""What rounds cost: a table measured at start, corrected by every round.
+"""Costs of rounds: a table measured at start, corrected by every round.
 
-A step takes longer the more rows it has, and the longer the texts are that its rows attend to; so does a draft step.
-Both are lines over the context, one for each number of rows that was measured.
-
-Times are compared with each other, never over time: what slows the machine down slows all entries of the table alike,
-so a common factor (drift) follows it quickly and single entries slowly.
+Steps take longer with more tokens and with longer contexts; both are lines over the context, one for each measured
+number of tokens. Times are compared with each other, never over time: a common factor (drift) follows the machine
+quickly, single entries change slowly.
 """
 
 from __future__ import annotations
@@ -15,55 +13,71 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from compile.attention import SINKS
-from sharesd.speculation.draft_tree import Shape
+from compile.kv_layout import SINKS
+from sharesd.speculation.draft_tree import DraftShape
 
 SETTLING, TRIED, KNOWN = 5, 6, 8
-"""Rounds before single costs are corrected; corrections of a cost that tell something, and before the machine's pace is
-told from it."""
+"""Rounds before corrections; corrections of a reliable and of a drift-moving entry.
+
+In order: rounds before entries are corrected; corrections that make an entry reliable; corrections before it moves the
+drift.
+"""
 ANCHORED = 32
-"""Rounds after a plain one in which costs are corrected: all are compared with what plain steps take. Later a slower
-machine cannot be told from a dearer draft, and each stall would leave the draft a little cheaper than it is."""
+"""Rounds after a plain one in which entries are corrected.
+
+Later a slower machine cannot be distinguished from a slower draft.
+"""
 
 OTHER_CONTEXT, OTHER_MOOD, SURPRISE = 1.5, 1.1, 1.15
-"""Factors by which context (and some slots) and drift must have moved for plain steps to be timed again, and by which
-the last one must have been off."""
+"""Factors of context, drift and last plain step that renew plain timings.
+
+The context counts with some slots added.
+"""
 SOME_SLOTS = 512
 
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds that rounds take, for one machine, model, number of rows and way of sampling."""
+    """Seconds of rounds per machine, model, number of rows and sampling kind."""
 
     step: dict[int, float] = field(default_factory=dict)
-    """A step of the target over this many tokens per row, choosing tokens included; linear between entries."""
+    """Seconds of a target step by tokens per row, sampling included.
+
+    Linear between entries.
+    """
     draft: float = 0.0
-    """One draft step; 0 where drafts come from tables."""
+    """Seconds of a draft step; 0 if tables draft."""
     level: float = 0.0
-    """One level of a draft tree."""
+    """Seconds of a level of a draft tree."""
     step_slot: dict[int, float] = field(default_factory=dict)
-    """What a step takes longer for each live slot (mean over rows), for the same entries as `step`."""
+    """Seconds that each live slot adds to an entry of `step`.
+
+    Slots are the mean of the rows.
+    """
     draft_slot: float = 0.0
-    """The same for a draft step."""
+    """Seconds that each live slot adds to a draft step."""
     level_slot: float = 0.0
-    """The same for a level."""
+    """Seconds that each live slot adds to a level."""
     read: float = 0.0
-    """Reading a token that a drafter has missed, so that it can draft again; 0 where that is no work."""
-    at_once: bool = False
-    """Drafts take one step, or level, whatever their depth."""
+    """Seconds of reading one token that a drafter missed; 0 without work."""
+    single_pass: bool = False
+    """Drafts take one step or level whatever their depth."""
     draft_begin: float = 0.0
-    """What the first draft step takes longer than others: a small drafter's weights come from memory only then."""
+    """Seconds that the first draft step takes longer.
+
+    A small drafter's weights come from memory only then.
+    """
     level_begin: float = 0.0
-    """The same of levels."""
+    """Seconds that the first level takes longer."""
 
     def of_step(self, width: float, context: float = 0.0) -> float:
-        """Seconds of a step of this many tokens per row behind so many live slots.
+        """Return seconds of a step of `width` tokens per row.
 
-        Asserts that at least one width has been measured.
+        `context`: live slots before the step. Asserts that at least one width has been measured.
         """
         if width in self.step:
             return self._entry(width, context)  # type: ignore[arg-type]
-        entries = self.shares(width)
+        entries = self.interpolation(width)
         if len(entries) == 2:
             (low, left), (high, right) = entries
             return left * self._entry(low, context) + right * self._entry(high, context)
@@ -75,21 +89,21 @@ class Costs:
         slope = max(0.0, last - self._entry(before, context)) / (entry - before)
         return last + slope * (width - entry)
 
-    def of_draft(self, shape: Shape, context: float = 0.0) -> float:
-        """Seconds of a model's draft of this shape."""
-        if shape.recent:
-            context = min(context, shape.recent + SINKS)
+    def of_draft(self, shape: DraftShape, context: float = 0.0) -> float:
+        """Return seconds of a model's draft of this shape."""
+        if shape.window:
+            context = min(context, shape.window + SINKS)
         num = self.num_steps(shape)
         if shape.is_tree:
             return num * (self.level + self.level_slot * context) + self.level_begin * (num > 0)
         return num * (self.draft + self.draft_slot * context) + self.draft_begin * (num > 0)
 
-    def num_steps(self, shape: Shape) -> int:
-        """Steps, or levels, that a model's draft of this shape takes."""
-        return min(shape.depth, 1) if self.at_once else shape.depth
+    def num_steps(self, shape: DraftShape) -> int:
+        """Return the steps or levels of a model's draft of this shape."""
+        return min(shape.depth, 1) if self.single_pass else shape.depth
 
-    def shares(self, width: float) -> list[tuple[int, float]]:
-        """The entries, one or two, between which a step of this many rows lies, and the share of each in its cost."""
+    def interpolation(self, width: float) -> list[tuple[int, float]]:
+        """Return the one or two entries around a width, with shares."""
         known = sorted(self.step)
         assert known, "no step has been measured"
         at = bisect_left(known, width)
@@ -100,13 +114,13 @@ class Costs:
         return [(low, 1 - share), (high, share)]
 
     def scale_step(self, entry: int, factor: float) -> None:
-        """Correct what steps of a measured width take."""
+        """Multiply the seconds of an entry."""
         self.step[entry] *= factor
         if entry in self.step_slot:
             self.step_slot[entry] *= factor
 
     def scale_draft(self, tree: bool, factor: float) -> None:
-        """Correct what draft steps, or levels of trees, take."""
+        """Multiply the seconds of draft steps, or of levels if `tree`."""
         for name in ("level", "level_begin", "level_slot") if tree else ("draft", "draft_begin", "draft_slot"):
             setattr(self, name, factor * getattr(self, name))
 
@@ -115,21 +129,21 @@ class Costs:
 
 
 _Plain = tuple[float, float, float]
-"""When a plain step was timed last: context, drift, what it took over what was expected."""
+"""Last timed plain step: context, drift, seconds over predicted seconds."""
 
 
 class LiveCosts:
-    """Costs as they are now: behind so much text, with so many threads, on a machine in this mood."""
+    """Costs for the present context, threads, rows and pace of the machine."""
 
     def __init__(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
-        """`measured`: the same for other numbers of rows, where that was measured."""
+        """`measured`: costs by number of rows."""
         self.table = copy.deepcopy(costs)
-        """For the numbers of threads and of rows that are in use."""
+        """Costs for the present numbers of threads and rows."""
         self.measured = measured or {}
         self.context = 0.0
-        """Live slots, on average over the rows."""
+        """Mean live slots of the rows."""
         self.drift = 1.0
-        """How much slower the machine is than the table says."""
+        """Factor by which the machine is slower than the table."""
         self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
         self._since_plain = 0  # rounds
         self._plain_at: _Plain | None = None
@@ -139,8 +153,9 @@ class LiveCosts:
         self._others: dict[tuple[int, int], tuple[Costs, float, Counter[object], _Plain | None]] = {}
 
     def at(self, context: float, threads: int, rows: int = 1) -> None:
-        """The coming round's circumstances. Numbers of threads, and of rows, have tables of their own, which begin as
-        copies, or as what was measured.
+        """Set the circumstances of the coming round.
+
+        Each number of threads and of rows has a table of its own, which starts as a copy, or as measured.
         """
         self.context = context
         rows = next((num for num in sorted(self.measured) if num >= rows), 0)
@@ -161,54 +176,65 @@ class LiveCosts:
         self._used.clear()
 
     @property
-    def known(self) -> bool:
-        """Whether anything has been measured."""
+    def is_measured(self) -> bool:
+        """True if any step has been measured."""
         return bool(self.table.step)
 
     @property
-    def settled(self) -> bool:
-        """Whether `drift` has been learnt."""
+    def is_settled(self) -> bool:
+        """True if the drift has been learned."""
         return self._timed["rounds"] >= SETTLING
 
     @property
-    def doubtful(self) -> bool:
-        """Whether plain steps were last timed in another context or mood, or took what nobody expected."""
+    def is_doubtful(self) -> bool:
+        """True if a plain step must be timed again.
+
+        Context or drift changed since the last one, or its time was unexpected.
+        """
         if self._plain_at is None:
             return True
         context, drift, ratio = self._plain_at
-        moved = _apart(self.context + SOME_SLOTS, context + SOME_SLOTS)
-        return moved > OTHER_CONTEXT or _apart(self.drift, drift) > OTHER_MOOD or _apart(ratio, 1.0) > SURPRISE
+        moved = _factor_between(self.context + SOME_SLOTS, context + SOME_SLOTS)
+        return (
+            moved > OTHER_CONTEXT
+            or _factor_between(self.drift, drift) > OTHER_MOOD
+            or _factor_between(ratio, 1.0) > SURPRISE
+        )
 
     def step(self, width: float) -> float:
-        """Seconds of a step, but for the drift."""
+        """Return seconds of a step, without the drift."""
         return self.table.of_step(width, self.context)
 
-    def draft(self, shape: Shape) -> float:
-        """Seconds of a model's draft, but for the drift."""
+    def draft(self, shape: DraftShape) -> float:
+        """Return seconds of a model's draft, without the drift."""
         return self.table.of_draft(shape, self.context)
 
-    def plain_steps(self, shape: Shape, width: int) -> float:
-        """How many times as long as a plain step a round takes, a model's draft of this shape and a step of this width.
+    def plain_steps(self, shape: DraftShape, width: int) -> float:
+        """Return the time of a round in plain steps.
 
-        As measured at start: what a stall of the machine has made look long would never be looked at again.
+        The round has a draft of this shape and a step of this width. Uses costs of the start: a shape that a stall made
+        look slow would never be measured again.
         """
         costs, context = self._at_start if self._at_start.step else self.table, self.context
         return (costs.of_draft(shape, context) + costs.of_step(width, context)) / costs.of_step(1, context)
 
-    def tried(self, shape: Shape) -> bool:
-        """Whether rounds have told what drafts of this kind take."""
+    def is_tried(self, shape: DraftShape) -> bool:
+        """Return True if drafts of this kind have been measured in rounds."""
         return self._timed["level" if shape.is_tree else "draft"] >= TRIED
 
-    def learn(self, shape: Shape, width: int, draft_s: float, step_s: float) -> None:
-        """A round took so long: drafting (0 nodes: no model did), and the step of this width with all the rest."""
+    def record(self, shape: DraftShape, width: int, draft_s: float, step_s: float) -> None:
+        """Correct costs by a round: seconds of drafting, and of the rest.
+
+        A shape of 0 nodes: no model drafted.
+        """
         costs, timed = self.table, self._timed
         if width > max(costs.step, default=0):
             costs.step[width] = step_s / self.drift
         if shape.nodes and not self.draft(shape):
             setattr(costs, "level" if shape.is_tree else "draft", draft_s / costs.num_steps(shape) / self.drift)
-        entries, step, draft = costs.shares(width), self.step(width), self.draft(shape)
+        entries, step, draft = costs.interpolation(width), self.step(width), self.draft(shape)
         measured = step_s + (draft_s if shape.nodes else 0.0)
-        settling = not self.settled  # entries would learn what the common factor has not yet
+        settling = not self.is_settled  # entries would learn what the common factor has not yet
         self._since_plain = 0 if width == 1 else self._since_plain + 1
         if settling or width == 1 or all(timed[entry] >= KNOWN for entry, _ in entries):
             ratio = _clip(measured / ((draft + step) * self.drift))
@@ -231,7 +257,10 @@ class LiveCosts:
             costs.scale_draft(shape.is_tree, 1 + self._trust("level" if shape.is_tree else "draft", 0.05) * error)
 
     def _keep_pace(self, factor: float) -> None:
-        """The drift has followed a plain step; what other rounds took of late is known, and stays."""
+        """Scale lately corrected entries by a change of the drift.
+
+        Their times thus stay.
+        """
         for entry, times in self._used.items():
             if times < 2:
                 continue
@@ -242,15 +271,21 @@ class LiveCosts:
         self._used.clear()
 
     def _trust(self, entry: object, least: float) -> float:
-        """How far a round corrects an entry: by a running mean at first, which the table opens with one vote."""
+        """Return the weight of a round in an entry.
+
+        A running mean at first, in which the table has one vote.
+        """
         self._timed[entry] += 1
         return max(least, 1 / (1 + self._timed[entry]))
 
 
 def _clip(ratio: float) -> float:
-    """One slow round says little; a quick one shows what is possible."""
+    """Limit a ratio.
+
+    One slow round says little, a fast one shows the machine's pace.
+    """
     return min(1.5, max(0.1, ratio))
 
 
-def _apart(a: float, b: float) -> float:
+def _factor_between(a: float, b: float) -> float:
     return max(a / b, b / a)

@@ -1,4 +1,4 @@
-"""Where drafts lie that rounds are replayed with: tensors of one shape, which keep their place.
+"""Persistent draft tensors, which captured rounds read.
 
 Legend: B rows, N draft tokens at most, T = N + 1 verify rows, V vocabulary, W words of 32 bits.
 """
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from sharesd.speculation.draft_tree import DraftTree
 
 ALIGNED = 16
-"""Parts of the one array begin at multiples of so many numbers: compiled code wants them where vectors may begin."""
+"""Alignment, in numbers, of the array's parts, as compiled code vectorizes."""
 
 
 def num_words(vocab_size: int) -> int:
@@ -24,20 +24,21 @@ def num_words(vocab_size: int) -> int:
 
 
 class DraftBuffers:
-    """A draft of at most N nodes for each row; -1 = no node. Model drafters write into it, tables' guesses are copied.
+    """Draft of at most N nodes for each row; -1: no node.
 
-    tokens [B, N], depth [B, T], path [B, T, T] (see `Branches`), all int64, in one array: one copy from the host.
+    Model drafters write into the buffers; drafts of tables are copied. tokens [B, N], depth [B, T], path [B, T, T] (see
+    `TreeAttentionMask`), all int64, lie in one array: one copy from the host.
     """
 
-    def __init__(self, batch: int, most: int, vocab_size: int, device: torch.device) -> None:
-        B, N, T = batch, most, most + 1
+    def __init__(self, batch: int, max_nodes: int, vocab_size: int, device: torch.device) -> None:
+        B, N, T = batch, max_nodes, max_nodes + 1
         sizes = [-(-size // ALIGNED) * ALIGNED for size in (B * N, B * T, B * T * T)]
 
         def parts(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             tokens, depth, path = numbers.split(sizes)
             return tokens[: B * N].view(B, N), depth[: B * T].view(B, T), path[: B * T * T].view(B, T, T)
 
-        self.most, self._vocab_size = most, vocab_size
+        self.max_nodes, self._vocab_size = max_nodes, vocab_size
         self._on_host = torch.zeros(sum(sizes), dtype=torch.int64)
         if device.type == "cuda":
             self._on_host = self._on_host.pin_memory()
@@ -48,60 +49,60 @@ class DraftBuffers:
         self._chain_TT = np.tile(np.arange(T), (T, 1))  # paths of a chain's rows: the rows before, and their own
         self._star_TT = np.zeros((T, T), dtype=np.int64)  # of children of the root: such are rows without a node
         self._star_TT[:, 1:2] = np.arange(T)[:, None]
-        self.places_BT = self._row_T.repeat(B, 1)
-        """Where a model drafter wrote root and nodes, from the root's slot on."""
+        self.kv_slots_BT = self._row_T.repeat(B, 1)
+        """KV slots, from the root's, in which a drafter wrote each node."""
         self._lay_chain_on_host()
         self._no_nodes = self._on_host.to(device, copy=True)
         self.lay_chain()
 
     @cached_property
     def probs_BNV(self) -> Tensor:
-        """The distributions that tokens were drawn from, float32, where acceptance asks for them."""
+        """Draft distributions, float32, for acceptance rules that need them."""
         return torch.zeros(*self.tokens_BN.shape, self._vocab_size, device=self.tokens_BN.device)
 
     @cached_property
-    def legal_BTW(self) -> Tensor:
-        """Bits of the tokens that grammars allow after root and nodes, int32, where there are grammars."""
+    def grammar_mask_BTW(self) -> Tensor:
+        """Bits, int32, of tokens that grammars allow after root and nodes."""
         B, T = self.depth_BT.shape
         return torch.full((B, T, num_words(self._vocab_size)), -1, dtype=torch.int32, device=self.depth_BT.device)
 
-    def tree(self, *, branches: bool, probs: bool) -> DraftTree:
-        """Whatever is in here, as the largest of drafts."""
+    def tree(self, *, tree_mask: bool, probs: bool) -> DraftTree:
+        """Return the whole contents as a draft."""
         return DraftTree(
             self.tokens_BN,
-            Branches(self.depth_BT, self.path_BTT) if branches else None,
+            TreeAttentionMask(self.depth_BT, self.path_BTT) if tree_mask else None,
             self.probs_BNV if probs else None,
-            depth=self.most,
-            num_steps=self.most,
-            places=self.places_BT if branches else None,
+            depth=self.max_nodes,
+            num_steps=self.max_nodes,
+            kv_slots=self.kv_slots_BT if tree_mask else None,
         )
 
-    def allow(self, legal_BTW: Tensor) -> None:
-        """Take masks of grammars for the root and as many nodes, from the host."""
-        self.legal_BTW[:, : legal_BTW.shape[1]].copy_(legal_BTW, non_blocking=True)
+    def copy_grammar_mask(self, grammar_mask_BTW: Tensor) -> None:
+        """Copy masks from the host for the root and as many nodes."""
+        self.grammar_mask_BTW[:, : grammar_mask_BTW.shape[1]].copy_(grammar_mask_BTW, non_blocking=True)
 
     def clear(self) -> None:
-        """No nodes; chains may follow."""
+        """Remove all nodes; chains may follow."""
         self.tokens_BN.fill_(-1)
 
     def lay_chain(self) -> None:
-        """No nodes, and paths are those of a chain."""
+        """Remove all nodes and set the paths of a chain."""
         self._on_device.copy_(self._no_nodes)
-        self.places_BT.copy_(self._row_T)
+        self.kv_slots_BT.copy_(self._row_T)
 
     def _lay_chain_on_host(self) -> None:
         tokens_BN, depth_BT, path_BTT = self._host_parts
         tokens_BN[:], depth_BT[:], path_BTT[:] = -1, self._chain_TT[0], self._chain_TT
 
     def put(self, tree: DraftTree) -> None:
-        """A draft that lies elsewhere: one copy, for which nobody waits."""
+        """Copy a draft from the host without waiting."""
         tokens_BN, depth_BT, path_BTT = self._host_parts
         T = 1 + tree.tokens.shape[1]
-        if tree.branches is None:
+        if tree.tree_mask is None:
             self._lay_chain_on_host()
         else:
             tokens_BN[:], depth_BT[:], path_BTT[:] = -1, 1, self._star_TT
-            depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.branches)
+            depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.tree_mask)
         tokens_BN[:, : T - 1] = tree.tokens.numpy()
         self._on_device.copy_(self._on_host, non_blocking=True)
         if "probs_BNV" in self.__dict__:  # tables draw from nothing: what they guess, they guess for sure

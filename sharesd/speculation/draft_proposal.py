@@ -1,4 +1,4 @@
-"""Draft proposals of tables as lists of tokens, parents and scores, and operations on them."""
+"""Draft proposals of tables as lists of tokens, parents and scores."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from typing import NamedTuple
 
 
 class Guess(NamedTuple):
-    """A draft tree, best node first: its first n nodes are a valid tree of the n best nodes.
+    """Draft tree, best node first.
 
-    All lists have one entry per node. Siblings have distinct tokens.
+    Its first n nodes are a valid tree of the n best nodes. All lists have one entry per node. Siblings have distinct
+    tokens.
     """
 
     tokens: list[int]
     """Token ids."""
     parents: list[int]
-    """Index of each node's parent, smaller than the node's own; -1 = the root (the last emitted token)."""
+    """Index of each node's parent, smaller than the node's own.
+
+    -1: the root (the last emitted token).
+    """
     scores: list[float]
-    """Estimated probability that the target emits the node's whole path; non-increasing along the list."""
+    """Probability that the target emits the node's whole path; non-increasing."""
 
 
-def nothing() -> Guess:
-    """The guess of who knows nothing."""
+def no_guess() -> Guess:
+    """Return an empty draft tree."""
     return Guess([], [], [])
 
 
-def spine(parents: Sequence[int]) -> list[int]:
-    """The nodes on the path through each node's best child, of a Guess with these parents."""
+def best_path(parents: Sequence[int]) -> list[int]:
+    """Return the nodes on the path through each node's best child."""
     chain: list[int] = []
     for index, parent in enumerate(parents):
         if parent == (chain[-1] if chain else -1):
@@ -35,13 +39,16 @@ def spine(parents: Sequence[int]) -> list[int]:
 
 
 def best_chain(guess: Guess) -> Guess:
-    """The path through each node's best child, alone."""
-    chain = spine(guess.parents)
+    """Return the path through each node's best child as a draft."""
+    chain = best_path(guess.parents)
     return Guess([guess.tokens[i] for i in chain], list(range(-1, len(chain) - 1)), [guess.scores[i] for i in chain])
 
 
 def merge(guesses: Sequence[Guess]) -> Guess:
-    """One tree of all guesses' nodes, best first. A node that several know keeps its best score."""
+    """Return one tree of all nodes, best first.
+
+    A node in several trees keeps its best score.
+    """
     if len(guesses) == 1:
         return guesses[0]
     scores: dict[tuple[int, ...], float] = {}
@@ -58,11 +65,11 @@ def merge(guesses: Sequence[Guess]) -> Guess:
     )
 
 
-def weave(model: Guess, added: Iterable[tuple[int, Guess]]) -> Guess:
-    """A model's draft, and behind it the nodes which tables add to it, best first.
+def fill_up(model: Guess, added: Iterable[tuple[int, Guess]]) -> Guess:
+    """Return a model's draft with added table nodes, best first.
 
-    `added` are guesses of what comes after nodes of the model (-1 = the root), counted if the text gets there and goes
-    on as none of the node's children does.
+    `added`: guesses after nodes of the model (-1: the root). Their scores count if the text gets there and continues
+    with none of the node's children.
     """
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(model.tokens, model.parents, strict=True):

@@ -1,4 +1,4 @@
-"""A draft that is weighed while it is made: what a model says of each guess, what that is worth, what came of it."""
+"""Acceptance probabilities of the draft that is being made."""
 
 from __future__ import annotations
 
@@ -9,71 +9,82 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 from numpy.typing import NDArray
 
-from sharesd.speculation.acceptance_stats import FORGET
-from sharesd.speculation.calibration import Confidence
-from sharesd.speculation.draft_proposal import spine
+from sharesd.speculation.acceptance_stats import DECAY
+from sharesd.speculation.calibration import ProbabilityCalibration
+from sharesd.speculation.draft_proposal import best_path
 
 GROWTH = 4.0, 2.0
-"""Odds of what a draft step goes on from, and tokens accepted in it, which are assumed before there is evidence."""
+"""Parents' acceptance probability and a step's accepted tokens before evidence."""
 
 
-class Weighing:
-    """Of drafts of one kind, of some rows together."""
+class DraftScorer:
+    """Scores the nodes of drafts of one kind in some rows together."""
 
     def __init__(self) -> None:
-        self._confidence = Confidence()
+        self._calibration = ProbabilityCalibration()
         # By the steps before one: such odds, and the tokens that were accepted in it; decayed.
         self._growth: dict[int, tuple[float, float]] = defaultdict(lambda: GROWTH)
         self.begin(0)
 
     def begin(self, num_rows: int) -> None:
-        """A draft of so many rows, that has no guess yet."""
-        self._said: list[list[float]] = [[] for _ in range(num_rows)]
+        """Start a draft of `num_rows` rows."""
+        self._draft_probs: list[list[float]] = [[] for _ in range(num_rows)]
         self._parents: list[list[int]] = [[] for _ in range(num_rows)]
-        self.odds: list[Sequence[float]] = []
-        """Of each guess, best first: the odds that each row is accepted so far."""
-        self.fronts: list[float] = []
-        """The odds of what each step behind the first went on from."""
+        self.accept_probs: list[Sequence[float]] = []
+        """Acceptance probabilities of each node, best first, by row."""
+        self.parent_probs: list[float] = []
+        """Acceptance probabilities of the parents of each step after the first."""
 
     @property
-    def chances(self) -> NDArray[np.float32]:
-        """What a model's probabilities are worth, see `Confidence.chances`."""
-        return self._confidence.chances
+    def calibrated_probs(self) -> NDArray[np.float32]:
+        """Values of the model's probabilities, see `ProbabilityCalibration.calibrated_probs`."""
+        return self._calibration.calibrated_probs
 
-    def mean_odds(self) -> list[float]:
-        """Of each guess: the odds that a row is accepted so far."""
-        return [sum(odds) / len(odds) for odds in self.odds]
+    def mean_accept_probs(self) -> list[float]:
+        """Return the acceptance probability of each node, mean of the rows."""
+        return [sum(accept_probs) / len(accept_probs) for accept_probs in self.accept_probs]
 
-    def gain(self, depth: int, odds: float) -> float:
-        """Tokens that a step promises behind so many, where these are the odds of what it goes on from."""
-        promised, held = self._growth[depth]
-        return odds * held / promised
+    def gain(self, depth: int, accept_probs: float) -> float:
+        """Return the expected accepted tokens of a step after `depth` others.
 
-    def guessed(self, said: Sequence[float]) -> None:
-        """The probabilities that a model gave to the next guess of its chain, of each row."""
-        before = self.odds[-1] if self.odds else [1.0] * len(said)
-        self.odds.append([odds * self._confidence.chance(each) for odds, each in zip(before, said, strict=True)])
-        for row, each in enumerate(said):
-            self._said[row].append(each)
-            self._parents[row].append(len(self.odds) - 2)
-
-    def drew(self, said: list[list[float]], parents: list[list[int]], odds: Sequence[Sequence[float]]) -> None:
-        """The nodes of a tree that are verified, best first: of each row what the model says of them, and their parents
-        as a Guess has them; of each node the odds that each row is accepted so far.
+        `accept_probs`: acceptance probability of the step's parents.
         """
-        self._said, self._parents, self.odds = said, parents, list(odds)
+        promised, held = self._growth[depth]
+        return accept_probs * held / promised
 
-    def learn(self, accepted: Sequence[AbstractSet[int]]) -> list[tuple[int, int]]:
-        """These guesses of each row were accepted. Of each row: how long its best chain is, and how much of it was."""
-        if len(accepted) != len(self._said):
+    def add_token(self, draft_probs: Sequence[float]) -> None:
+        """Append a token to each row's chain, with the model's probabilities."""
+        before = self.accept_probs[-1] if self.accept_probs else [1.0] * len(draft_probs)
+        self.accept_probs.append(
+            [
+                accept_probs * self._calibration.calibrated(each)
+                for accept_probs, each in zip(before, draft_probs, strict=True)
+            ]
+        )
+        for row, each in enumerate(draft_probs):
+            self._draft_probs[row].append(each)
+            self._parents[row].append(len(self.accept_probs) - 2)
+
+    def set_tree(
+        self, draft_probs: list[list[float]], parents: list[list[int]], accept_probs: Sequence[Sequence[float]]
+    ) -> None:
+        """Set the nodes of a tree that are verified, best first.
+
+        `draft_probs` and `parents` (as in a `Guess`) are by row, `accept_probs` by node and row.
+        """
+        self._draft_probs, self._parents, self.accept_probs = draft_probs, parents, list(accept_probs)
+
+    def record(self, accepted: Sequence[AbstractSet[int]]) -> list[tuple[int, int]]:
+        """Count accepted nodes; return each best chain's length and accepted tokens."""
+        if len(accepted) != len(self._draft_probs):
             return []
         found = []
-        for said, parents, kept in zip(self._said, self._parents, accepted, strict=True):
-            self._confidence.learn(said, parents, kept)
-            chain = spine(parents)
+        for draft_probs, parents, kept in zip(self._draft_probs, self._parents, accepted, strict=True):
+            self._calibration.record(draft_probs, parents, kept)
+            chain = best_path(parents)
             found.append((len(chain), next((num for num, node in enumerate(chain) if node not in kept), len(chain))))
-        for depth, odds in enumerate(self.fronts, 1):
+        for depth, accept_probs in enumerate(self.parent_probs, 1):
             promised, held = self._growth[depth]
             went_on = sum(len(kept) > depth for kept in accepted) / len(accepted)
-            self._growth[depth] = FORGET * promised + odds, FORGET * held + went_on
+            self._growth[depth] = DECAY * promised + accept_probs, DECAY * held + went_on
         return found

@@ -1,8 +1,7 @@
-"""How devices differ where weights may live elsewhere: how linears lie, what memory there is, what moves records.
+"""Backends of weights: layout of linears, memory, and links for offloading.
 
-On a CPU records lie on a disk, packed for the kernels, and come into slots in the host's memory. Those of a GPU lie in
-pinned memory of the host, and come into slots on the device: this has never run on one; tests run it on a CPU behind a
-link that is made up.
+On a CPU, records are packed for the kernels and kept on a disk, with slots in host memory. For a GPU they are in pinned
+host memory, with slots on the device.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from compile.adaptive_threads import CREW
-from compile.cpp_extension import give_back_freed_memory
+from compile.adaptive_threads import STEP_THREADS
+from compile.cpp_extension import release_freed_memory
 from compile.cuda.bench import seconds_per_call
 from compile.huge_pages import huge_pages, weights_on_huge_pages
 from compile.linear import PackedLinear, pack_linears
@@ -25,83 +24,83 @@ from compile.op_registry import runs_triton
 from offload.pinned_transfer import CudaLink, PinnedMemory, link_rate
 from offload.planner import show_bytes
 from offload.transfer import Link, host_slots
-from quant.hqq import QuantizedWeight
-from quant.quantized_linear import build_low
-from sharesd.weights.packing import builder_for_cuda, packed_for_cpu
+from quant.formats import QuantFormat
+from quant.quantized_weight import QuantizedWeight
+from sharesd.weights.packing import pack_for_cpu, packer_for_cuda
 
 OWN_CONTEXT = 2 * 10**9
-"""Bytes that this process may hold of a GPU besides what torch knows of, amply."""
+"""Bytes of a GPU that this process may hold besides torch's, amply."""
 SWEEPS = 4
 """Times that calls are timed on a CPU."""
 
 
-class Home(Protocol):
-    """Where a model is computed."""
+class WeightBackend(Protocol):
+    """Layout and memory of weights on a device."""
 
     device: torch.device
 
-    def laid(self, linear: nn.Linear) -> nn.Module:
-        """A linear with its `weight` as the device wants it; of one on the meta device, without memory."""
+    def pack(self, linear: nn.Linear) -> nn.Module:
+        """Return a linear with its `weight` in the device's layout; meta tensors stay meta."""
         ...
 
-    def low(self, weight: QuantizedWeight) -> nn.Module:
-        """A quantized linear that drafts, without a bias."""
+    def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
+        """Return a linear of quantized weights, without a bias, of a format with a solver."""
         ...
 
-    def lay(self, model: nn.Module) -> None:
-        """Replace all plain linears of a model by those that run."""
+    def pack_model(self, model: nn.Module) -> None:
+        """Replace all plain linears of a model by those of the device."""
         ...
 
-    def settle(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
-        """Put the linears' weights, but for those of `keep`, where they shall stay."""
+    def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
+        """Move the linears' weights to their final memory, except those of `keep`."""
         ...
 
-    def give_back(self) -> None:
-        """What was freed goes back to the system."""
+    def release_freed(self) -> None:
+        """Return freed memory to the system."""
         ...
 
-    def memory(self, num_bytes: int) -> Tensor:
-        """For a record that stays: uint8 [num_bytes]."""
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return memory of a resident record, uint8 [num_bytes]."""
         ...
 
     def slots(self, num_bytes: int, count: int) -> list[Tensor]:
-        """So many slots for records, uint8 [num_bytes]."""
+        """Return `count` slots for records, uint8 [num_bytes]."""
         ...
 
-    def seconds(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Of each of these calls, which together need more than caches hold."""
+    def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Return the mean seconds of calls, which together exceed caches."""
         ...
 
 
-class OnCpu:
+class CpuBackend:
     """Weights are packed for the CPU kernels."""
 
     device = torch.device("cpu")
 
-    def laid(self, linear: nn.Linear) -> nn.Module:
+    def pack(self, linear: nn.Linear) -> nn.Module:
         return PackedLinear(linear.weight.detach(), None)
 
-    def low(self, weight: QuantizedWeight) -> nn.Module:
-        return packed_for_cpu(weight, None)
+    def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
+        return pack_for_cpu(weight, None)
 
-    def lay(self, model: nn.Module) -> None:
+    def pack_model(self, model: nn.Module) -> None:
         pack_linears(model)
 
-    def settle(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
+    def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
         weights_on_huge_pages(model, keep=keep)
 
-    def give_back(self) -> None:
-        give_back_freed_memory()
+    def release_freed(self) -> None:
+        release_freed_memory()
 
-    def memory(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         return huge_pages(num_bytes)
 
     def slots(self, num_bytes: int, count: int) -> list[Tensor]:
         return host_slots(num_bytes, count)
 
-    def seconds(self, calls: Sequence[Callable[[], object]]) -> float:
-        """By one thread where that is faster, as steps come to do beside programs that keep cores busy."""
-        sizes = {CREW.size} if CREW.fixed else {CREW.size, 1}
+    def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Time with all threads and with one; the faster counts, as in steps on busy machines."""
+        sizes = {STEP_THREADS.size} if STEP_THREADS.fixed else {STEP_THREADS.size, 1}
         best = [math.inf] * len(calls)  # of each: beside other programs, hardly a sweep over all is undisturbed
         try:
             for size, _, (number, call) in product(sizes, range(SWEEPS), enumerate(calls)):
@@ -110,77 +109,80 @@ class OnCpu:
                 call()
                 best[number] = min(best[number], time.perf_counter() - started)
         finally:
-            torch.set_num_threads(CREW.size)
+            torch.set_num_threads(STEP_THREADS.size)
         return sum(best) / len(calls)
 
 
-class OnGpu:
-    """A device with memory of its own. Weights lie as they are; where Triton runs, our kernels multiply with them."""
+class CudaBackend:
+    """GPU: weights keep their layout; Triton kernels of this project run them if available."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, most_rows: int, batch: int, *, cuda: Any = torch.cuda
+        self, device: torch.device, dtype: torch.dtype, max_rows: int, batch: int, *, cuda: Any = torch.cuda
     ) -> None:
-        """`most_rows` of steps, of each of `batch` sequences. The device is the current one."""
-        self.device, self._dtype, self._most_rows, self._batch, self._cuda = device, dtype, most_rows, batch, cuda
+        """Use the current device; steps have at most `max_rows` rows of each of `batch` sequences."""
+        self.device, self._dtype, self._max_rows, self._batch, self._cuda = device, dtype, max_rows, batch, cuda
 
-    def laid(self, linear: nn.Linear) -> nn.Module:
+    def pack(self, linear: nn.Linear) -> nn.Module:
         if linear.weight.is_meta:
             return linear
         model = nn.Sequential(linear)
-        self.lay(model)
+        self.pack_model(model)
         return model[0]
 
-    def low(self, weight: QuantizedWeight) -> nn.Module:
+    def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
         build = None
         if runs_triton(self.device):
-            build = builder_for_cuda(self.device, self._dtype, self._most_rows, self._batch)
-        return build_low("a linear", weight, None, dtype=self._dtype) if build is None else build(weight, None)
+            build = packer_for_cuda(self.device, self._dtype, self._max_rows, self._batch)
+        if build is not None:
+            return build(weight, None)
+        bits, group, dtype = weight.bits, weight.group_size, self._dtype
+        return form.linear("a linear", weight, None, bits=bits, group_size=group, dtype=dtype, device=self.device)
 
-    def lay(self, model: nn.Module) -> None:
+    def pack_model(self, model: nn.Module) -> None:
         if runs_triton(self.device):
-            from compile.cuda.linear import use_row_linears  # on GPUs only
+            from compile.cuda.linear import replace_with_row_linears  # on GPUs only
 
-            use_row_linears(model, self._most_rows, self._batch)
+            replace_with_row_linears(model, self._max_rows, self._batch)
 
-    def settle(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
-        """Nothing: they are where they shall be."""
+    def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
+        """Keep all weights; they are in their final memory."""
 
-    def give_back(self) -> None:
+    def release_freed(self) -> None:
         self._cuda.empty_cache()
 
-    def memory(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def slots(self, num_bytes: int, count: int) -> list[Tensor]:
-        return [self.memory(num_bytes) for _ in range(count)]
+        return [self.allocate(num_bytes) for _ in range(count)]
 
-    def seconds(self, calls: Sequence[Callable[[], object]]) -> float:
+    def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
         return seconds_per_call(calls)
 
     def free_memory(self) -> int:
-        """Bytes of the device that nobody has taken."""
+        """Return the free bytes of the device."""
         return int(self._cuda.mem_get_info(self.device)[0])
 
     def held_by_others(self) -> str:
-        """Remark on memory that other processes hold; "" where it is little."""
+        """Return a remark on memory of other processes; "" if they hold little."""
         free, total = self._cuda.mem_get_info(self.device)
         own = torch.cuda.memory_reserved(self.device) if torch.cuda.is_initialized() else 0
         others = total - free - own
         return f" ({show_bytes(others)} of {show_bytes(total)} are held by others)" if others > OWN_CONTEXT else ""
 
     def pinned(self, num_bytes: int) -> PinnedMemory:
-        """Memory of the host from which records travel. ValueError where it cannot be had."""
+        """Return pinned host memory. ValueError if the system refuses."""
         return PinnedMemory(num_bytes, cuda=self._cuda)
 
     def link(self, records: Mapping[int, PinnedMemory]) -> Link:
-        """What brings these records."""
+        """Return the link of these records."""
         return CudaLink(records, cuda=self._cuda)
 
     def link_rate(self) -> float:
-        """Bytes a second that it brings, measured."""
+        """Measure the bytes per second of the link."""
         return link_rate(self.device, cuda=self._cuda)
 
 
-def home_of(device: torch.device, dtype: torch.dtype, most_rows: int, batch: int) -> Home:
-    """Of models on this device, see `OnGpu`."""
-    return OnGpu(device, dtype, most_rows, batch) if device.type == "cuda" else OnCpu()
+def backend_for(device: torch.device, dtype: torch.dtype, max_rows: int, batch: int) -> WeightBackend:
+    """Return the backend of a device, see `CudaBackend`."""
+    return CudaBackend(device, dtype, max_rows, batch) if device.type == "cuda" else CpuBackend()

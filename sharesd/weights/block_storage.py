@@ -1,4 +1,4 @@
-"""Where records of blocks that travel are kept, from loading on: in a file, or in pinned memory of the host."""
+"""Storage of offloaded blocks' records: a file, or pinned host memory."""
 
 from __future__ import annotations
 
@@ -10,42 +10,46 @@ from torch import Tensor
 from offload.block_file import Store, Writer, open_store
 from offload.disk_reader import DiskLink
 from offload.pinned_transfer import PinnedMemory
-from offload.planner import Plan
-from offload.prefetcher import Stream
+from offload.plan import Plan
+from offload.prefetcher import Prefetcher
 from offload.transfer import Link, Throttled, host_memory
-from sharesd.models.progress import Progress
-from sharesd.weights.backend import Home, OnGpu
+from sharesd.models.checkpoint import Progress
+from sharesd.weights.backend import CudaBackend, WeightBackend
 from sharesd.weights.offload_planner import Offloading
 
 
-class Records(Protocol):
+class BlockStorage(Protocol):
     """A context manager around reading a checkpoint."""
 
-    def __enter__(self) -> Records: ...
+    def __enter__(self) -> BlockStorage: ...
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None: ...
 
-    def room(self, block: int) -> Tensor:
-        """Memory of the host, uint8 [record bytes], for the record of a block that travels. It may be that of the one
-        before.
+    def staging_buffer(self, block: int) -> Tensor:
+        """Return host memory, uint8 [record bytes], for an offloaded block's record.
+
+        The next call may return the same memory.
         """
         ...
 
-    def keep(self, block: int, record: Tensor) -> None:
-        """The record of a block, be it one that travels or one that stays, is whole now."""
+    def commit(self, block: int, record: Tensor) -> None:
+        """Store the record of a block, offloaded or resident, which is complete now."""
         ...
 
-    def stream(self, plan: Plan, rate: float | None) -> Stream:
-        """How those that travel come back, once all have been kept; slowed down to `rate` bytes a second."""
+    def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
+        """Return the prefetcher of offloaded blocks, once all are committed.
+
+        `rate`: bytes per second to which the link is slowed down.
+        """
         ...
 
 
-class StoredRecords:
-    """All blocks are in a file, which is written once."""
+class DiskBlockStorage:
+    """File with all blocks, written once."""
 
-    def __init__(self, offloading: Offloading, home: Home, progress: Progress) -> None:
-        """Raises StoreError where the store cannot be used, or its disk has no room for it."""
-        self._content, self._home, self._progress = offloading.content, home, progress
+    def __init__(self, offloading: Offloading, backend: WeightBackend, progress: Progress) -> None:
+        """Open the file or begin it. StoreError if it is unusable or the disk is full."""
+        self._content, self._backend, self._progress = offloading.content, backend, progress
         self._open = ExitStack()
         self._store: Store | None = open_store(offloading.folder, offloading.content)
         self._writer: Writer | None = None
@@ -53,7 +57,7 @@ class StoredRecords:
             self._writer = self._open.enter_context(Writer(offloading.folder, offloading.content))
         self._passing: Tensor | None = None
 
-    def __enter__(self) -> StoredRecords:
+    def __enter__(self) -> DiskBlockStorage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -62,32 +66,32 @@ class StoredRecords:
             if kind is None and self._writer is not None:
                 self._store = self._writer.finish()
 
-    def room(self, block: int) -> Tensor:
+    def staging_buffer(self, block: int) -> Tensor:
         if self._passing is None:
             self._passing = host_memory(self._content.layout.record_bytes)
         return self._passing
 
-    def keep(self, block: int, record: Tensor) -> None:
+    def commit(self, block: int, record: Tensor) -> None:
         if self._writer is not None and block in self._writer.missing:
             self._writer.write(block, record)
             num_blocks = self._content.num_blocks
             self._progress("writing blocks", num_blocks - len(self._writer.missing), num_blocks)
 
-    def stream(self, plan: Plan, rate: float | None) -> Stream:
+    def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
         assert self._store is not None, "the checkpoint has not been read"
         link = DiskLink(self._store.path, {record.block: record.offset for record in self._store.records})
-        slots = self._home.slots(self._content.layout.record_bytes, plan.slots)
-        return Stream(plan.travelling, slots, _slowed(link, rate), check=self._store.check)
+        slots = self._backend.slots(self._content.layout.record_bytes, plan.slots)
+        return Prefetcher(plan.offloaded, slots, _slowed(link, rate), check=self._store.check)
 
 
-class PinnedRecords:
-    """Each block that travels has pinned memory of its own."""
+class PinnedBlockStorage:
+    """Pinned host memory for each offloaded block."""
 
-    def __init__(self, offloading: Offloading, home: OnGpu) -> None:
-        self._record_bytes, self._home = offloading.content.layout.record_bytes, home
+    def __init__(self, offloading: Offloading, backend: CudaBackend) -> None:
+        self._record_bytes, self._backend = offloading.content.layout.record_bytes, backend
         self._records: dict[int, PinnedMemory] = {}
 
-    def __enter__(self) -> PinnedRecords:
+    def __enter__(self) -> PinnedBlockStorage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -95,24 +99,24 @@ class PinnedRecords:
             for record in self._records.values():
                 record.close()
 
-    def room(self, block: int) -> Tensor:
-        """ValueError where no more memory can be pinned."""
-        self._records[block] = self._home.pinned(self._record_bytes)
+    def staging_buffer(self, block: int) -> Tensor:
+        """ValueError if no more memory can be pinned."""
+        self._records[block] = self._backend.pinned(self._record_bytes)
         return self._records[block].tensor
 
-    def keep(self, block: int, record: Tensor) -> None:
-        """Nothing: it lies where it shall."""
+    def commit(self, block: int, record: Tensor) -> None:
+        """Keep the record: it is in its final memory."""
 
-    def stream(self, plan: Plan, rate: float | None) -> Stream:
-        link = self._home.link(self._records)
-        return Stream(plan.travelling, self._home.slots(self._record_bytes, plan.slots), _slowed(link, rate))
+    def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
+        link = self._backend.link(self._records)
+        return Prefetcher(plan.offloaded, self._backend.slots(self._record_bytes, plan.slots), _slowed(link, rate))
 
 
-def records_of(offloading: Offloading, home: Home, progress: Progress) -> Records:
-    """Of a model that is computed there."""
-    if isinstance(home, OnGpu):
-        return PinnedRecords(offloading, home)
-    return StoredRecords(offloading, home, progress)
+def block_storage_for(offloading: Offloading, backend: WeightBackend, progress: Progress) -> BlockStorage:
+    """Return the storage for a backend."""
+    if isinstance(backend, CudaBackend):
+        return PinnedBlockStorage(offloading, backend)
+    return DiskBlockStorage(offloading, backend, progress)
 
 
 def _slowed(link: Link, rate: float | None) -> Link:

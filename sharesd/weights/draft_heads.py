@@ -1,4 +1,4 @@
-"""The trained heads of a runtime's modes: found before weights are read, loaded beside the target."""
+"""Trained heads of the modes of a runtime: found before weights are read, loaded beside the target."""
 
 from __future__ import annotations
 
@@ -12,42 +12,50 @@ from torch import nn
 from compile.huge_pages import weights_on_huge_pages
 from compile.linear import pack_linears
 from quant.quantize_model import QuantReport
-from sharesd.config import HEADS, EngineConfig
+from sharesd.config import EngineConfig
+from sharesd.drafters import registry, selection
+from sharesd.drafters.base import num_bytes
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.drafters.heads.config import mode_of
 from sharesd.drafters.heads.head import Head
 from sharesd.models.base import CausalModel
+from sharesd.models.checkpoint import Progress
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
-from sharesd.models.progress import Progress
-from sharesd.weights.quantize import Quantizing
+from sharesd.weights.quantize import ModelQuantizer
 
 log = logging.getLogger(__name__)
 
 
-class TrainedHeads:
-    """A head for each mode that drafts with one."""
+class DraftHeads:
+    """Heads by mode."""
 
     def __init__(self, config: EngineConfig, modes: Collection[str], progress: Progress) -> None:
-        """Find the folders. ValueError where a mode has no head."""
+        """Find the folders.
+
+        Raises:
+            ValueError: a mode has no head.
+        """
         self._quant = config.head_quant
-        heads = {mode: config.require_head(mode) for mode in HEADS if mode in modes}
+        heads = {mode: selection.require_head(config, mode) for mode in registry.names("head") if mode in modes}
         self._folders = {mode: resolve(head, progress=progress) for mode, head in heads.items()}
-        self.of: dict[str, Head] = {}
-        """By mode, once they are loaded."""
+        self.by_mode: dict[str, Head] = {}
+        """Loaded heads."""
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The depths of the target whose hidden states they read; none where none does."""
-        return next((head.config.taps for head in self.of.values() if head.config.taps), ())
+        """Depths of the target whose hidden states the heads read."""
+        return next((head.config.taps for head in self.by_mode.values() if head.config.taps), ())
 
-    def load(self, target: CausalModel, quantizing: Quantizing, device: torch.device) -> dict[str, QuantReport]:
-        """Load them, with their linears as they run, while the target has its plain ones; returns what was quantized,
-        by mode. ValueError for heads that do not go with the target, their mode or each other.
+    def load(self, target: CausalModel, quantizing: ModelQuantizer, device: torch.device) -> dict[str, QuantReport]:
+        """Load the heads while the target has its plain linears; returns what was quantized, by mode.
+
+        Raises:
+            ValueError: heads do not fit the target, their mode or each other.
         """
         reports = {}
         for mode, folder in self._folders.items():
-            head = self.of[mode] = _load(mode, folder, target)
+            head = self.by_mode[mode] = _load(mode, folder, target)
             if self._quant is not None:
                 if self._quant.head_bits is not None and head.lm_head is None:
                     assert isinstance(target, Decoder)
@@ -57,7 +65,7 @@ class TrainedHeads:
             if device.type == "cpu":
                 pack_linears(head)
                 weights_on_huge_pages(head)
-        read = sorted({head.config.taps for head in self.of.values()} - {()})
+        read = sorted({head.config.taps for head in self.by_mode.values()} - {()})
         if len(read) > 1:
             behind = " and behind ".join(", ".join(map(str, taps)) for taps in read)
             raise ValueError(f"heads read hidden states behind {behind} blocks; decode with one of them at a time")
@@ -68,24 +76,14 @@ def _load(mode: str, folder: Path, target: CausalModel) -> Head:
     if not isinstance(target, Decoder):
         raise ValueError(f"{target.name} hands out no hidden states; trained heads need a native decoder")
     head, split = load_head(folder, target), target.split
-    if head.embed is None and split.stages[0].device != split.home:
-        head.embed = nn.Embedding.from_pretrained(target.embed.weight.to(split.home))
-    if any(split.device_of(layer) != split.home for layer in head.config.target_layers):
+    if head.embed is None and split.stages[0].device != split.output_device:
+        head.embed = nn.Embedding.from_pretrained(target.embed.weight.to(split.output_device))
+    if any(split.device_of(layer) != split.output_device for layer in head.config.target_layers):
         raise ValueError(
-            f"a glide head looks into layers {', '.join(map(str, head.config.target_layers))}, and runs on "
-            f"{split.home}, which does not have all of them; take another mode, or leave devices out"
+            f"the head attends to layers {', '.join(map(str, head.config.target_layers))}, and runs on "
+            f"{split.output_device}, which does not have all of them; take another mode, or leave devices out"
         )
-    fits = mode_of(head.config.kind)
-    if fits != mode:
-        raise ValueError(f"{folder} is a head of mode {fits}: take mode {fits}, not {mode}")
+    head_mode = mode_of(head.config.kind)
+    if head_mode != mode:
+        raise ValueError(f"{folder} is a head of mode {head_mode}: take mode {head_mode}, not {mode}")
     return head
-
-
-def num_bytes(model: CausalModel | Head) -> int:
-    """Bytes of a model's or a head's weights and tables, shared ones once."""
-    assert isinstance(model, nn.Module)
-    sizes: dict[int, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        place = tensor.data_ptr() or id(tensor)
-        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)  # a tied head may be the embedding's first rows
-    return sum(sizes.values())

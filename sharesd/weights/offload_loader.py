@@ -1,6 +1,6 @@
-"""Blocks get their place while a checkpoint is read, one after the other, so that memory stays below its limit.
+"""Loading of a checkpoint block by block, within the limits of memory.
 
-read -> quantize -> lay out -> into memory of its own, or only among the records that travel -> forget
+read -> quantize -> pack -> resident memory or offload storage -> drop
 """
 
 from __future__ import annotations
@@ -12,80 +12,80 @@ from torch import Tensor, nn
 
 from compile.linear import PackedLinear
 from offload.block_layout import Layout, fill, views
-from offload.prefetcher import Stream
+from offload.prefetcher import Prefetcher
 from quant.quantize_model import LinearQuantizer, QuantReport
 from quant.switch_linear import SwitchLinear
+from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Decoder
-from sharesd.models.progress import Progress, silent
-from sharesd.weights.backend import Home
-from sharesd.weights.block_storage import Records, records_of
+from sharesd.weights.backend import WeightBackend
+from sharesd.weights.block_storage import BlockStorage, block_storage_for
 from sharesd.weights.offload_planner import Offloading
 from sharesd.weights.offloaded_decoder import HeadInPieces, full_head, rows_of_piece, use_tensor
 
 
-class QuantizedWhileRead:
-    """Quantizes the linears of each block as soon as it has its weights, and the head at the end."""
+class StreamingQuantizer:
+    """Quantizes each block when its weights are read, and the head at the end."""
 
     def __init__(self, make: Callable[[Decoder], LinearQuantizer]) -> None:
         self._make = make
         self._quantizer: LinearQuantizer | None = None
 
     def __call__(self, decoder: Decoder, number: int) -> None:
-        """Called for each block, see `sharesd.models.loader.EachBlock`."""
+        """Quantize a block, see `sharesd.models.loader.BlockCallback`."""
         self._quantizer = self._quantizer or self._make(decoder)
         self._quantizer.quantize(number)
 
     def report(self) -> QuantReport:
-        """What was done so far."""
+        """Return the report so far."""
         assert self._quantizer is not None, "no block was read"
         return self._quantizer.report()
 
     def finish(self) -> QuantReport:
-        """Quantize the head, if it is to be, and tell what was done."""
+        """Quantize the head, if configured, and return the report."""
         assert self._quantizer is not None, "no block was read"
         self._quantizer.quantize(None)
         return self._quantizer.report()
 
 
-class PlacedBlocks:
-    """Carries out a plan: weights of resident blocks stay where they are computed, those of the others travel.
+class OffloadLoader:
+    """Carries out an offload plan: stores each block as resident or offloaded.
 
-    A context manager around reading the checkpoint, which calls it for each block, and `place_head` behind that.
+    A context manager around reading the checkpoint, which calls it for each block; `load_head` follows.
     """
 
     def __init__(
         self,
         offloading: Offloading,
-        home: Home,
-        quantize: QuantizedWhileRead | None = None,
+        backend: WeightBackend,
+        quantize: StreamingQuantizer | None = None,
         progress: Progress = silent,
     ) -> None:
-        """Raises StoreError where the store of a CPU cannot be used, or its disk has no room for it."""
-        self._offloading, self._home, self._quantize = offloading, home, quantize
+        """Raise StoreError if a CPU's file is unusable or its disk is full."""
+        self._offloading, self._backend, self._quantize = offloading, backend, quantize
         self._layout: Layout = offloading.content.layout
         self._resident = set(offloading.plan.resident)
-        self._records: Records = records_of(offloading, home, progress)
+        self._storage: BlockStorage = block_storage_for(offloading, backend, progress)
 
-    def __enter__(self) -> PlacedBlocks:
-        self._records.__enter__()
+    def __enter__(self) -> OffloadLoader:
+        self._storage.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._records.__exit__(kind, *error)
+        self._storage.__exit__(kind, *error)
 
     def __call__(self, decoder: Decoder, number: int) -> None:
-        """Quantize, lay out and place a block that has its weights now."""
+        """Quantize, pack and store a block whose weights are read."""
         if self._quantize is not None:
             self._quantize(decoder, number)
         block = decoder.blocks[number]
-        self._home.lay(block)
+        self._backend.pack_model(block)
         owners = {place.name: _owner(block, place.name) for place in self._layout.places}
         self._place(number, self._layout, owners)
-        self._home.settle(block, keep=set(owners.values()))
-        self._home.give_back()
+        self._backend.finalize(block, keep=set(owners.values()))
+        self._backend.release_freed()
 
-    def place_head(self, decoder: Decoder) -> None:
-        """Lay out the head, quantized by now if it is to be. What fills whole records is placed as blocks are."""
+    def load_head(self, decoder: Decoder) -> None:
+        """Pack the head, after its quantization; whole records of it are stored as blocks are."""
         num_blocks, head = len(decoder.blocks), decoder.get_submodule("head")
         num_pieces = self._offloading.content.num_blocks - num_blocks
         pieces: list[PackedLinear] = []
@@ -93,7 +93,7 @@ class PlacedBlocks:
         def packed(i: int, weight: Tensor) -> PackedLinear:
             pieces.append(PackedLinear(weight, None))
             self._place(num_blocks + i, Layout.of({"weight": pieces[i].weight}), {"weight": pieces[i]})
-            self._home.give_back()
+            self._backend.release_freed()
             return pieces[i]
 
         if num_pieces:
@@ -102,27 +102,27 @@ class PlacedBlocks:
             in_pieces = HeadInPieces(weight_VD, rows, num_pieces, packed)
             decoder.set_submodule("head.full" if isinstance(head, SwitchLinear) else "head", in_pieces)
         else:
-            self._home.lay(decoder)  # the head is all that is left
-        self._home.settle(decoder.get_submodule("head"), keep=pieces)
-        self._home.give_back()
+            self._backend.pack_model(decoder)  # the head is all that is left
+        self._backend.finalize(decoder.get_submodule("head"), keep=pieces)
+        self._backend.release_freed()
 
     def _place(self, number: int, layout: Layout, owners: Mapping[str, Any]) -> None:
-        """Let linears' weights lie in a record: one that stays, or nowhere but among those that travel."""
+        """Store the linears' weights in one record: resident, or only in the offload storage."""
         stays, size = number in self._resident, self._layout.record_bytes
-        whole = self._home.memory(size) if stays else self._records.room(number)
+        whole = self._backend.allocate(size) if stays else self._storage.staging_buffer(number)
         record = whole[: layout.record_bytes]
         fill(record, layout, {name: linear.weight for name, linear in owners.items()})
         whole[len(record) :].zero_()
-        self._records.keep(number, whole)
+        self._storage.commit(number, whole)
         for name, view in views(record, layout).items():
             use_tensor(owners[name], "weight", view if stays else view.to("meta"))
 
-    def stream(self, decoder: Decoder) -> tuple[Stream, Layout]:
-        """How the blocks that do not stay come back, once all of the checkpoint has been read."""
-        return self._records.stream(self._offloading.plan, self._offloading.config.offload.rate), self._layout
+    def stream(self, decoder: Decoder) -> tuple[Prefetcher, Layout]:
+        """Return the prefetcher and the layout of offloaded blocks, once all is read."""
+        return self._storage.stream(self._offloading.plan, self._offloading.config.offload.rate), self._layout
 
 
 def _owner(block: nn.Module, name: str) -> nn.Module:
-    """The linear whose weights a tensor of the record are."""
+    """Return the linear that owns a tensor of the record."""
     linear = block.get_submodule(name.removesuffix(".weight"))
     return linear.full if isinstance(linear, SwitchLinear) else linear

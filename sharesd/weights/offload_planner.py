@@ -1,6 +1,6 @@
-"""Offload plans from a config and a checkpoint's header: sizes, limits and measured rates for `offload.planner`.
+"""Offload plans from a config and a checkpoint's header, for `offload.planner`.
 
-No weights are read for it: a decoder on the meta device tells what each part will take.
+No weights are read: a decoder on the meta device gives the sizes.
 """
 
 from __future__ import annotations
@@ -13,123 +13,134 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compile.attention import MAX_STEP
-from compile.cpp_extension import cache_root
 from offload.block_file import Content
 from offload.disk_reader import read_rate
-from offload.planner import DEPTHS, DoesNotFit, Limits, Plan, make_plan, show_bytes
+from offload.plan import DEPTHS, Limits, Plan
+from offload.planner import DoesNotFit, make_plan, show_bytes
 from offload.transfer import LinkError
 from sharesd.config import EngineConfig, Mode
 from sharesd.devices.host_memory import free_memory
 from sharesd.devices.selection import device_of, dtype_of
-from sharesd.models.checkpoint import weight_files
+from sharesd.drafters.registry import NAIVE
+from sharesd.drafters.selection import active_drafters
+from sharesd.models.checkpoint import Progress, silent, weight_files
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig, Unsupported
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
-from sharesd.models.progress import Progress, silent
-from sharesd.weights.backend import Home, OnGpu, home_of
-from sharesd.weights.memory_estimate import TREE_TOPS, Parts
+from sharesd.weights.backend import CudaBackend, WeightBackend, backend_for
+from sharesd.weights.memory_estimate import TREE_TOPS, MemoryEstimate
+from sharesd_files import cache_root
 
 log = logging.getLogger(__name__)
 
 SHORTER = (1024, 512, 256)
-"""Contexts that are tried where the usual one leaves no room for all weights."""
+"""Shorter contexts, tried if the usual one leaves no room for all weights."""
 LEFT_FREE = 0.05
-"""Share of free memory that is left to others where no limit is given."""
+"""Share of free memory left to others if there is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloading:
-    """A plan with all that it takes to carry it out."""
+    """Plan with the config and the content of records that carry it out."""
 
     plan: Plan
     config: EngineConfig
-    """With the drafter's bits and the longest draft of the plan, where these were left to it."""
+    """Config with the plan's bits and longest draft, if these were left open."""
     content: Content
-    """What each record holds, and on a CPU what the store does."""
+    """Content of records, and on a CPU of the file."""
     folder: Path
-    """Of stores."""
+    """Folder of offload files."""
 
 
 def plan_for(
-    config: EngineConfig, modes: Sequence[Mode], *, progress: Progress = silent, in_memory: bool = False
+    config: EngineConfig,
+    modes: Sequence[Mode],
+    *,
+    progress: Progress = silent,
+    in_memory: bool = False,
+    obstacle: str | None = None,
 ) -> Offloading | None:
-    """How a model that does not fit in memory runs all the same; None where nobody set a limit and all of it stays.
-    `in_memory`: its folder has no weights, which are made by the caller.
+    """Plan how a model that does not fit in memory runs; None without a limit if all of it fits.
 
-    Raises ValueError where the limits leave no way, or something else that was asked for prevents it. A folder or a
-    limit without effect is a warning.
+    Args:
+        in_memory: the folder has no weights, which are made by the caller.
+        obstacle: reason against offloading: an error if a limit is given.
+
+    Raises:
+        ValueError: an obstacle, or limits that no plan stays within. A limit without effect is a warning.
     """
-    found = _plan_for(config, modes, progress, in_memory)
+    found = _plan_for(config, modes, progress, in_memory, obstacle)
     if config.offload.folder is not None and (found is None or not found.plan.offloads):
-        log.warning("--offload-dir: no effect, all of the model stays in memory")
+        log.warning("--offload-dir: no effect, the whole model is resident")
     return found
 
 
-def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, in_memory: bool) -> Offloading | None:
+def _plan_for(
+    config: EngineConfig, modes: Sequence[Mode], progress: Progress, in_memory: bool, obstacle: str | None
+) -> Offloading | None:
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
     if wanted.when == "off":
         return None
-    if config.split.wanted:
+    if obstacle is not None:
         if always:
-            raise ValueError("no plan for offloading: the model is split among devices, which keep all of it")
+            raise ValueError(f"no plan for offloading: {obstacle}")
         return None
     device = device_of(config.device)
     dtype = dtype_of(config.dtype, device)
-    home = home_of(device, dtype, 1 + max(DEPTHS[-1], config.most_draft), config.max_batch)
-    problem, folder = _unsuited(config, home, in_memory), resolve(config.target, progress=progress)
+    backend = backend_for(device, dtype, 1 + max(DEPTHS[-1], config.max_draft_tokens), config.max_batch)
+    folder = resolve(config.target, progress=progress)
     try:
         shape = decoder_config(folder)
-    except Unsupported as reason:
-        problem = problem or str(reason)
-    if problem is not None:
+    except UnsupportedArchitecture as reason:
         if always:
-            raise ValueError(f"no plan for offloading: {problem}")
+            raise ValueError(f"no plan for offloading: {reason}") from None
         return None
-    limits = _limits(config, home)
+    limits = _limits(config, backend)
     if not always and not in_memory and _plainly_fits(folder, shape, config, limits.device):
         return None
     decoder, weights = Decoder(shape, dtype=dtype, device="meta"), None if in_memory else folder
 
     def all_stays(config: EngineConfig, modes: Sequence[Mode]) -> bool:
-        return _bytes_of_all(Parts(decoder, config, modes, weights, home)) <= limits.device
+        return _bytes_of_all(MemoryEstimate(decoder, config, modes, weights, backend)) <= limits.device
 
-    model = Parts(decoder, config, modes, weights, home)
+    model = MemoryEstimate(decoder, config, modes, weights, backend)
     sizes = model.sizes()
     if not always and _bytes_of_all(model) <= limits.device:
         return None
-    chosen = not always and isinstance(home, OnGpu) and config.max_context == "auto"
+    chosen = not always and isinstance(backend, CudaBackend) and config.max_context == "auto"
     if chosen and any(all_stays(replace(config, max_context=tokens), modes) for tokens in SHORTER):
         return None  # the context becomes what there is room for
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(quant) for quant in model.quants}
     disk, link = math.inf, math.inf
-    if isinstance(home, OnGpu):
-        link = min(home.link_rate(), wanted.rate or math.inf)
+    if isinstance(backend, CudaBackend):
+        link = min(backend.link_rate(), wanted.rate or math.inf)
     else:
         disk = _disk_rate(folder, place, list(contents.values()), wanted.rate)
         if not any(content.path(place).exists() for content in contents.values()):
             limits = replace(limits, disk=_free_disk(place))
     rates = model.rates(disk, link)
-    free_length = wanted.choose_depth and config.num_draft is None and config.given_tree is None
-    given = (0 if config.given_tree is None else config.given_tree[0],)
+    free_length = wanted.choose_depth and config.num_draft is None and config.explicit_tree is None
+    given = (0 if config.explicit_tree is None else config.explicit_tree[0],)
     may_choose = free_length and config.tree == "auto" and wanted.choose_trees
     tops = (0, *TREE_TOPS) if may_choose and model.may_draft_trees else given
     drafters = {(quant, top): model.drafter(quant, top) for quant in model.quants for top in tops}
-    longest = MAX_STEP - 1 if isinstance(home, OnGpu) else DEPTHS[-1]
-    most = longest if free_length else config.given_tree[1] if config.given_tree is not None else config.most_draft
-    home.give_back()  # what was timed
-    remedy = _would_stay(config, modes, all_stays) if isinstance(home, OnGpu) and not always else ""
+    longest = MAX_STEP - 1 if isinstance(backend, CudaBackend) else DEPTHS[-1]
+    given_depth = config.max_draft_tokens if config.explicit_tree is None else config.explicit_tree[1]
+    most = longest if free_length else given_depth
+    backend.release_freed()  # what was timed
+    remedy = _would_stay(config, modes, all_stays) if isinstance(backend, CudaBackend) and not always else ""
     try:
         plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
     except DoesNotFit as error:
-        others = home.held_by_others() if isinstance(home, OnGpu) else ""
+        others = backend.held_by_others() if isinstance(backend, CudaBackend) else ""
         raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
     if plan.offloads and remedy:
-        log.warning("weights come from the host's memory, which is slow; all would stay on %s with %s", device, remedy)
+        log.warning("weights are offloaded to host memory, which is slow; all fit on %s with %s", device, remedy)
     if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
-        log.warning("--cpu-memory-limit: no effect, all of the model stays on %s", device)
+        log.warning("--cpu-memory-limit: no effect, the whole model is resident on %s", device)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
         config = replace(config, quant=quant or config.quant, max_context=config.planned_context)
@@ -142,8 +153,8 @@ def _plan_for(config: EngineConfig, modes: Sequence[Mode], progress: Progress, i
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
 
 
-def _bytes_of_all(model: Parts) -> int:
-    """Bytes of a model all of which stays, with the smallest drafter."""
+def _bytes_of_all(model: MemoryEstimate) -> int:
+    """Return the bytes of a resident model, with the smallest drafter."""
     sizes = model.sizes()
     return sizes.fixed + min(model.resident(quant) for quant in model.quants) + sizes.num_blocks * sizes.block
 
@@ -151,7 +162,7 @@ def _bytes_of_all(model: Parts) -> int:
 def _would_stay(
     config: EngineConfig, modes: Sequence[Mode], all_stays: Callable[[EngineConfig, Sequence[Mode]], bool]
 ) -> str:
-    """Options with which all of the model would stay, each by itself; "" for none."""
+    """Return options with which the whole model would be resident; "" for none."""
     found = []
     batches = [config.max_batch >> shift for shift in range(1, config.max_batch.bit_length())]
     for batch in batches:
@@ -162,53 +173,49 @@ def _would_stay(
         if tokens < config.planned_context and all_stays(replace(config, max_context=tokens), modes):
             found.append(f"--max-context {tokens}")
             break
-    if {*config.drafters_of(*modes)} - {"naive"} and all_stays(replace(config, mode="naive", draft=None), ("naive",)):
-        found.append("--mode naive")
+    plain = replace(config, mode=NAIVE, draft=None)
+    if {*active_drafters(config, *modes)} - {NAIVE} and all_stays(plain, (NAIVE,)):
+        found.append(f"--mode {NAIVE}")
     return " or ".join(found)
 
 
-def _limits(config: EngineConfig, home: Home) -> Limits:
-    """As given, else what is free. ValueError for those that the device cannot have."""
+def _limits(config: EngineConfig, backend: WeightBackend) -> Limits:
+    """Return the limits as configured, else from free memory. ValueError for impossible ones."""
     wanted = config.offload
     host = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
-    if not isinstance(home, OnGpu):
+    if not isinstance(backend, CudaBackend):
         if wanted.device_memory is not None:
             log.warning("--gpu-memory-limit: no effect on a CPU; --cpu-memory-limit is for its memory")
         return Limits(device=host)
     if wanted.folder is not None:
-        log.warning("--offload-dir: no effect, blocks travel from the host's memory to a GPU")
-    free = home.free_memory()
+        log.warning("--offload-dir: no effect, blocks of a GPU are offloaded to host memory")
+    free = backend.free_memory()
     given = wanted.device_memory
     if given is not None and given > free:
         raise ValueError(
-            f"--gpu-memory-limit is {show_bytes(given)} and {home.device} has {show_bytes(free)} free; give less, or "
-            "end what else runs there"
+            f"--gpu-memory-limit is {show_bytes(given)} and {backend.device} has {show_bytes(free)} free; give less, "
+            "or end what else runs there"
         )
     return Limits(device=float(given if given is not None else (1 - LEFT_FREE) * free), host=host, disk=None)
 
 
 def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limit: float) -> bool:
-    """Whether there is so much memory that nobody has to count: starts are to be short."""
+    """Return if memory is plainly sufficient; keeps starts short."""
     weights = sum(file.stat().st_size for file in weight_files(folder))
-    kv = len(shape.layers) * 2 * shape.num_kv_heads * shape.head_dim * config.planned_context * config.max_batch * 8
+    kv = (
+        shape.num_hidden_layers
+        * 2
+        * shape.num_key_value_heads
+        * shape.head_dim
+        * config.planned_context
+        * config.max_batch
+        * 8
+    )
     return 6 * weights + 3 * kv + 10**9 < limit
 
 
-def _unsuited(config: EngineConfig, home: Home, in_memory: bool) -> str | None:
-    if isinstance(home, OnGpu):
-        if config.compile == "full":
-            return "compile is 'full', and blocks that travel run one by one; take regional, or auto"
-    elif in_memory:
-        return "the weights are made in memory, and on a CPU they travel from files; write them, and give the folder"
-    elif config.compile not in ("auto", "native"):
-        return f"compile is {config.compile!r}; offloaded blocks run in the CPU kernel (--compile native)"
-    if config.tensor_parallel > 1:
-        return f"tensor_parallel is {config.tensor_parallel}, and ranks keep all of their weights; drop one of the two"
-    return None
-
-
 def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: float | None) -> float:
-    """Bytes a second from the store, where there is one, else from the checkpoint."""
+    """Return the bytes per second of the offload file, if it exists, else of the checkpoint."""
     stores = [content.path(place) for content in contents if content.path(place).exists()]
     file = stores[0] if stores else max(weight_files(folder), key=lambda path: path.stat().st_size)
     found: list[float] = []

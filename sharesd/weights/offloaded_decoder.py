@@ -1,7 +1,7 @@
-"""A decoder some of whose weights at full precision are elsewhere: in slots of a stream, while they are used.
+"""Decoder with offloaded weights, which are in slots of a prefetcher while used.
 
-These are weights of blocks, and rows of the LM head that fill a record as a block does. Quantized weights stay, so
-draft steps wait for nothing.
+These are full-precision weights of blocks, and rows of the LM head that fill a record as a block does. Quantized
+weights are resident, so draft steps never wait.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile.block_ranges import Range
+from compile.block_ranges import BlockRange
 from compile.linear import LAYOUT, PackedLinear
 from offload.block_layout import Layout, views
-from offload.prefetcher import Stream
+from offload.prefetcher import Prefetcher
 from quant.switch_linear import SwitchLinear
 from sharesd.models.decoder import Decoder
 
 
 def rows_of_piece(inputs: int, dtype: torch.dtype, record_bytes: int) -> int:
-    """How many rows of an LM head's packed weights fill a record."""
+    """Return the rows of an LM head's packed weights that fill a record."""
     lanes, pair = LAYOUT[dtype]
     return record_bytes // (lanes * -(-inputs // pair) * pair * dtype.itemsize) * lanes
 
 
 class HeadInPieces(nn.Module):
-    """An LM head in pieces of as many rows as a record holds, and the tail behind them."""
+    """LM head in pieces of a record's rows, and a tail."""
 
     def __init__(
         self, weight_VD: Tensor, rows: int, num_pieces: int, pack: Callable[[int, Tensor], PackedLinear]
@@ -41,8 +41,8 @@ class HeadInPieces(nn.Module):
         for i, piece in enumerate(self.pieces):
             self.add_module(f"piece_{i}", piece)
         self.tail = PackedLinear(tail, None)
-        self.ranges = [Range(i, 1) for i in range(num_pieces)]
-        """What each piece waits for before and releases after."""
+        self.ranges = [BlockRange(i, 1) for i in range(num_pieces)]
+        """Set the calls before and after each piece."""
 
     def forward(self, x: Tensor) -> Tensor:
         parts = []
@@ -53,15 +53,16 @@ class HeadInPieces(nn.Module):
         return torch.cat([*parts, self.tail(x)], -1)
 
 
-class StreamedBlocks:
-    """Points the linears of blocks, and pieces of the head, into the slots in which their weights arrive."""
+class OffloadedBlocks:
+    """Points linears of blocks, and pieces of the head, to the slots of their weights."""
 
-    def __init__(self, decoder: Decoder, stream: Stream, layout: Layout, low: Callable[[], bool] | None = None) -> None:
-        """Takes over the blocks of `stream`: what their linears hold of the tensors in `layout` is dropped. Numbers
-        behind those of blocks are pieces of a head. `low` tells whether quantized weights are in use, where there are
-        such.
+    def __init__(
+        self, decoder: Decoder, stream: Prefetcher, layout: Layout, low: Callable[[], bool] | None = None
+    ) -> None:
+        """Take over the blocks of `stream`, and drop the tensors of `layout` from their linears.
 
-        Raises ValueError where a tensor that is to travel serves quantized steps, too.
+        Numbers after those of blocks are pieces of a head. `low` returns if quantized weights are in use. ValueError if
+        an offloaded tensor serves quantized steps, too.
         """
         self.stream = stream
         self._low = low or (lambda: False)
@@ -85,7 +86,7 @@ class StreamedBlocks:
                 if low is not None and not switched:
                     stream.close()
                     raise ValueError(
-                        f"{name} of block {block} has no quantized weights, and draft steps need it: it must stay"
+                        f"{name} of block {block} has no quantized weights, and drafts need it: keep the block resident"
                     )
         self._owners = {block: [(name, *owner[1:]) for name, owner in each.items()] for block, each in owners.items()}
         parameters = {
@@ -100,16 +101,16 @@ class StreamedBlocks:
         for block in stream.blocks:
             self._point(block, 0)  # memory of the right shapes, until they are needed
         self._num_records = num_blocks + len(pieces)
-        self._together = (Range(0, num_blocks),)
+        self._together = (BlockRange(0, num_blocks),)
         self._apart = self._cut(range(num_blocks))
         if isinstance(head, HeadInPieces):
             head.ranges = [
-                self._alone(b) if b in self._slot_of else Range(b, 1) for b in range(num_blocks, self._num_records)
+                self._alone(b) if b in self._slot_of else BlockRange(b, 1) for b in range(num_blocks, self._num_records)
             ]
 
     @property
     def linears(self) -> set[Any]:
-        """Those whose weights travel."""
+        """Linears with offloaded weights."""
         return {linear for owners in self._owners.values() for _, linear, _ in owners}
 
     @property
@@ -117,23 +118,23 @@ class StreamedBlocks:
         """Share of the records whose weights stay."""
         return 1 - len(self.stream.blocks) / self._num_records
 
-    def ranges(self) -> Sequence[Range]:
-        """How the blocks run now, see `compile.block_ranges`."""
+    def ranges(self) -> Sequence[BlockRange]:
+        """Ranges in which the blocks run, see `compile.block_ranges`."""
         return self._together if self._low() else self._apart
 
-    def _cut(self, blocks: range) -> tuple[Range, ...]:
-        """Each block that travels by itself, and those between them together."""
-        ranges: list[Range] = []
-        for travels, group in groupby(blocks, self._slot_of.__contains__):
+    def _cut(self, blocks: range) -> tuple[BlockRange, ...]:
+        """Return a range for each offloaded block, and for resident ones between them."""
+        ranges: list[BlockRange] = []
+        for offloaded, group in groupby(blocks, self._slot_of.__contains__):
             members = list(group)
-            if travels:
+            if offloaded:
                 ranges += map(self._alone, members)
             else:
-                ranges.append(Range(members[0], len(members)))
+                ranges.append(BlockRange(members[0], len(members)))
         return tuple(ranges)
 
-    def _alone(self, block: int) -> Range:
-        return Range(block, 1, partial(self._bring, block), partial(self.stream.done, block), moves=True)
+    def _alone(self, block: int) -> BlockRange:
+        return BlockRange(block, 1, partial(self._bring, block), partial(self.stream.done, block), moves_weights=True)
 
     def _bring(self, block: int) -> None:
         self._point(block, self.stream.need(block))
@@ -146,7 +147,7 @@ class StreamedBlocks:
 
 
 def use_tensor(linear: nn.Module, part: str, tensor: Tensor) -> None:
-    """Have a linear use a tensor in place of one of its own; what was a parameter is one again."""
+    """Replace a tensor of a linear; a parameter stays a parameter."""
     is_parameter = isinstance(getattr(linear, part), nn.Parameter)
     setattr(linear, part, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
@@ -158,7 +159,7 @@ def full_head(decoder: Decoder) -> nn.Module:
 
 
 def _owners(block: Any, layout: Layout) -> dict[str, tuple[bool, Any, str]]:
-    """Of each tensor that travels: whether its linear has quantized weights besides, the linear, and its name there."""
+    """Return, by offloaded tensor, if its linear is switched, the linear, and the attribute."""
     found = {}
     for place in layout.places:
         path, _, part = place.name.rpartition(".")

@@ -6,24 +6,25 @@ import base64
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from benchmark.__main__ import main
 from benchmark.questions import records
-from benchmark.questions.questions import Question
+from benchmark.questions.page import DRAFTER_SHADES, answers_of, token_pieces
 from benchmark.questions.records import TurnRecord
-from benchmark.reports.report import drafter_rows, markdown
-from benchmark.reports.report_html import DRAFTER_SHADES, html_page, token_pieces
-from benchmark.reports.results import accepted_by
-from benchmark.reports.summary import summarize
-from sharesd.config import SamplingParams
+from benchmark.questions.results import drafters, report_of
+from benchmark.questions.summary import summarize
+from benchmark.report import Report, Section
+from sharesd.data.questions import Question
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint
 
 VOID = {"meta", "img", "input"}
@@ -103,15 +104,11 @@ def turn(tokenizer: Tokenizer, text: str, sources: str = "", drafters: str = "",
 
 
 def page(tokenizer: Tokenizer, *answers: tuple[str, TurnRecord], turns: tuple[str, ...] = ("why",)) -> str:
-    found = {mode: {record.key: record} for mode, record in answers}
-    modes = summarize(found, list(found["naive"]), num_draft=1)
-    summary = {
-        "settings": {"model": "<m>", "questions": {"label": "q"}, "modes": ["suffix"], "corpus": "empty"},
-        "modes": modes,
-        "status": {"complete": True},
-    }
     question = Question(id=1, category="a & b", turns=turns)
-    return html_page(summary, {"speed.png": b"\x89PNG"}, [question], answers, tokenizer)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "speed.png").write_bytes(b"\x89PNG")
+        report = Report(title="<m> on q", sections=[Section("<b>", ("<i>",), [["<u>"]])], plots=["speed.png"])
+        return report.html(Path(folder), complete=True, **answers_of([question], answers, tokenizer))
 
 
 def test_tokens_have_the_colour_of_their_origin(tokenizer: Tokenizer) -> None:
@@ -152,6 +149,7 @@ def test_everything_is_escaped(tokenizer: Tokenizer) -> None:
     assert seen.tags.count("script") == 1 and "alert" not in "".join(body for _, body in seen.of("script"))
     assert "".join(body for _, body in seen.of("i")) == HARM
     assert HARM in [body for _, body in seen.of("div")] and ("", "<m> on q") in seen.of("h1")
+    assert ("", "<b>") in seen.of("h2") and ("", "<i>") in seen.of("th") and ("", "<u>") in seen.of("td")
 
 
 def test_nothing_is_fetched(tokenizer: Tokenizer) -> None:
@@ -187,17 +185,21 @@ def test_completion_knows_the_drafters(tokenizer: Tokenizer) -> None:
 
 
 def test_shares_of_drafters(tokenizer: Tokenizer) -> None:
-    turns = [turn(tokenizer, "the", accepted_by=counts) for counts in ({"a": 1}, {"b": 2, "a": 1}, {"b": 4}, {})]
-    assert accepted_by(turns) == {"b": 6, "a": 2} and list(accepted_by(turns)) == ["b", "a"]
+    counts = ({"a": 1}, {"b": 2, "a": 1}, {"b": 4}, {})
+    turns = [turn(tokenizer, "the", accepted_by=each, question_id=i) for i, each in enumerate(counts)]
+    found = summarize({"hybrid": {each.key: each for each in turns}}, [each.key for each in turns], num_draft=1)
+    assert list(found["hybrid"]["accepted_by"].items()) == [("b", 6), ("a", 2)]
     modes = {"naive": {"accepted_by": {}}, "hybrid": {"accepted_by": {"b": 6, "a": 2}}, "a": {"accepted_by": {"a": 5}}}
-    assert drafter_rows(modes) == (["mode", "b", "a"], [["hybrid", "75.0 %", "25.0 %"], ["a", "-", "100 %"]])
-    assert drafter_rows({"share": {}}) == (["mode"], [])
+    section = drafters(modes)
+    assert section.head == ["mode", "b", "a"]
+    assert section.rows == [["hybrid", "75.0 %", "25.0 %"], ["a", "-", "100 %"]]
+    assert not drafters({"share": {}}).rows
 
 
 def test_a_measurement_writes_the_page(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in ("runtime", "weights.quantize"):
-        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path / "cache")
+    for module in ("sharesd_files", "sharesd.runtime", "sharesd.weights.quantize"):
+        monkeypatch.setattr(f"{module}.cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
     questions = [{"question_id": i, "category": "c", "turns": ["why is the sky blue", "and red"]} for i in (1, 2)]
     Path("q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
@@ -224,4 +226,7 @@ def test_a_measurement_writes_the_page(model: Path, tmp_path: Path, monkeypatch:
         assert summary["modes"][mode]["accepted_by"] == total
     assert not summary["modes"]["naive"]["accepted_by"] and summary["modes"]["share"]["accepted_by"].keys() == {"share"}
     report = Path("out/report.md").read_text()
-    assert "## Accepted tokens by drafter" in report and "## Accepted tokens by drafter" in markdown(summary, [])
+    assert (
+        "## Accepted tokens by drafter" in report
+        and "## Accepted tokens by drafter" in report_of(summary, []).markdown()
+    )

@@ -1,117 +1,185 @@
-"""The sweep benchmark on a tiny model: its grid, its files, its picture, and mistakes on the command line."""
+"""Sweeps on a tiny model: points, prompts of a length, runs that share nothing, files, and mistakes."""
 
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmark.__main__ import main
-from benchmark.studies.sweep import Cell, configs_of, draw
-from sharesd.config import EngineConfig
-from tests.helpers.tiny_models import make_checkpoint
+from benchmark.documents import Documents, filler_texts
+from benchmark.interleave import compare_modes
+from benchmark.points import Point, verdict_of
+from sharesd.config import EngineConfig, Mode
+from sharesd.data.questions import Question
+from sharesd.models.prefill import Piece, read_piece
+from sharesd.models.tokenizer import load_tokenizer
+from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
+from tests.helpers.tiny_models import WORDS, make_checkpoint
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", context=4096)
 
 
-def sweep(tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
-    """sweep.json of a run over two questions."""
-    sizes = ["--num-questions", "2", "--max-new-tokens", "12", "--max-context", "512"]
-    assert main(["sweep", "--target", str(tiny), "--out-dir", str(out), *sizes, *argv]) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["sweep.json", "sweep.png"]
-    assert (out / "sweep.png").read_bytes().startswith(PNG)
-    return json.loads((out / "sweep.json").read_text())
+def measured(name: str, tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
+    """The JSON of a sweep or grid."""
+    sizes = ["--num-questions", "3", "--max-new-tokens", "10", "--runs", "2"]
+    assert main([name, "--target", str(tiny), "--out-dir", str(out), *sizes, *argv]) == 0
+    assert sorted(path.suffix for path in out.iterdir()) == [".csv", ".html", ".json", ".md", ".png"]
+    assert (out / f"{name}.png").read_bytes().startswith(PNG)
+    return json.loads((out / f"{name}.json").read_text())
 
 
-def test_one_setting(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = sweep(tiny, tmp_path / "out", "--mode", "share", "--over", "K=3,1", "--draft-quant", "hqq:8:64")
-    assert [cell["values"] for cell in report["cells"]] == [{"K": 1}, {"K": 3}]
-    for cell in report["cells"]:
-        assert cell["speedup"] == pytest.approx(cell["tokens_per_second"] / cell["naive_tokens_per_second"])
-        assert 1 <= cell["tau"] <= 1 + cell["values"]["K"] and cell["identical"] == 1
-    assert report["settings"]["over"] == {"K": [1, 3]} and report["settings"]["mode"] == "share"
-    out = capsys.readouterr().out
-    assert "mode share" in out and "tau" in out and out.count("x *") == 1
+def test_every_point_of_a_grid_is_measured(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ("--contexts", "900,100", "--batches", "1,2", "--temperatures", "0,1")
+    drafts = ("--modes", "ngram,hybrid", "--hybrid-drafters", "suffix,ngram", "--max-speculative-tokens", "2")
+    report = measured("grid", tiny, tmp_path / "out", *axes, *drafts)
+    points = report["points"]
+    places = [(*point["values"].values(), point["mode"]) for point in points]
+    assert places == list(product("12", ("900", "100"), "01", ("ngram", "hybrid")))
+    for point in points:
+        assert point["identical"] and point["speedup"] > 0 and point["tau"] >= 1
+        assert len(point["turns"]) == {"1": 3, "2": 2}[point["values"]["batch"]]
+        assert point["slowest"] == min(turn["speedup"] for turn in point["turns"])
+        for turn in point["turns"]:
+            assert len(turn["question_ids"]) == len(turn["prompt_tokens"]) == int(point["values"]["batch"])
+            assert len(turn["ratios"]) == 2 and turn["decoded_tokens"] > 0
+            if point["values"]["context"] == "900":
+                assert all(880 <= length <= 920 for length in turn["prompt_tokens"])
+    assert report["complete"] and report["settings"]["axes"]["batch"] == ["1", "2"]
+    out, err = capsys.readouterr()
+    assert "points below 0.98x" in out and "best single drafter" in out and "all texts identical" in out
+    assert err.count("naive") >= 8
+    assert "| batch | context | temperature | ngram | hybrid |" in (tmp_path / "out/grid.md").read_text()
 
 
-@pytest.mark.parametrize("mode", [("ngram",), ("hybrid", "--hybrid-drafters", "share,ngram")])
-def test_two_settings(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: tuple[str, ...]) -> None:
-    argv = ("--over", "max-draft=2,4", "--over", "ngram-max=1,3")
-    report = sweep(tiny, tmp_path / "out", "--mode", *mode, "--ngram-min", "2", *argv)
-    assert [cell["values"] for cell in report["cells"]] == [
-        {"max-draft": 2, "ngram-max": 3},
-        {"max-draft": 4, "ngram-max": 3},
+def test_width_and_options_are_axes(tiny: Path, tmp_path: Path) -> None:
+    quants = "draft-quant=hqq:8:64;hqq:4:64,head=4"
+    report = measured("sweep", tiny, tmp_path / "out", "--mode", "share", "--over", "width=2,4", "--over", quants)
+    points = report["points"]
+    assert [tuple(point["values"].values()) for point in points] == [
+        (width, quant) for width in "24" for quant in ("hqq:8:64", "hqq:4:64,head=4")
     ]
-    err = capsys.readouterr().err
-    assert "left out, with ngram-min above ngram-max: max-draft=2, ngram-max=1; max-draft=4," in err
+    for point in points:
+        assert 1 <= point["tau"] <= int(point["values"]["width"]) and point["identical"]
+        assert point["draft_ms"] > 0 and point["verify_ms"] > 0 and point["naive_ms"] > 0
 
 
-def test_settings_become_configs() -> None:
-    config = EngineConfig(mode="ngram", max_draft=5)
-    points = configs_of(config, [("K", (1, 2)), ("ngram-min", (2,))])
-    assert [(c.num_draft, c.ngram_min, c.most_draft) for _, c in points] == [(1, 2, 1), (2, 2, 2)]
-    [(values, found)] = configs_of(config, [("max-draft", (3,))])
-    assert values == {"max-draft": 3} and found.num_draft is None and found.most_draft == 3
-    trees = configs_of(EngineConfig(tree=(2, 4, 8)), [("tree-depth", (2, 3)), ("tree-budget", (5,))])
-    assert [c.tree for _, c in trees] == [(2, 2, 5), (2, 3, 5)]
+def test_prompts_hold_other_texts_each(tiny: Path) -> None:
+    tokenizer = load_tokenizer(tiny)
+    texts = [" ".join(WORDS[i % len(WORDS)] for i in range(start, start + 40)) for start in range(12)]
+    documents = Documents(tokenizer, texts)
+    question = Question(id=1, category="a", turns=("Why is the sky blue?",))
+    prompts = [tokenizer.decode(documents.prompt(question, 300)) for _ in range(8)]
+    assert len(set(prompts)) == 8 and all(question.turns[0] in prompt for prompt in prompts)
+    assert all(270 <= len(tokenizer.encode(prompt)) <= 330 for prompt in prompts)
+    alone = documents.prompt(question, 1)
+    assert len(alone) < 60 and "notes" not in tokenizer.decode(alone)
 
 
-@pytest.mark.parametrize("speedups", [(0.5, 2.0), (None, 1.0), (None, None), (1.0, 1.0)])
-def test_pictures_stand_what_was_not_measured(tmp_path: Path, speedups: tuple[float | None, ...]) -> None:
-    cells = [
-        Cell(
-            values={"K": K, "ngram-max": 1},
-            tokens_per_second=1,
-            naive_tokens_per_second=1,
-            speedup=speedup,
-            tau=1,
-            alpha=0,
-            identical=1,
-        )
-        for K, speedup in zip((1, 2), speedups, strict=True)
+def test_fillers_are_texts(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one\ntwo\n\nthree\n")
+    assert filler_texts(text) == ["one\ntwo", "three"] and sum(map(len, filler_texts(None))) > 10**5
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ValueError, match="cannot be"):
+            filler_texts(path)
+    text.write_text(" \n\n")
+    with pytest.raises(ValueError, match="holds no text"):
+        filler_texts(text)
+
+
+def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And prompts are read once: what `reuse` finds grows with the first answer to them only."""
+    modes: tuple[Mode, ...] = ("recycle", "classic")
+    runtime = Runtime(EngineConfig(target=str(tiny), mode="recycle", num_draft=4, max_batch=2, max_context=512), modes)
+    engines = {mode: runtime.engine(mode) for mode in modes}
+    table = engines["recycle"].drafter.tables[0]  # type: ignore[union-attr]
+    before, at_start = table.successors.copy(), []
+    begin, read = table.begin, []
+
+    def noted(row: int, tokens: list[int]) -> None:
+        at_start.append((table.successors == before).all())
+        begin(row, tokens)
+
+    def counted(model: Any, cache: Any, row: int, tokens: list[int], piece: Piece) -> Any:
+        read.append(piece.end - piece.first)
+        return read_piece(model, cache, row, tokens, piece)
+
+    monkeypatch.setattr("sharesd.drafters.classic.drafter.read_piece", counted)
+    monkeypatch.setattr(table, "begin", noted)
+    prompts = [list(range(20, 90)), list(range(30, 80))]
+    found = compare_modes(runtime.plain_beside(), engines, prompts, SamplingParams(max_new_tokens=12), runs=3)
+    assert at_start[::2] == [True] * 3  # the second row's prompt comes after the first one's
+    assert [length for length in read if length >= 50] == [70, 50]  # classic has read them once
+    assert all(each.identical and len(each.ratios) == 3 for each in found.values())
+    assert found["recycle"].stats.tau > 1, "nothing was drafted, so that nothing was put back"
+
+
+def point(mode: str, speedup: float | None, *, context: str = "200", identical: bool = True) -> Point:
+    figures = dict.fromkeys(("draft_ms", "verify_ms", "naive_ms", "slowest", "first"), speedup)
+    fixed: dict[str, Any] = {"tau": 1.0, "alpha": 0.0, "turns": [], **figures}
+    return Point(values={"context": context}, mode=mode, speedup=speedup, identical=identical, **fixed)
+
+
+def test_verdicts() -> None:
+    fine = [point("share", 1.2), point("hybrid", 1.19), point("suffix", None)]
+    assert verdict_of(fine) == [
+        "0 of 2 points below 0.98x",
+        "hybrid below 0.99 of the best single drafter at 0 of 1 points",
+        "all texts identical",
     ]
-    draw(tmp_path / "a.png", "t", "ngram", [("K", (1, 2))], cells)
-    draw(tmp_path / "b.png", "t", "ngram", [("K", (1, 2)), ("ngram-max", (1, 2))], cells)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
-    assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
+    lost = [*fine, point("share", 0.97, context="9"), point("hybrid", 0.95, context="9", identical=False)]
+    assert verdict_of(lost) == [
+        "2 of 4 points below 0.98x: share context=9: 0.97x; hybrid context=9: 0.95x",
+        "hybrid below 0.99 of the best single drafter at 1 of 2 points: context=9: 0.98",
+        "text differs from naive: hybrid context=9: 0.95x",
+    ]
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--mode", "share", "--over", "ngram-max=1,2"), "--over names ngram-max, but no ngram table drafts; use"),
-        (("--mode", "hybrid", "--over", "ngram-min=1"), "--over names ngram-min, but no ngram table drafts; use"),
-        (
-            ("--mode", "share", "--over", "K=1", "--over", "K=2"),
-            "--over names K, K; give one setting, or two different",
-        ),
-        (("--mode", "share", "--over", "K=1", "--over", "max-draft=2"), "drop one of the two"),
-        (
-            ("--mode", "share", "--over", "K=1,2", "--num-speculative-tokens", "3"),
-            "--num-speculative-tokens is 3 and --over names K; drop",
-        ),
-        (("--mode", "share", "--over", "tree-budget=8"), "--over names tree-budget, but there is no tree; give"),
-        (("--mode", "ngram", "--over", "ngram-min=5,6"), "every point has ngram-min above ngram-max"),
+        (("grid", "--modes", "naive"), "only naive is named"),
+        (("grid", "--temperatures", "0,x"), "axis temperature holds 'x'"),
+        (("grid", "--temperatures", "-1"), "temperature is -1.0"),
+        (("grid", "--batches", "0"), "axis batch holds '0'; give whole numbers from 1 on"),
+        (("grid", "--num-questions", "40"), "40 questions are asked of the 40 of"),
+        (("grid", "--filler", "nowhere.txt"), "--filler nowhere.txt cannot be read"),
+        (("grid", "--contexts", "100", "--max-context", "90"), "--max-context is 90 and"),
+        (("grid", "--contexts", "9000", "--batches", "1"), "the model's context is 4096; lower the contexts"),
+        (("grid", "--busy", "1"), "--busy was removed; keep cores busy by another process"),
+        (("sweep", "--over", "K"), "'K' is not NAME=LIST"),
+        (("sweep", "--over", "K=1,"), "'K=1,' is not NAME=LIST"),
+        (("sweep", "--over", "tree-top=1"), "tree-top was removed; write whole trees"),
+        (("sweep", "--over", "speed=1"), "--over names speed, which is no axis and no option"),
+        (("sweep", "--over", "K=x"), "'x' is not a whole number"),
+        (("sweep", "--over", "width=1"), "axis width holds '1'; give whole numbers from 2 on"),
+        (("sweep", "--over", "batch=1", "--over", "batch=2"), "give each axis once"),
+        (("sweep", "--over", "tree=2:4"), "tree"),
     ],
 )
 def test_mistakes_cost_a_line(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], says: str
 ) -> None:
-    assert main(["sweep", "--target", str(tiny), "--out-dir", str(tmp_path / "out"), *argv]) == 2
+    try:
+        status = main([argv[0], "--target", str(tiny), "--out-dir", str(tmp_path / "out"), *argv[1:]])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
     err = capsys.readouterr().err
-    assert says in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert status == 2 and says in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("over", ["K", "K=", "K=0", "depth=1,2", "K=1,x"])
-def test_settings_are_written_as_lists(over: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["sweep", "--mode", "share", "--over", over])
+@pytest.mark.parametrize("name", ["scaling", "offload", "busy", "joins", "multi", "cluster"])
+def test_removed_commands_name_what_to_use(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--anything"]) == 2
     err = capsys.readouterr().err
-    assert caught.value.code == 2 and err.startswith("error: argument --over:") and err.count("\n") == 1
+    assert err.startswith(f"error: the benchmark {name} was removed; use ") and err.count("\n") == 1

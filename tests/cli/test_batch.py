@@ -18,8 +18,9 @@ import pytest
 
 from sharesd.cli.generate_file import read
 from sharesd.cli.main import main
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import WORDS

@@ -32,7 +32,7 @@ OURS = {
     "checkpoints": (f"tiny.Q4-{KEY}/model.safetensors", "partial-xy/checkpoint/config.json"),
     "quant": (f"hqq-{KEY}.safetensors", f"hqq-{KEY}_x.tmp"),
     "gguf": (f"tiny-{KEY}-F16.gguf",),
-    "settings": (f"share-{KEY}.json", f".share-{KEY}.json.123"),
+    "settings": (f"quant-{KEY}.json", f".quant-{KEY}.json.123"),
     "tiles": ("nvidia-h100.json", "low-bits-nvidia-h100.txt"),
     "inductor": ("ab/cabxyz.py", "fxgraph/ab/x"),
     "triton": ("ABCDEFG/row_gemm.cubin",),
@@ -62,8 +62,9 @@ def test_every_part_of_the_cache_is_known() -> None:
     sources = [
         path for package in ("sharesd", "compile", "quant", "benchmark") for path in (ROOT / package).rglob("*.py")
     ]
-    named = {name for path in sources for name in re.findall(r'cache_root\(\) / "(\w+)"', path.read_text("utf-8"))}
-    assert named == PARTS.keys() == OURS.keys()
+    pattern = r'(?:cache_root\(\) / |JsonCache\()"(\w+)"'
+    named = {name for path in sources for name in re.findall(pattern, path.read_text("utf-8"))}
+    assert named | {"gguf"} == PARTS.keys() == OURS.keys(), "earlier versions exported models to gguf"
 
 
 def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

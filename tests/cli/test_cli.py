@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 
 import sharesd
-from compile.cpp_extension import cache_root
 from sharesd.cli import chat, display
 from sharesd.cli import interactive as answering
 from sharesd.cli.main import main
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion, Source, TokenChunk
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
+from sharesd_files import cache_root
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -42,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized weights go to a cache of the test's own, and logging stays as pytest set it up."""
-    for module in ("runtime", "weights.quantize"):
-        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
+    for module in ("sharesd_files", "sharesd.runtime", "sharesd.weights.quantize"):
+        monkeypatch.setattr(f"{module}.cache_root", lambda: tmp_path)
     monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
 
 

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmark import arguments
 from benchmark.__main__ import make_parser as bench_parser
-from benchmark.studies import grid
 from serve.command import make_parser as serve_parser
-from sharesd.cli import chat, generate_file, options
+from sharesd.cli import chat, environment, generate_file, options
 from sharesd.cli.main import make_parser
 from sharesd.cli.parse_types import size, whole_or_auto
 from sharesd.cli.parser import SECOND_NAMES, Parser, parse
 from sharesd.cli.sampling_options import sampling_params
-from sharesd.config import HEADS, MODES, EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
+from sharesd.drafters import registry, selection
+from sharesd.sampling_params import SamplingParams
 from train.__main__ import make_parser as train_parser
 
+MODES, HEADS = registry.modes(), registry.names("head")
 OLD = {
     "--target": "-llm",
     "--draft-model": "--draft",
@@ -89,8 +90,9 @@ def test_second_names_do_what_first_names_do_and_no_help_shows_them(parser: Pars
         if any(action.required for action in parser._actions):
             continue
         for other in set(others) - shown:
-            value = VALUES.get(flag, "hqq:8:64")
-            assert vars(parse(parser, [f"{flag}={value}"])) == vars(parse(parser, [other, value]))
+            is_switch = parser._option_string_actions[flag].nargs == 0
+            value = [] if is_switch else [VALUES.get(flag, "hqq:8:64")]
+            assert vars(parse(parser, ["=".join([flag, *value])])) == vars(parse(parser, [other, *value]))
 
 
 def test_a_mistake_behind_a_second_name_names_the_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +173,7 @@ def test_what_only_sampling_uses_is_a_warning_under_greedy_decoding(caplog: pyte
 @pytest.mark.parametrize(
     ("argv", "modes", "warning"),
     [
-        (("--tree", "2:4:8"), ("suffix",), "--tree: no effect, no mode is share or classic or "),
+        (("--tree", "2:4:8"), ("suffix",), "--tree: no effect, no mode is classic or share or "),
         (("--draft-window", "512"), ("classic",), "--draft-window: no effect, no mode is share"),
         (("--draft-window", "off", "--hybrid-drafters", "suffix"), ("hybrid",), "--draft-window: no effect"),
         (("--draft-device", "cpu"), ("share",), "--draft-device: no effect, no mode is classic"),
@@ -185,7 +187,7 @@ def test_what_only_sampling_uses_is_a_warning_under_greedy_decoding(caplog: pyte
             ("share",),
             "--max-speculative-tokens: no effect, --num-speculative-tokens says how many",
         ),
-        (("--ngram-recent",), ("share",), "--ngram-min, --ngram-max, --ngram-recent: no effect, no mode is ngram"),
+        (("--ngram-recent",), ("share",), "--ngram-recent: no effect, no mode is ngram"),
         (("--corpus", "a.npy"), ("recycle",), "--corpus: no effect, no mode is suffix"),
         (("--recycle-table", "a.npz"), ("suffix",), "--recycle-table: no effect, no mode is recycle"),
         (("--hybrid-drafters", "suffix"), ("suffix",), "--hybrid-drafters: no effect, no mode is hybrid"),
@@ -197,7 +199,7 @@ def test_flags_that_no_mode_uses_are_a_warning(
     config = config_of(*argv, modes=modes)
     [record] = caplog.records
     assert record.levelname == "WARNING" and record.message.startswith(warning)
-    assert config.head_quant is None and config.draft_device is None and config.given_tree is None
+    assert config.head_quant is None and config.draft_device is None and config.explicit_tree is None
 
 
 def test_flags_that_a_mode_uses_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,7 +251,7 @@ def test_all_modes_have_the_heads_that_come_with_the_model() -> None:
     parser = Parser()
     options.add_model_options(parser)
     options.add_mode_option(parser, several=True)
-    shipped = {mode for mode in HEADS if EngineConfig().head_of(mode)}
+    shipped = {mode for mode in HEADS if selection.head_of(EngineConfig(), mode)}
     assert {"eagle", "glide"} <= shipped
     for argv in ([], ["--mode", "all"]):
         modes = options.modes_of(parse(parser, argv), default=MODES)
@@ -258,7 +260,6 @@ def test_all_modes_have_the_heads_that_come_with_the_model() -> None:
     assert not {*HEADS} & {*options.modes_of(parse(parser, ["--tensor-parallel", "2"]), default=MODES)}
     given = options.modes_of(parse(parser, ["--target", "no/such", "--head", "a/b"]), default=MODES)
     assert {*HEADS} & {*given} == {"eagle"}
-    assert ("naive", *grid.MODES) == tuple(sorted(MODES, key=lambda mode: mode != "naive"))
 
 
 def test_help_of_chat_names_the_modes_that_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,4 +285,4 @@ def test_help_of_chat_names_the_modes_that_are_loaded(capsys: pytest.CaptureFixt
 )
 def test_reports_show_the_command_that_was_typed(typed: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", typed)
-    assert arguments.command() == shown
+    assert environment.command() == shown

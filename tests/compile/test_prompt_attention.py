@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile import attention
-from compile.attention import attend, attend_reference, flash_reads
+from compile.attention import attend, attend_reference, supports_flash
 from sharesd.kvcache.static import StaticKVCache
 
 S, K, G, D = 192, 2, 3, 16
@@ -59,7 +59,7 @@ def test_flash_attention_sees_what_the_reference_sees(
 def test_flash_attention_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "has_flash", lambda device: True)
     gpu, half = torch.device("cuda", 0), torch.bfloat16
-    assert flash_reads(gpu, half, 128, 0.0) and flash_reads(gpu, torch.float16, 256, 0.0)
+    assert supports_flash(gpu, half, 128, 0.0) and supports_flash(gpu, torch.float16, 256, 0.0)
     for device, dtype, size, softcap in (
         (torch.device("cpu"), half, 128, 0.0),
         (gpu, torch.float32, 128, 0.0),
@@ -67,7 +67,7 @@ def test_flash_attention_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> N
         (gpu, half, 60, 0.0),
         (gpu, half, 128, 30.0),
     ):
-        assert not flash_reads(device, dtype, size, softcap)
+        assert not supports_flash(device, dtype, size, softcap)
 
 
 def test_old_gpus_have_no_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_another_torch_has_sdpa_and_one_warning(
     monkeypatch.setattr(attention, "KNOWS_FLASH", False)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert not flash_reads(torch.device("cuda", 0), torch.bfloat16, 128, 0.0)
+    assert not supports_flash(torch.device("cuda", 0), torch.bfloat16, 128, 0.0)
     attention.warn_unknown_flash.cache_clear()
     for _ in range(2):
         attention.warn_unknown_flash()
@@ -118,7 +118,7 @@ def test_a_piece_reads_its_row_in_whole_where_attention_reads_live_slots() -> No
 
 
 def test_prompts_take_flash_attention_and_drafts_that_look_back_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "flash_reads", lambda *_: True)
+    monkeypatch.setattr(attention, "supports_flash", lambda *_: True)
     monkeypatch.setattr(attention, "reads_live_slots", lambda *_: False)
     monkeypatch.setattr(attention, "attend_reference", lambda *_, **sight: sight)
     new, lengths_B = [x.to("meta") for x in step(100)], torch.tensor([37], device="meta")

@@ -7,17 +7,20 @@ import importlib
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
 import sharesd
 from sharesd.cli.parser import SECOND_NAMES
-from sharesd.config import EngineConfig, Mode
+from sharesd.config import EngineConfig
+from sharesd.drafters import registry
 from tests.helpers.paths import ROOT
 from tests.helpers.served_model import served
 from tests.helpers.tiny_models import make_checkpoint
@@ -157,7 +160,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
             assert not parsed.unknown, f"unknown: {parsed.unknown}"
             given = getattr(parsed.options, "mode", None) or ()
             modes = {name for text in ([given] if isinstance(given, str) else given) for name in text.split(",")}
-            assert modes <= {*get_args(Mode), "all"}, f"unknown modes: {modes}"
+            assert modes <= {*registry.modes(), "all"}, f"unknown modes: {modes}"
         except SystemExit as end:
             assert end.code in (0, None), capsys.readouterr().err
         else:
@@ -246,6 +249,9 @@ def options() -> dict[str, bool]:
         for program in PROGRAMS:
             with pytest.raises(SystemExit):
                 main_of(program)(["--help"])
+        for command in ("tune", "verify"):
+            with pytest.raises(SystemExit):
+                console_command()([command, "--help"])
     return found
 
 
@@ -316,7 +322,9 @@ def test_python_examples_run(
     if "127.0.0.1:8000" in text:
         text = text.replace("127.0.0.1:8000", request.getfixturevalue("address"))
     lines = "\n" * example.line  # so that a traceback has the page's line
-    exec(compile(lines + text, str(example.page), "exec"), {"__name__": "example"})
+    module = ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)  # where dataclasses look types up
+    exec(compile(lines + text, str(example.page), "exec"), module.__dict__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -17,19 +17,22 @@ import pytest
 import torch
 
 from benchmark.__main__ import COMMANDS as BENCHMARKS
-from offload.prefetcher import Traffic
-from quant.config import BITS, GROUP_SIZES, QuantConfig
-from quant.hqq import solve
+from offload.prefetcher import TransferStats
+from quant.config import QuantConfig
+from quant.formats import FORMATS
+from quant.formats.hqq.solver import solve
 from sharesd.cli.cache import PARTS
 from sharesd.cli.display import stats_table
-from sharesd.config import MODES, EngineConfig, OffloadConfig, SamplingParams, SplitConfig
+from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.drafters import registry
 from sharesd.drafters.heads.config import ARCHITECTURES as HEADS
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
-from sharesd.models.decoder_config import FAMILIES, DecoderConfig, Unsupported
-from sharesd.models.gguf.architecture import ARCHITECTURES
+from sharesd.loading.report import LoadReport
+from sharesd.models.architectures import architectures, model_types
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
-from sharesd.runtime import LoadReport
+from sharesd.sampling_params import SamplingParams
 from train.__main__ import COMMANDS as TRAINING
 
 ROOT = Path(__file__).parents[2]
@@ -88,17 +91,18 @@ def test_files_that_pages_name_exist(page: Path) -> None:
 def test_the_support_table_has_every_architecture() -> None:
     rows = marked("reference/models.md", "architectures")
     native = {row[1]: row for row in rows if row[2] == "native"}
-    assert set(native) == set(FAMILIES)
-    assert {row[3] for row in rows} - {"no"} == set(ARCHITECTURES)
+    gguf = {each.gguf.name: each.model_type for each in architectures() if each.gguf}
+    assert sorted(native) == model_types()
+    assert {row[3] for row in rows} - {"no"} == set(gguf)
     for model_type, row in native.items():
         if row[3] != "no" and model_type != "mistral":  # whose files say llama
-            assert ARCHITECTURES[row[3]].model_type == model_type
+            assert gguf[row[3]] == model_type
     assert [row[1:4] for row in rows if row[2] != "native"] == [["other", "fallback", "no"]] * 2
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "mixtral", "qwen3_moe", "mamba", "t5"])
 def test_what_the_support_table_calls_other_has_no_native_decoder(model_type: str) -> None:
-    with pytest.raises(Unsupported, match=model_type):
+    with pytest.raises(UnsupportedArchitecture, match=model_type):
         DecoderConfig.from_hf({"model_type": model_type})
 
 
@@ -116,14 +120,14 @@ def test_quantized_checkpoints_are_refused_as_the_page_says(method: str, tmp_pat
 def test_every_mode_has_a_section_and_a_row() -> None:
     text = text_of("reference/modes.md")
     first = [row[0].strip("`") for row in rows_of(text)]
-    for mode in MODES:
+    for mode in registry.modes():
         assert f"\n## {mode}\n" in text and mode in first
 
 
 def test_the_page_on_quantization_has_all_methods_bits_and_groups() -> None:
     rows = {row[0]: row[1] for row in rows_of(text_of("reference/quantization.md"))}
-    for values, cell in ((BITS, rows["BITS"]), (GROUP_SIZES, rows["GROUP"])):
-        assert cell == "; ".join(f"{method}: {', '.join(map(str, each))}" for method, each in values.items())
+    for name, cell in (("bits", rows["BITS"]), ("group_sizes", rows["GROUP"])):
+        assert cell == "; ".join(f"{f.name}: {', '.join(map(str, getattr(f, name)))}" for f in FORMATS.values())
     assert f"`{EngineConfig().quant.spec}`" in text_of("reference/quantization.md")
 
 
@@ -139,7 +143,7 @@ def test_8_bits_are_symmetric_with_a_scale_per_row() -> None:
 # Python API
 
 
-@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams, Completion, OffloadConfig, SplitConfig])
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams, Completion, OffloadConfig, PipelineConfig])
 def test_every_field_is_on_the_page(kind: Any) -> None:
     text = text_of("reference/python-api.md")
     assert [field.name for field in fields(kind) if f"`{field.name}`" not in text] == []
@@ -179,7 +183,7 @@ def test_every_part_of_the_cache_is_named() -> None:
 
 
 def test_every_line_of_the_statistics_is_explained() -> None:
-    traffic = Traffic(num_bytes=1, waited_s=0.0, busy_s=1.0, elapsed_s=2.0)
+    traffic = TransferStats(num_bytes=1, waited_s=0.0, busy_s=1.0, elapsed_s=2.0)
     stats = Stats(num_draft=2, draft_steps=1, steps=1, rounds=1, traffic=traffic)
     report = LoadReport(load_seconds=1.0, compile_seconds=1.0, weight_bytes=1, quant=None, predicted=1.0)
     labels = [str(cell) for cell in stats_table({"": stats}, report).columns[0].cells]

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from compile.tree_expand import Front, Nodes, grow
-from offload.prefetcher import Stream
+from compile.tree_expand import Frontier, Nodes, expand_tree
+from offload.prefetcher import Prefetcher
 from quant.config import QuantConfig
-from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.drafters.async_tree_draft import OnwardDraft, replant
-from sharesd.drafters.draft_stepper import ModelGuesser
+from sharesd.config import EngineConfig, Mode
+from sharesd.drafters.async_tree_draft import AsyncTreeDraft, replant
+from sharesd.drafters.draft_stepper import ModelStepper
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.runtime import Runtime
-from sharesd.speculation.draft_tree import DraftTree, Shape, shapes_of
+from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, shapes_of
 from tests.helpers.offloaded import WAYS, spill
 from tests.helpers.oracle import logits_of, new_engine, switched, tiny_decoder
 from tests.helpers.tiny_models import make_checkpoint
@@ -43,14 +44,14 @@ class Grown:
         nowhere = torch.full((1, num), (LEVELS - 1) * TOP)
         self.level_B = torch.zeros(1, dtype=torch.int64)
         self.nodes = Nodes(zeros(num) - 1, torch.full((1, num), -torch.inf), zeros(num, LEVELS), nowhere)
-        self.front = Front(zeros(TOP), torch.zeros(1, TOP), zeros(TOP, LEVELS), zeros(TOP, LEVELS), zeros(TOP))
-        self.said_BC = torch.rand(1, num, generator=self._dice)
+        self.frontier = Frontier(zeros(TOP), torch.zeros(1, TOP), zeros(TOP, LEVELS), zeros(TOP, LEVELS), zeros(TOP))
+        self.draft_probs_BC = torch.rand(1, num, generator=self._dice)
 
-    def grow(self) -> None:
+    def expand_tree(self) -> None:
         num = TOP if int(self.level_B) else 1
         tokens = torch.randint(1000, (1, num, TOP), generator=self._dice)
         logp = torch.rand(1, num, TOP, generator=self._dice).log()
-        grow(self.level_B, self.nodes, self.front, tokens, logp)
+        expand_tree(self.level_B, self.nodes, self.frontier, tokens, logp)
 
     def levels(self) -> list[int]:
         """Of each node."""
@@ -58,12 +59,12 @@ class Grown:
 
     def paths(self) -> dict[tuple[int, ...], tuple[float, int | None, float]]:
         """By the tokens down to a node: its score, where it was read, and what is said of it."""
-        tokens, scores, ancestors, places = (part[0] for part in self.nodes)
+        tokens, scores, ancestors, kv_slots = (part[0] for part in self.nodes)
         return {
             tuple(tokens[ancestors[node, : level + 1]].tolist()): (
                 float(scores[node]),
-                int(places[node]) if places[node] < (LEVELS - 1) * TOP else None,
-                float(self.said_BC[0, node]),
+                int(kv_slots[node]) if kv_slots[node] < (LEVELS - 1) * TOP else None,
+                float(self.draft_probs_BC[0, node]),
             )
             for node, level in enumerate(self.levels())
             if scores[node] > -torch.inf
@@ -71,11 +72,11 @@ class Grown:
 
     def fronts(self) -> dict[tuple[int, ...], tuple[float, list[int]]]:
         """By the tokens down to a node that is expanded next: its score, and the slots of its path."""
-        tokens, depth = self.nodes.tokens_BC[0], int(self.front.depth_Bk[0, 0])
+        tokens, depth = self.nodes.tokens_BC[0], int(self.frontier.depth_Bk[0, 0])
         return {
             tuple(tokens[path[: depth + 1]].tolist()): (float(score), slots[: depth + 1].tolist())
             for path, slots, score in zip(
-                self.front.paths_BkD[0], self.front.slots_BkD[0], self.front.scores_Bk[0], strict=True
+                self.frontier.paths_BkD[0], self.frontier.slots_BkD[0], self.frontier.scores_Bk[0], strict=True
             )
             if score > -torch.inf
         }
@@ -86,21 +87,21 @@ class Grown:
 def test_what_lies_behind_a_node_becomes_a_tree_of_its_own_that_grows_on(seed: int, level: int) -> None:
     grown = Grown(seed)
     for _ in range(6):
-        grown.grow()
-    root = int(grown.front.paths_BkD[0, seed % TOP, level])
-    above = tuple(grown.nodes.tokens_BC[0, grown.nodes.ancestors_BCD[0, root, : level + 1]].tolist())
+        grown.expand_tree()
+    root = int(grown.frontier.paths_BkD[0, seed % TOP, level])
+    kv_offset = tuple(grown.nodes.tokens_BC[0, grown.nodes.ancestors_BCD[0, root, : level + 1]].tolist())
     score, up = float(grown.nodes.scores_BC[0, root]), level + 1
     behind = {
         path[up:]: (each - score, None if place is None else place - up * TOP, said)
         for path, (each, place, said) in grown.paths().items()
-        if path[:up] == above and len(path) > up
+        if path[:up] == kv_offset and len(path) > up
     }
     fronts = {
         path[up:]: (each - score, [slot - up * TOP for slot in slots[up:]])
         for path, (each, slots) in grown.fronts().items()
-        if path[:up] == above
+        if path[:up] == kv_offset
     }
-    replant(grown.nodes, grown.front, grown.said_BC, TOP, level, root)
+    replant(grown.nodes, grown.frontier, grown.draft_probs_BC, TOP, level, root)
     grown.level_B -= up
     assert behind and fronts
     found, found_fronts = grown.paths(), grown.fronts()
@@ -108,7 +109,7 @@ def test_what_lies_behind_a_node_becomes_a_tree_of_its_own_that_grows_on(seed: i
     assert {path: slots for path, (_, slots) in found_fronts.items()} == {p: slots for p, (_, slots) in fronts.items()}
     for ours, theirs in ((found, behind), (found_fronts, fronts)):
         assert [values[0] for values in ours.values()] == pytest.approx([theirs[path][0] for path in ours])
-    grown.grow()
+    grown.expand_tree()
     new = {path: values for path, values in grown.paths().items() if path not in found}
     assert {path[:-1] for path in new} == set(fronts) and len(new) == TOP * len(fronts)
 
@@ -119,11 +120,11 @@ def test_what_was_read_moves_to_where_the_coming_draft_looks() -> None:
     for tensor in (*cache.k, *cache.v):
         tensor.copy_(torch.randn_like(tensor))
     before = [[part.clone() for part in cache.kv(layer, 64)] for layer in range(len(cache.k))]
-    guesser = ModelGuesser(model, cache, lambda: torch.zeros(1, 1, dtype=torch.int64))
-    guesser.next_at_B.fill_(11)  # the root was at 10
+    stepper = ModelStepper(model, cache, lambda: torch.zeros(1, 1, dtype=torch.int64))
+    stepper.next_pos_B.fill_(11)  # the root was at 10
     cache.lengths.fill_(13)
-    guesser.move(5, 8, 4)
-    assert guesser.next_at_B.tolist() == [14] and cache.lengths.tolist() == [13]
+    stepper.move(5, 8, 4)
+    assert stepper.next_pos_B.tolist() == [14] and cache.lengths.tolist() == [13]
     for layer, parts in enumerate(before):
         for was, now in zip(parts, cache.kv(layer, 64), strict=True):
             was[:, :, 13:18] = was[:, :, [16, 19, 20, 21, 22]]
@@ -134,18 +135,18 @@ def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: py
     model, switch = switched(tiny_decoder(4))
     cache = model.new_cache(1, 200)
     shapes = shapes_of(TOP, 3, 6)
-    drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=TOP, goes_on=True)
+    drafter = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=TOP, continues_trees=True)
 
     @contextmanager
-    def meanwhile(work: Callable[[], bool] | None) -> Iterator[None]:
+    def overlap_hook(work: Callable[[], bool] | None) -> Iterator[None]:
         while work is not None and work():
             pass
         yield
 
-    engine = new_engine(model, drafter, cache=cache, meanwhile=meanwhile)
-    draft, num_kept = OnwardDraft.draft, 0
+    engine = new_engine(model, drafter, cache=cache, overlap_hook=overlap_hook)
+    draft, num_kept = AsyncTreeDraft.draft, 0
 
-    def checked(self: OnwardDraft, shape: Shape) -> DraftTree:
+    def checked(self: AsyncTreeDraft, shape: DraftShape) -> DraftTree:
         nonlocal num_kept
         tree, nodes = draft(self, shape), self._nodes
         num_kept += tree.kept
@@ -157,7 +158,7 @@ def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: py
             assert float(nodes.scores_BC[0, node]) == pytest.approx(said, abs=1e-4)
         return tree
 
-    monkeypatch.setattr(OnwardDraft, "draft", checked)
+    monkeypatch.setattr(AsyncTreeDraft, "draft", checked)
     request = engine.add([3, 17, 9], SamplingParams(max_new_tokens=40, ignore_eos=True))
     while request.finish_reason is None:
         engine.step()
@@ -190,19 +191,19 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
     blocks: tuple[int, ...],
 ) -> None:
     drafts: list[DraftTree] = []
-    draft = OnwardDraft.draft
+    draft = AsyncTreeDraft.draft
 
-    def noted(self: OnwardDraft, shape: Shape) -> DraftTree:
+    def noted(self: AsyncTreeDraft, shape: DraftShape) -> DraftTree:
         drafts.append(draft(self, shape))
         return drafts[-1]
 
-    def always(self: Stream, *_: object) -> None:
+    def always(self: Prefetcher, *_: object) -> None:
         """Two pieces of other work before each block, however soon that is there."""
         if self._meanwhile is not None and self._meanwhile():
             self._meanwhile()
 
-    monkeypatch.setattr(OnwardDraft, "draft", noted)
-    monkeypatch.setattr(Stream, "_use_the_wait", always)
+    monkeypatch.setattr(AsyncTreeDraft, "draft", noted)
+    monkeypatch.setattr(Prefetcher, "_use_the_wait", always)
     given = {"target": str(tiny), "device": "cpu", "dtype": "float32", "max_context": 256, "max_batch": 1}
     tree = {"num_draft": 6, "tree": (2, 3, 6)}
     config = EngineConfig(**{**given, **tree, "quant": QuantConfig(bits=8, head_bits=8), **options})

@@ -40,7 +40,7 @@ def test_missed_tokens_are_read_by_replays(missed: int, monkeypatch: pytest.Monk
     with no_captures():
         captured.catch_up({1: text}, idle=True)
     assert graphs.num_replays - before == -(-missed // MAX_STEP) and len(graphs.recorded) == 1
-    assert captured.cache.held[1] == eager.cache.held[1] == text[:-1]
+    assert captured.cache.cached_ids[1] == eager.cache.cached_ids[1] == text[:-1]
     assert captured.cache.lengths.tolist() == eager.cache.lengths.tolist() == [1, len(text) - 1]
     assert captured._before_B.tolist() == eager._before_B.tolist() == [0, text[-2]]
     for ours, theirs in zip((*captured.cache.k, *captured.cache.v), (*eager.cache.k, *eager.cache.v), strict=True):

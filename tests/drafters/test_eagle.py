@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compile.linear import pack_linears
 from quant.config import QuantConfig
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.drafters.eagle.drafter import EagleDrafter
 from sharesd.drafters.glide.drafter import GlideDrafter
 from sharesd.drafters.glide.head import Glide
@@ -28,10 +28,12 @@ from sharesd.drafters.ngram.table import NgramTable
 from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.engine.engine import Engine
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.loading.combinations import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling.sampler import Sampler
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, kv_of, new_engine, placed, shapes_for, tiny_decoder
 from tests.helpers.tiny_heads import logits_of, make_head
@@ -62,7 +64,7 @@ def built(
 ) -> Engine:
     cache = target.new_cache(batch, 160, head.config.taps)
     top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
-    drafter: Any = DRAFTERS[head.config.kind](head, cache, shapes=shapes, weight_bytes=0, top=top)
+    drafter: Any = DRAFTERS[head.config.kind](head, cache, shapes=shapes, weight_bytes=0, branching=top)
     if mixed:
         table = NgramTable(num_draft, 1, 4)
         drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)
@@ -176,7 +178,7 @@ def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: in
 
     front, found = [(0.0, ())], []
     for _ in range(depth):
-        level = [(above + p, path) for above, parent in front for p, path in children(parent)]
+        level = [(kv_offset + p, path) for kv_offset, parent in front for p, path in children(parent)]
         front = sorted(level, reverse=True)[:top]  # type: ignore[assignment]
         found += level
     return {path for _, path in sorted(found, reverse=True)[:budget]}
@@ -196,12 +198,12 @@ def test_drafts_are_what_the_unrolled_head_finds_likeliest(
     for _ in range(3):
         engine.step()
         drafter.catch_up({0: request.tokens}, False)
-        draft = drafter.draft(engine.way(GREEDY).round(0, 1).drafting, drafter.shapes[-1])
+        draft = drafter.draft(engine.variant(GREEDY).round(0, 1).context, drafter.shapes[-1])
         num = len(request.tokens) - 1
         tokens = [request.tokens[-1], *draft.tokens[0].tolist()]
         paths = [list(range(row + 1)) for row in range(len(tokens))]
-        if draft.branches is not None:
-            depths, rows = (part[0].tolist() for part in draft.branches)
+        if draft.tree_mask is not None:
+            depths, rows = (part[0].tolist() for part in draft.tree_mask)
             paths = [rows[row][: depths[row] + 1] for row in range(len(tokens))]
         ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
         features = features_of(drafter.head, engine.cache, 0, num)
@@ -217,7 +219,7 @@ def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, kind), target, batch=2)
     want = texts(new_engine(target, batch=2), PROMPTS[:2], SamplingParams(max_new_tokens=60))
-    policy = engine.way(GREEDY).policy
+    policy = engine.variant(GREEDY).policy
     pinned = policy.pinned
     requests = [engine.add(prompt, SamplingParams(max_new_tokens=60)) for prompt in PROMPTS[:2]]
     for step in range(200):
@@ -232,13 +234,13 @@ def test_rounds_of_others_are_caught_up_with(kind: str, tmp_path: Path) -> None:
 def check(engine: Engine, row: int) -> None:
     drafter = engine.drafter
     assert isinstance(drafter, EagleDrafter)
-    held = drafter.cache.held[row]
-    assert len(held) > 15
+    cached_ids = drafter.cache.cached_ids[row]
+    assert len(cached_ids) > 15
     fresh = drafter.head.new_cache(1, 160)
     with torch.inference_mode():
-        drafter._read(torch.tensor([held]), engine.cache.rows(row, row + 1), len(held) - 1, fresh)
+        drafter._read(torch.tensor([cached_ids]), engine.cache.rows(row, row + 1), len(cached_ids) - 1, fresh)
     for ours, read in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
-        torch.testing.assert_close(ours[row, :, : len(held) - 1], read[0, :, : len(held) - 1])
+        torch.testing.assert_close(ours[row, :, : len(cached_ids) - 1], read[0, :, : len(cached_ids) - 1])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "parallel", "glide"])
@@ -249,7 +251,10 @@ def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
     for turn in range(3):
         answer = texts(engine, [chat], SAMPLED, reuse=True)[0]
         assert answer == texts(plain, [chat], SAMPLED, reuse=True)[0]
-        check(engine, next(row for row, held in enumerate(engine.cache.held) if held[: len(chat)] == chat))
+        check(
+            engine,
+            next(row for row, cached_ids in enumerate(engine.cache.cached_ids) if cached_ids[: len(chat)] == chat),
+        )
         chat += [*answer, 4, turn]
 
 
@@ -295,7 +300,7 @@ def test_logits_over_fewer_tokens_choose_what_those_over_all_do(params: Sampling
     def chosen(logits: Tensor, *ids: Tensor) -> list[Tensor]:
         sampler = Sampler(*placed([params] * 2, VOCAB))
         one = sampler.draft(logits[:, 0], none, at, at - 1, *ids).tokens
-        return [one, *sampler.spread(logits, 3, at, none, None, *ids)]
+        return [one, *sampler.top_tokens(logits, 3, at, none, None, *ids)]
 
     for ours, theirs in zip(chosen(logits, ids), chosen(wide), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -305,20 +310,20 @@ def test_the_policy_is_told_what_was_missed(tmp_path: Path) -> None:
     """And reading it again for the clock changes nothing."""
     target = tiny_decoder(3)
     engine = built(head_for(target, tmp_path, "eagle3"), target)
-    policy, drafter = engine.way(GREEDY).policy, engine.drafter
+    policy, drafter = engine.variant(GREEDY).policy, engine.drafter
     assert isinstance(drafter, EagleDrafter)
     pinned = policy.pinned
     request = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=60))
-    missed = []
+    num_unread_tokens = []
     for step in range(60):
         policy.pinned = pinned._replace(depth=0, nodes=0) if step < 9 else pinned  # type: ignore[union-attr]
         if step == 12:
-            round_ = engine.way(GREEDY).round()
-            assert drafter.rehearse(round_.drafting, 20)
+            round_ = engine.variant(GREEDY).round()
+            assert drafter.time_catch_up(round_.context, 20)
         if not engine.step():
             break
-        missed.append(policy.missed)
-    assert max(missed) == missed[9] >= 5 and missed[10] == 0, missed
+        num_unread_tokens.append(policy.num_unread_tokens)
+    assert max(num_unread_tokens) == num_unread_tokens[9] >= 5 and num_unread_tokens[10] == 0, num_unread_tokens
     want = texts(new_engine(target), [PROMPTS[1]], SamplingParams(max_new_tokens=60))
     assert [request.tokens[len(PROMPTS[1]) :]] == want
 
@@ -370,7 +375,7 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
     assert weights > 384 // 3 * 64
     assert (engine.cache.features is None) == (kind == "glide") and kv > getattr(engine.cache.features, "nbytes", 0)
     assert engine.stats.drafted_tokens > 0
-    assert (runtime._heads.of[mode].native is not None) == (compile == "native")
+    assert (runtime._target.heads.by_mode[mode].native is not None) == (compile == "native")
     report = runtime.report(mode).quant
     assert (report is None) == (quant is None)
     if report is not None:
@@ -401,11 +406,11 @@ def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(tmp_path
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mode eagle needs a trained head"):
-        EngineConfig(target="other", mode="eagle")
+        check_options(EngineConfig(target="other", mode="eagle"))
     with pytest.raises(ValueError, match="mode eagle needs a trained head"):
-        EngineConfig(target="other", mode="hybrid", hybrid_with=("eagle", "suffix"))
+        check_options(EngineConfig(target="other", mode="hybrid", hybrid_with=("eagle", "suffix")))
     with pytest.raises(ValueError, match="there is no head"):
-        EngineConfig(target="other", mode="naive", head_quant=QuantConfig())
+        check_options(EngineConfig(target="other", mode="naive", head_quant=QuantConfig()))
     checkpoint = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
         Runtime(EngineConfig(target=str(checkpoint), heads=(str(checkpoint),), mode="eagle", device="cpu"))

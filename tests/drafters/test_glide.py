@@ -12,14 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.linear import pack_linears
 from sharesd.cli.options import Parser, add_mode_option, add_model_options, modes_of, parse
-from sharesd.config import MODES, EngineConfig
+from sharesd.config import EngineConfig
+from sharesd.drafters import registry
 from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.native_step import native_head
+from sharesd.loading.combinations import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
@@ -42,8 +44,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def target_of(name: str) -> tuple[Decoder, tuple[int, ...]]:
-    sizes, layers = TARGETS[name]
-    return tiny_decoder(3, **sizes), layers
+    sizes, target_layers = TARGETS[name]
+    return tiny_decoder(3, **sizes), target_layers
 
 
 def read(target: Decoder, text: list[int]) -> Any:
@@ -63,11 +65,11 @@ def by_hand(folder: Path, target: Decoder, text: list[int], root: int) -> Tensor
     cache = read(target, text)
     for i in json.loads((folder / "config.json").read_text())["glide_config"]["target_layer_ids"]:
         keys, values = (part[0] for part in cache.kv(i, root))  # [2, root, 8]
-        kind, found = config.layers[i], []
+        kind, found = config.layer_types[i], []
         first = max(0, root + 1 - kind.window) if kind.window else 0
         for h, q in enumerate((layer[f"cross_attn.{i}.q_proj.weight"] @ looks).split(8)):
-            if config.qk_norm:
-                q = q * (q.pow(2).mean() + config.norm_eps).rsqrt() * layer[f"cross_attn.{i}.q_norm.weight"]
+            if config.use_qk_norm:
+                q = q * (q.pow(2).mean() + config.rms_norm_eps).rsqrt() * layer[f"cross_attn.{i}.q_norm.weight"]
             q = rotated(q[None], len(text) - 1)[0] if kind.rope >= 0 else q
             scores = torch.cat([keys[h // 2, first:] @ q / 8**0.5, torch.zeros(1)])  # it may look at nothing
             found.append(scores.softmax(0)[:-1] @ values[h // 2, first:])
@@ -81,8 +83,8 @@ def by_hand(folder: Path, target: Decoder, text: list[int], root: int) -> Tensor
 @torch.inference_mode()
 @pytest.mark.parametrize("name", TARGETS)
 def test_logits_are_those_of_the_paper(name: str, tmp_path: Path) -> None:
-    target, layers = target_of(name)
-    head = load_head(make_head(tmp_path, target.config, "glide", ids=IDS, target_layers=layers), target)
+    target, target_layers = target_of(name)
+    head = load_head(make_head(tmp_path, target.config, "glide", ids=IDS, target_layers=target_layers), target)
     features = features_of(head, read(target, TEXT), 0, len(TEXT) - 1)
     unrolled = head.unroll(torch.tensor([TEXT[1:]]), features, steps=3)
     for step, states in enumerate(unrolled):
@@ -103,12 +105,12 @@ def drafted(head: Glide, target: Decoder, text: list[int], root: int, num: int) 
     own.lengths.fill_(root)
     other = torch.tensor([[5, text[root + 1]]])
     depths, paths = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[[0, 0], [1, 0]]])
-    yield root, head.go_on(other, own, known, Branches(depths, paths))[:, 1:]
-    deeper = Branches(torch.ones(1, 1, dtype=torch.int64), torch.tensor([[[1, 2]]]))
-    yield root + 1, head.go_on(tokens[:, root + 2, None], own, known, deeper)
+    yield root, head.step(other, own, known, TreeAttentionMask(depths, paths))[:, 1:]
+    deeper = TreeAttentionMask(torch.ones(1, 1, dtype=torch.int64), torch.tensor([[[1, 2]]]))
+    yield root + 1, head.step(tokens[:, root + 2, None], own, known, deeper)
     for step in range(num):
         own.lengths.fill_(root + step)
-        yield root + step, head.go_on(tokens[:, root + step + 1, None], own, known)
+        yield root + step, head.step(tokens[:, root + step + 1, None], own, known)
 
 
 @torch.inference_mode()
@@ -116,8 +118,8 @@ def drafted(head: Glide, target: Decoder, text: list[int], root: int, num: int) 
 @pytest.mark.parametrize("name", TARGETS)
 def test_drafting_sees_what_training_saw(name: str, how: str) -> None:
     """From each root on; in the head's own cache in two pieces, and below it in the target's as steps have left it."""
-    target, layers = target_of(name)
-    head = random_head(target, "glide", target_layers=layers)
+    target, target_layers = target_of(name)
+    head = random_head(target, "glide", target_layers=target_layers)
     features = features_of(head, read(target, TEXT), 0, len(TEXT) - 1)
     assert isinstance(head, Glide)
     unrolled = [head.draft_logits(states) for states in head.unroll(torch.tensor([TEXT[1:]]), features, steps=4)]
@@ -134,15 +136,15 @@ def test_drafting_sees_what_training_saw(name: str, how: str) -> None:
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", list(TARGETS)[1:])
 def test_texts_are_those_of_plain_decoding_for_all_targets(name: str, tree: Any, tmp_path: Path) -> None:
-    target, layers = target_of(name)
-    engine = built(head_for(target, tmp_path, "glide", target_layers=layers), target, batch=2, tree=tree)
+    target, target_layers = target_of(name)
+    engine = built(head_for(target, tmp_path, "glide", target_layers=target_layers), target, batch=2, tree=tree)
     assert texts(engine, PROMPTS, GREEDY) == texts(new_engine(target, batch=2), PROMPTS, GREEDY)
     assert engine.stats.drafted_tokens > 60
 
 
 def test_gradients_reach_every_parameter() -> None:
-    target, layers = target_of("two layers")
-    head = random_head(target, "glide", ids=IDS, target_layers=layers).requires_grad_(True)
+    target, target_layers = target_of("two layers")
+    head = random_head(target, "glide", ids=IDS, target_layers=target_layers).requires_grad_(True)
     features = features_of(head, read(target, TEXT), 0, len(TEXT) - 1)
     states = head.unroll(torch.tensor([TEXT[1:]]), features, steps=2)
     head.draft_logits(states[1]).logsumexp(-1).sum().backward()
@@ -227,15 +229,16 @@ def test_a_head_drafts_in_its_own_mode(tmp_path: Path) -> None:
     for kind in ("eagle", "glide"):
         make_head(tmp_path / kind, decoder_config(checkpoint), kind, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="mode glide needs a trained head"):
-        EngineConfig(mode="glide", target=str(checkpoint))
+        check_options(EngineConfig(mode="glide", target=str(checkpoint)))
     for mode, other in (("glide", "eagle"), ("eagle", "glide")):
         with pytest.raises(ValueError, match=f"is a head of mode {mode}: take mode {mode}, not {other}"):
-            EngineConfig(target=str(checkpoint), heads=(str(tmp_path / mode),), mode=other)  # type: ignore[arg-type]
+            check_options(EngineConfig(target=str(checkpoint), heads=(str(tmp_path / mode),), mode=other))  # type: ignore[arg-type]
         parser = Parser()
         add_model_options(parser)
         add_mode_option(parser, several=True)
         args = parse(parser, ["--mode", "all", "--target", "other", "--draft-head", str(tmp_path / mode)])
-        assert mode in modes_of(args, default=MODES) and other not in modes_of(args, default=MODES)
+        found = modes_of(args, default=registry.modes())
+        assert mode in found and other not in found
 
 
 def test_heads_of_several_modes_draft_in_one_runtime(tmp_path: Path) -> None:
@@ -253,6 +256,6 @@ def test_heads_of_several_modes_draft_in_one_runtime(tmp_path: Path) -> None:
         engine = runtime.engine(mode)
         assert texts(engine, prompts, GREEDY) == want and engine.stats.drafted_tokens > 0
     with pytest.raises(ValueError, match="some of which are for one mode"):
-        EngineConfig(mode="eagle", heads=(*heads, str(tmp_path / "eagle")), **given)
+        check_options(EngineConfig(mode="eagle", heads=(*heads, str(tmp_path / "eagle")), **given))
     with pytest.raises(ValueError, match="behind 1, 2 blocks|behind 1, 2 and behind 3 blocks"):
         Runtime(EngineConfig(mode="eagle", heads=(str(tmp_path / "eagle"), heads[1]), **given), ("eagle", "parallel"))

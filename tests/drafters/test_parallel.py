@@ -19,11 +19,12 @@ from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.native_step import native_head
 from sharesd.drafters.parallel.head import Parallel
-from sharesd.engine.warmup import measure_costs
+from sharesd.engine.cost_profiler import measure_costs
+from sharesd.loading.combinations import check_options
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.draft_tree import Shape, chain
+from sharesd.speculation.draft_tree import DraftShape, chain
 from tests.drafters.test_eagle import GREEDY, IDS, PROMPTS, SAMPLED, TREE, built, texts
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
 from tests.helpers.tiny_heads import make_head, random_head
@@ -189,13 +190,13 @@ def test_drafts_are_no_deeper_than_the_head_guesses() -> None:
 
 
 def test_a_draft_costs_one_pass() -> None:
-    costs = Costs(step={1: 1.0}, draft=0.2, level=0.3, draft_slot=0.01, at_once=True)
+    costs = Costs(step={1: 1.0}, draft=0.2, level=0.3, draft_slot=0.01, single_pass=True)
     assert [costs.of_draft(chain(k), 10) for k in (0, 1, 5)] == pytest.approx([0.0, 0.3, 0.3])
-    assert costs.of_draft(Shape(3, 6)) == pytest.approx(0.3)
+    assert costs.of_draft(DraftShape(3, 6)) == pytest.approx(0.3)
     target = tiny_decoder(3)
-    for kind, at_once in (("parallel", True), ("eagle3", False)):
+    for kind, single_pass in (("parallel", True), ("eagle3", False)):
         measured, _ = measure_costs(built(random_head(target, kind), target), GREEDY)
-        assert measured.at_once is at_once and measured.draft > 0
+        assert measured.single_pass is single_pass and measured.draft > 0
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -217,7 +218,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
         make_head(tmp_path / kind, decoder_config(checkpoint), kind, dtype=torch.bfloat16)
     given = {"target": str(checkpoint), "device": "cpu", "max_context": 128}
     with pytest.raises(ValueError, match="mode parallel needs a trained head"):
-        EngineConfig(mode="hybrid", hybrid_with=("parallel", "suffix"))
+        check_options(EngineConfig(mode="hybrid", hybrid_with=("parallel", "suffix")))
     with pytest.raises(ValueError, match="a head of mode parallel: take mode parallel, not eagle"):
         Runtime(EngineConfig(mode="eagle", heads=(str(tmp_path / "parallel"),), **given))
     with pytest.raises(ValueError, match="a head of mode eagle: take mode eagle, not parallel"):

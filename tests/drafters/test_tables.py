@@ -11,8 +11,8 @@ import pytest
 
 from sharesd.drafters.ngram.table import NgramTable
 from sharesd.drafters.recycle.table import DEPTHS, RecycleTable
-from sharesd.drafters.suffix import table as suffix_table
-from sharesd.drafters.suffix.table import SuffixAutomaton, SuffixTable, build_datastore, open_datastore
+from sharesd.drafters.suffix.datastore import SAMPLES, Datastore, build_datastore, open_datastore
+from sharesd.drafters.suffix.table import SuffixAutomaton, SuffixTable
 from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
 from sharesd.speculation.draft_proposal import Guess
 
@@ -324,7 +324,7 @@ def test_periodic_text_costs_no_more_than_other_text() -> None:
 # ---- corpus
 
 
-def stored(tmp_path: Path, tokens: Sequence[int]) -> suffix_table.Datastore:
+def stored(tmp_path: Path, tokens: Sequence[int]) -> Datastore:
     build_datastore(tokens, tmp_path / "corpus.npy")
     return open_datastore(tmp_path / "corpus.npy")
 
@@ -342,7 +342,7 @@ def test_corpus_look_ups_match_brute_force(tmp_path: Path) -> None:
             assert matched == n
             expected = [corpus[end] for end in ends_of(corpus, text[len(text) - n :]) if end < len(corpus)] if n else []
             got = datastore.after(places)
-            if len(expected) < suffix_table.SAMPLES:
+            if len(expected) < SAMPLES:
                 assert set(got) == set(expected) and sum(map(len, got.values())) == len(expected)
             else:
                 assert set(got) <= set(expected)

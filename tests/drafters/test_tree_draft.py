@@ -12,23 +12,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
-from compile.tree_expand import Draft, Front, Nodes, choose, choose_reference, grow, grow_reference
-from compile.tree_rescore import Weighed, weigh, weighed
-from sharesd.config import EngineConfig, SamplingParams
-from sharesd.drafters.base import Drafting
+from compile.attention import TreeAttentionMask
+from compile.tree_expand import (
+    Draft,
+    Frontier,
+    Nodes,
+    expand_tree,
+    expand_tree_reference,
+    select_nodes,
+    select_nodes_reference,
+)
+from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
+from sharesd.config import EngineConfig
+from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft
-from sharesd.drafters.draft_stepper import ModelGuesser
-from sharesd.drafters.tree_draft import ModelDraft
+from sharesd.drafters.draft_stepper import ModelStepper
+from sharesd.drafters.tree_draft import DraftGenerator
+from sharesd.loading.combinations import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
 from sharesd.runtime import Runtime
 from sharesd.sampling import gumbel
 from sharesd.sampling.sampler import Sampler
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import DraftTree, Shape, chain, chains, parents_of, shapes_of
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain, chains, parents_of, shapes_of
 from tests.helpers.oracle import (
     SCRATCH,
     VOCAB,
@@ -53,23 +63,23 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 TREE = (3, 4, 11)
 
 
-def likeliest(model: Decoder, text: list[int], top: int, depth: int, budget: int) -> set[tuple[int, ...]]:
+def likeliest(model: Decoder, text: list[int], branching: int, depth: int, budget: int) -> set[tuple[int, ...]]:
     """Paths of the tree, by plain forwards of whole texts."""
     found: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 0.0}
     for _ in range(depth):
         children: dict[tuple[int, ...], float] = {}
         for path, score in level.items():
-            logp, ids = logits_of(model, [*text, *path])[-1].log_softmax(-1).topk(top)
+            logp, ids = logits_of(model, [*text, *path])[-1].log_softmax(-1).topk(branching)
             children |= {(*path, int(i)): score + float(p) for p, i in zip(logp, ids, strict=True)}
         found |= children
-        level = dict(sorted(children.items(), key=lambda item: -item[1])[:top])
+        level = dict(sorted(children.items(), key=lambda item: -item[1])[:branching])
     return set(sorted(found, key=lambda path: -found[path])[:budget])
 
 
 @pytest.mark.parametrize("tree", [(2, 1, 2), (2, 3, 4), (3, 4, 11), (4, 3, 36), (2, 6, 7)])
 def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
-    top, depth, budget = tree
+    branching, depth, budget = tree
     model = tiny_decoder(3)
     cache = model.new_cache(len(PROMPTS), 96)
     prefill(model, cache, [list(prompt) for prompt in PROMPTS], [0] * len(PROMPTS))
@@ -77,19 +87,19 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
     before = cache.lengths.clone()
     root = torch.tensor([7, 8, 9])
     buffers = DraftBuffers(len(PROMPTS), budget, VOCAB, root.device)
-    shape = Shape(depth, budget)
-    drafting = Drafting(0, len(PROMPTS), sampler, root, buffers, Policy([shape]), None)
-    draft = ModelDraft(ModelGuesser(model, cache, lambda: root[:, None]), drafting, shapes=[shape], top=top).draft(
-        shape
-    )
-    assert torch.equal(cache.lengths, before) and draft.branches is not None
+    shape = DraftShape(depth, budget)
+    context = DraftContext(0, len(PROMPTS), sampler, root, buffers, Policy([shape]), None)
+    draft = DraftGenerator(
+        ModelStepper(model, cache, lambda: root[:, None]), context, shapes=[shape], branching=branching
+    ).draft(shape)
+    assert torch.equal(cache.lengths, before) and draft.tree_mask is not None
     for b, prompt in enumerate(PROMPTS):
-        depths, rows = (part[b].tolist() for part in draft.branches)
+        depths, rows = (part[b].tolist() for part in draft.tree_mask)
         tokens = [int(root[b]), *draft.tokens[b].tolist()]
         paths = [rows[row][: depths[row] + 1] for row in range(budget + 1)]
         assert all(path[0] == 0 and path[-1] == row and path == sorted(path) for row, path in enumerate(paths))
         ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
-        assert ours == likeliest(model, [*prompt, int(root[b])], top, depth, budget)
+        assert ours == likeliest(model, [*prompt, int(root[b])], branching, depth, budget)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4])
@@ -107,8 +117,9 @@ def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: i
     assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
     assert engine.stats.sources["accepted"] > 30, "the trees shall hit"
     for widest in (1.2, 0.9):  # where more rows seem to take less time, no more are verified than were found
-        engine.auto_length, engine._ways = True, {}
-        engine.way(params).policy.use(Costs({1: 1.0, 12: widest}, 0.2, 0.25))
+        engine._variants.auto_length = True
+        engine._variants.clear()
+        engine.variant(params).policy.reset(Costs({1: 1.0, 12: widest}, 0.2, 0.25))
         assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
 
 
@@ -126,7 +137,7 @@ def test_chains_that_end_early_do_not_change_the_text(
     else:
         engine = classic_engine(model, near(model), num_draft=6, batch=batch, auto_length=True)
     want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
-    engine.way(params).policy.use(Costs({1: 1.0, 8: 1.2}, 0.1))
+    engine.variant(params).policy.reset(Costs({1: 1.0, 8: 1.2}, 0.1))
     drafts, draft = list[tuple[int, int]](), ChainDraft.draft
 
     def noted(chain: ChainDraft, length: int) -> DraftTree:
@@ -168,8 +179,8 @@ def test_the_drafters_own_cache_keeps_the_accepted_path() -> None:
 
 
 def test_shapes() -> None:
-    assert shapes_of(2, 3, 6) == (*chains(6), Shape(1, 2), Shape(2, 3), Shape(2, 6), Shape(3, 6))
-    assert shapes_of(2, 1, 2)[-1] == Shape(1, 2) and not any(shape.is_tree for shape in chains(4))
+    assert shapes_of(2, 3, 6) == (*chains(6), DraftShape(1, 2), DraftShape(2, 3), DraftShape(2, 6), DraftShape(3, 6))
+    assert shapes_of(2, 1, 2)[-1] == DraftShape(1, 2) and not any(shape.is_tree for shape in chains(4))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +195,7 @@ def test_shapes() -> None:
 )
 def test_impossible_trees_are_refused(tree: Any, num_draft: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EngineConfig(tree=tree, num_draft=num_draft)
+        check_options(EngineConfig(tree=tree, num_draft=num_draft))
 
 
 def test_only_match_decides_about_trees() -> None:
@@ -225,58 +236,69 @@ def test_trees_are_taken_where_they_pay() -> None:
     policy = Policy(shapes, costs=copy.deepcopy(dear))
     chosen = live(policy, dear, {False: 0.85, True: 0.9}, 600)
     assert sum(not shape.is_tree and shape != chain(0) for shape in chosen[200:]) > 350
-    assert math.isfinite(policy.rate_of_shape(shapes[-1]))
+    assert math.isfinite(policy.shape_rate(shapes[-1]))
 
 
 def test_rows_that_have_ended_have_room_for_the_trees_of_others(tmp_path: Path) -> None:
     """A row may rest so far behind the context as its last round reached; a tree writes all that it expands there."""
-    top, depth, budget = 8, 6, 15
+    branching, depth, budget = 8, 6, 15
     target = str(make_checkpoint(tmp_path / "model"))
-    config = EngineConfig(target=target, compile="native", max_context=64, tree=(top, depth, budget))
+    config = EngineConfig(target=target, compile="native", max_context=64, tree=(branching, depth, budget))
     runtime = Runtime(config, ("naive", "share"))
-    assert runtime._slots >= runtime.max_context + (1 + budget) + (2 + top * depth)
+    assert runtime._steps.num_slots >= runtime.max_context + (1 + budget) + (2 + branching * depth)
 
 
-@pytest.mark.parametrize("top, levels, deepest, wanted, most", [(3, 4, 5, 11, 15), (1, 2, 2, 1, 3), (4, 2, 3, 36, 40)])
+@pytest.mark.parametrize(
+    "branching, levels, max_depth, wanted, most", [(3, 4, 5, 11, 15), (1, 2, 2, 1, 3), (4, 2, 3, 36, 40)]
+)
 def test_the_kernel_grows_trees_as_tensor_operations_do(
-    top: int, levels: int, deepest: int, wanted: int, most: int
+    branching: int, levels: int, max_depth: int, wanted: int, most: int
 ) -> None:
-    C = top + (deepest - 1) * top**2
+    C = branching + (max_depth - 1) * branching**2
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(2, *shape, dtype=torch.int64)
 
-    def state() -> tuple[Tensor, Nodes, Front, Draft]:
-        nodes = Nodes(zeros(C) - 1, torch.full((2, C), -torch.inf), zeros(C, deepest), zeros(C) + 77)
-        front = Front(zeros(top), torch.zeros(2, top), zeros(top, deepest), zeros(top, deepest), zeros(top))
+    def state() -> tuple[Tensor, Nodes, Frontier, Draft]:
+        nodes = Nodes(zeros(C) - 1, torch.full((2, C), -torch.inf), zeros(C, max_depth), zeros(C) + 77)
+        frontier = Frontier(
+            zeros(branching),
+            torch.zeros(2, branching),
+            zeros(branching, max_depth),
+            zeros(branching, max_depth),
+            zeros(branching),
+        )
         return (
             zeros(),
             nodes,
-            front,
+            frontier,
             Draft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
         )
 
-    (level, nodes, front, draft), (levels_B, *theirs) = state(), state()
+    (level, nodes, frontier, draft), (levels_B, *theirs) = state(), state()
     dice = torch.Generator().manual_seed(0)
     for step in range(levels):
-        num = 1 if step == 0 else top
-        logp, new = -torch.rand(2, num, top, generator=dice), torch.randint(99, (2, num, top), generator=dice)
+        num = 1 if step == 0 else branching
+        logp, new = (
+            -torch.rand(2, num, branching, generator=dice),
+            torch.randint(99, (2, num, branching), generator=dice),
+        )
         logp[0, 0, -1] = -torch.inf  # a banned token
-        grow(level, nodes, front, new, logp)
-        grow_reference(levels_B, *theirs[:2], new, logp)
-        for a, b in zip((level, *nodes, *front), (levels_B, *theirs[0], *theirs[1]), strict=True):
+        expand_tree(level, nodes, frontier, new, logp)
+        expand_tree_reference(levels_B, *theirs[:2], new, logp)
+        for a, b in zip((level, *nodes, *frontier), (levels_B, *theirs[0], *theirs[1]), strict=True):
             assert torch.equal(a, b)
-    choose(torch.tensor([wanted]), top, nodes, draft)
-    choose_reference(torch.tensor([wanted]), top, theirs[0], theirs[2])
+    select_nodes(torch.tensor([wanted]), branching, nodes, draft)
+    select_nodes_reference(torch.tensor([wanted]), branching, theirs[0], theirs[2])
     read = torch.arange(1 + most) <= draft.depth_BT[..., None]
     for a, b in zip(draft, theirs[2], strict=True):
         assert torch.equal(a.where(read, 0), b.where(read, 0)) if a.ndim == 3 else torch.equal(a, b)
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.7])
-@pytest.mark.parametrize("spread", [None, 0.8, 0.1])
+@pytest.mark.parametrize("logit_noise", [None, 0.8, 0.1])
 @pytest.mark.parametrize("banned", [False, True])
-def test_how_sure_a_guess_is(banned: bool, spread: float | None, heat: float) -> None:
+def test_how_sure_a_guess_is(banned: bool, logit_noise: float | None, heat: float) -> None:
     """A copy of the target with rounded weights errs where two tokens are nearly as likely, whatever the others are.
     And what the target chooses depends on the noise, too, which the drafter knows.
     """
@@ -285,52 +307,58 @@ def test_how_sure_a_guess_is(banned: bool, spread: float | None, heat: float) ->
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[:, 3], logits[:, 5], logits[0, 7] = 9.0, 8.75, 8.5
     none, at = torch.full((2, 4), -1), torch.tensor([6, 9])
-    token, _, chance = sampler.draft(logits, none, at, at, chances=True, spread=spread)
+    token, _, chance = sampler.draft(logits, none, at, at, with_confidence=True, logit_noise=logit_noise)
     sums = logits.clone()
     sums[:, 3] -= 100.0 * banned
     if heat:
         sums = sums / heat + gumbel(sampler.rows.seeds_B, at[:, None], VOCAB)[:, 0]
     best, second = sums.double().topk(2).values.unbind(1)
-    wanted = sums.double().softmax(1).amax(1) if spread is None else ((best - second) / spread).sigmoid()
+    wanted = sums.double().softmax(1).amax(1) if logit_noise is None else ((best - second) / logit_noise).sigmoid()
     assert torch.equal(token, sums.argmax(1)) and chance is not None
     assert torch.equal(token, sampler.draft(logits, none, at, at).tokens)
     torch.testing.assert_close(chance, wanted, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("spread", [None, 1.0, 0.1])
-def test_nodes_are_weighed_by_what_experience_makes_of_them(spread: float | None) -> None:
-    top, deepest, most = 3, 3, 9
-    C = top + (deepest - 1) * top**2
+@pytest.mark.parametrize("logit_noise", [None, 1.0, 0.1])
+def test_nodes_are_weighed_by_what_experience_makes_of_them(logit_noise: float | None) -> None:
+    branching, max_depth, most = 3, 3, 9
+    C = branching + (max_depth - 1) * branching**2
     chances = torch.tensor([0.0, 0.02, 0.1, 0.2, 0.3, 0.5, 0.55, 0.6, 0.8, 0.9, 0.97])
     middles = [0.0, *((number + 0.5) / 10 for number in range(10))]
     draft = Draft(zeros_of(most), zeros_of(1 + most), zeros_of(1 + most, 1 + most), zeros_of(1 + most))
-    nodes = Nodes(zeros_of(C) - 1, torch.full((2, C), -torch.inf), zeros_of(C, deepest), zeros_of(C))
-    front = Front(zeros_of(top), torch.zeros(2, top), zeros_of(top, deepest), zeros_of(top, deepest), zeros_of(top))
+    nodes = Nodes(zeros_of(C) - 1, torch.full((2, C), -torch.inf), zeros_of(C, max_depth), zeros_of(C))
+    frontier = Frontier(
+        zeros_of(branching),
+        torch.zeros(2, branching),
+        zeros_of(branching, max_depth),
+        zeros_of(branching, max_depth),
+        zeros_of(branching),
+    )
     level, said, dice = zeros_of(), torch.zeros(2, C), torch.Generator().manual_seed(0)
-    for step in range(deepest):
-        num = 1 if step == 0 else top
-        logp = torch.rand(2, num, top, generator=dice).log().sort(descending=True).values
+    for step in range(max_depth):
+        num = 1 if step == 0 else branching
+        logp = torch.rand(2, num, branching, generator=dice).log().sort(descending=True).values
         logp[0, 0, -1 if step else 0 :] = -torch.inf  # a banned token, and nothing that is allowed
-        logp[1, 0] = torch.tensor([0.0, *[-torch.inf] * (top - 1)])  # what is certain
-        first, probs = (top + (step - 1) * top**2 if step else 0), logp.exp()
-        if spread is not None:
-            rivals = torch.cat([logp[..., 1:2], logp[..., :1].expand(-1, -1, top - 1)], 2)
-            probs = ((logp - rivals) / spread).sigmoid().nan_to_num()
+        logp[1, 0] = torch.tensor([0.0, *[-torch.inf] * (branching - 1)])  # what is certain
+        first, probs = (branching + (step - 1) * branching**2 if step else 0), logp.exp()
+        if logit_noise is not None:
+            rivals = torch.cat([logp[..., 1:2], logp[..., :1].expand(-1, -1, branching - 1)], 2)
+            probs = ((logp - rivals) / logit_noise).sigmoid().nan_to_num()
         probs = probs.flatten(1)
         want = np.log(np.maximum(np.interp(probs, middles, chances), 1e-30))
-        weigh(level, chances, said, logp, spread)
-        torch.testing.assert_close(said[:, first : first + num * top], probs)
+        rescore_children(level, chances, said, logp, logit_noise)
+        torch.testing.assert_close(said[:, first : first + num * branching], probs)
         assert np.allclose(np.maximum(logp.flatten(1).numpy(), np.log(1e-30)), want, atol=1e-5)
-        grow(level, nodes, front, torch.randint(99, (2, num, top), generator=dice), logp)
-    choose(torch.tensor([most]), top, nodes, draft)
-    best = Weighed(torch.zeros(2, most), torch.zeros(2, most), zeros_of(most))
-    weighed(nodes, said, top, best)
+        expand_tree(level, nodes, frontier, torch.randint(99, (2, num, branching), generator=dice), logp)
+    select_nodes(torch.tensor([most]), branching, nodes, draft)
+    best = BestNodes(torch.zeros(2, most), torch.zeros(2, most), zeros_of(most))
+    record_best_nodes(nodes, said, branching, best)
     for row in range(2):
         order = nodes.scores_BC[row].argsort(descending=True, stable=True)[:most]
-        assert torch.equal(best.said_BN[row], said[row, order])
-        assert torch.allclose(best.odds_BN[row], nodes.scores_BC[row, order].exp())
-    branches = Branches(draft.depth_BT, draft.path_BTT)
-    assert best.parents_BN.tolist() == parents_of(DraftTree(draft.tokens_BN, branches))
+        assert torch.equal(best.draft_probs_BN[row], said[row, order])
+        assert torch.allclose(best.accept_probs_BN[row], nodes.scores_BC[row, order].exp())
+    tree_mask = TreeAttentionMask(draft.depth_BT, draft.path_BTT)
+    assert best.parents_BN.tolist() == parents_of(DraftTree(draft.tokens_BN, tree_mask))
 
 
 def zeros_of(*shape: int) -> Tensor:

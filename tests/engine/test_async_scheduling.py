@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from sharesd.config import SamplingParams
-from sharesd.engine.decode_variant import Way
+from sharesd.engine.decode_variant import DecodeVariant
 from sharesd.engine.engine import Engine
+from sharesd.engine.output_processor import OutputProcessor
 from sharesd.engine.outputs import Completion
-from sharesd.speculation.draft_tree import PLAIN, DraftTree, Shape
+from sharesd.engine.round_launcher import RoundLauncher
+from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree
 from tests.drafters.test_eagle import TREE, built, head_for
 from tests.engine import test_grammar
 from tests.engine.test_rows import MODEL, REQUESTS, alone, check_load, new
@@ -33,9 +35,9 @@ def wanted() -> list[Completion]:
     return alone(REQUESTS[:COUNT])
 
 
-def launched_ahead(mode: str, folder: Path, *, batch: int = 3, ahead: bool = True, **options: Any) -> Engine:
+def launched_ahead(mode: str, folder: Path, *, batch: int = 3, async_scheduling: bool = True, **options: Any) -> Engine:
     kind, _, tree = mode.partition(" ")
-    options |= {"batch": batch, "ahead": ahead, "auto_length": True}
+    options |= {"batch": batch, "async_scheduling": async_scheduling, "auto_length": True}
     if kind not in HEADS:
         return new(kind, **({"tree": TREE} if tree else {}), **options)
     return built(head_for(MODEL, folder, kind), MODEL, tree=TREE if tree else None, **options)
@@ -53,15 +55,15 @@ def noted(draft: Callable[..., DraftTree], drafts: list[Any]) -> Callable[..., D
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each round, True where another one was on its way."""
-    found, launch = [], Engine._launch
+    found, launch = [], RoundLauncher.launch
 
-    def counted(self: Engine, before: Any = None) -> Any:
+    def counted(self: RoundLauncher, before: Any = None) -> Any:
         flight = launch(self, before)
         if flight is not None:
             found.append(before is not None)
         return flight
 
-    monkeypatch.setattr(Engine, "_launch", counted)
+    monkeypatch.setattr(RoundLauncher, "launch", counted)
     return found
 
 
@@ -70,10 +72,12 @@ def any_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rounds and drafts of all shapes, one after the other."""
     dice = random.Random(5)
 
-    def some_shape(self: Way, num_idle: int) -> Shape:
-        return dice.choice([PLAIN, *self.policy.shapes, self.policy.shapes[-1]] if dice.random() < 0.7 else [PLAIN])
+    def some_shape(self: DecodeVariant, num_idle: int) -> DraftShape:
+        return dice.choice(
+            [NO_DRAFT, *self.policy.shapes, self.policy.shapes[-1]] if dice.random() < 0.7 else [NO_DRAFT]
+        )
 
-    monkeypatch.setattr(Way, "shape", some_shape)
+    monkeypatch.setattr(DecodeVariant, "shape", some_shape)
 
 
 @pytest.mark.parametrize("mode", ["naive", "share", "classic", "share tree", "classic tree", *HEADS, "eagle3 tree"])
@@ -81,7 +85,7 @@ def test_a_load_of_requests_gives_each_what_it_gets_alone(
     mode: str, wanted: list[Completion], launches: list[bool], any_draft: None, tmp_path: Path
 ) -> None:
     engine = launched_ahead(mode, tmp_path, prefill_chunk=16)
-    assert engine.ahead
+    assert engine.async_scheduling
     check_load(mode, engine, wanted)
     assert sum(launches) > len(launches) / (3 if mode.startswith("classic") else 1.5)
 
@@ -90,13 +94,13 @@ def test_a_load_of_requests_gives_each_what_it_gets_alone(
 def test_drafts_are_those_that_come_one_by_one(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After plain rounds, few and many, too: what the host does not know yet, the device does."""
     found = []
-    for ahead in (False, True):
+    for async_scheduling in (False, True):
         dice, drafts = random.Random(7), list[Any]()
-        engine = launched_ahead(mode, tmp_path / str(ahead), batch=1, ahead=ahead)
+        engine = launched_ahead(mode, tmp_path / str(async_scheduling), batch=1, async_scheduling=async_scheduling)
         assert engine.drafter is not None
         often = [index % 16 not in (3, 4, *range(7, 15)) for index in range(90)]
-        shapes = iter([dice.choice(engine.drafter.shapes) if drafted else PLAIN for drafted in often])
-        monkeypatch.setattr(Way, "shape", lambda self, num_idle, shapes=shapes: next(shapes))
+        shapes = iter([dice.choice(engine.drafter.shapes) if drafted else NO_DRAFT for drafted in often])
+        monkeypatch.setattr(DecodeVariant, "shape", lambda self, num_idle, shapes=shapes: next(shapes))
         monkeypatch.setattr(engine.drafter, "draft", noted(engine.drafter.draft, drafts))
         done = engine.generate([[21, 4, 4, 30, 8, 12, 1, 5]], SamplingParams(max_new_tokens=80))
         found.append((done[0].token_ids, engine.stats.accept_lengths, drafts))
@@ -120,15 +124,15 @@ def test_texts_end_at_stop_strings(mode: str, any_draft: None, tmp_path: Path) -
 def test_who_needs_the_tokens_is_launched_as_soon_as_they_are_read(
     mode: str, wanted: list[Completion], launches: list[bool]
 ) -> None:
-    engine = new(mode, batch=3, ahead=True, prefill_chunk=16, auto_length=False)
-    early, emit = [], Engine._note_traffic
+    engine = new(mode, batch=3, async_scheduling=True, prefill_chunk=16, auto_length=False)
+    early, record = [], OutputProcessor.record_transfers
 
-    def at_the_end(self: Engine) -> None:
-        early.append(self._flight is not None)
-        emit(self)
+    def at_the_end(self: OutputProcessor) -> None:
+        early.append(engine._in_flight is not None)
+        record(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_note_traffic", at_the_end)
+        patch.setattr(OutputProcessor, "record_transfers", at_the_end)
         check_load(mode, engine, wanted)
     assert not any(launches) and sum(early) > len(early) / 2
 
@@ -139,7 +143,7 @@ def test_rounds_with_grammars_wait_for_what_comes_out(mode: str, launches: list[
     requests = test_grammar.REQUESTS[:12]
     requests.append(([1, 2], SamplingParams(max_new_tokens=80)))
     want = [test_grammar.answers(test_grammar.new("naive", batch=1), [request])[0] for request in requests]
-    found = test_grammar.answers(test_grammar.new(mode, ahead=True), requests)
+    found = test_grammar.answers(test_grammar.new(mode, async_scheduling=True), requests)
     assert [(one.token_ids, one.text, one.finish_reason) for one in found] == [
         (one.token_ids, one.text, one.finish_reason) for one in want
     ]

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from compile.cuda_graphs import no_captures
-from sharesd.config import SamplingParams
-from sharesd.engine import warmup
+from sharesd.engine import cost_profiler
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
-from sharesd.engine.row_allocator import doubling
+from sharesd.engine.row_allocator import powers_of_two
 from sharesd.engine.warmup import warm_up
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from tests.execution.test_graphs import new
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
@@ -31,16 +31,16 @@ KINDS = (
     *("naive", "share", "share tree", "classic", "classic tree", "eagle", "eagle3 tree", "glide", "glide tree"),
     *("parallel", "parallel tree", "suffix", "recycle", "hybrid", "hybrid classic tree"),
 )
-COLD = SamplingParams()
+MIN_HEAT = SamplingParams()
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 REQUESTS = [
     ([3, 17, 9], replace(WARM, max_new_tokens=60)),  # always there, so that all rounds are of one kind
-    ([21, 4, 4, 30], replace(COLD, max_new_tokens=3)),
-    ([8, 12, 1, 7, 7], replace(COLD, max_new_tokens=12)),
+    ([21, 4, 4, 30], replace(MIN_HEAT, max_new_tokens=3)),
+    ([8, 12, 1, 7, 7], replace(MIN_HEAT, max_new_tokens=12)),
     ([5, 5, 2], replace(WARM, max_new_tokens=50)),  # cancelled
     ([3, 17, 9, 11, 2], replace(WARM, max_new_tokens=6)),
-    ([21, 4, 6], replace(COLD, max_new_tokens=5, speculate=False)),
-    ([9, 9, 1, 2], replace(COLD, max_new_tokens=7)),
+    ([21, 4, 6], replace(MIN_HEAT, max_new_tokens=5, speculate=False)),
+    ([9, 9, 1, 2], replace(MIN_HEAT, max_new_tokens=7)),
 ]
 JOIN_AT = (0, 2, 2, 3, 4, 5, 9)
 """Steps at which they are added."""
@@ -50,7 +50,9 @@ CANCEL_AT = 6
 @pytest.fixture(autouse=True)
 def way_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     take_the_way_of_cuda(monkeypatch)
-    monkeypatch.setattr(warmup, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True))
+    monkeypatch.setattr(
+        cost_profiler, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True)
+    )
 
 
 def in_buckets(kind: str, batch: int, **options: Any) -> tuple[Engine, RecordedGraphs]:
@@ -64,7 +66,7 @@ def sizes_of(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
     collect = Engine._collect
 
     def noted(self: Engine, flight: Any) -> Any:
-        sizes.append(len(flight.result.counted_BX))
+        sizes.append(len(flight.result.packed_result_BX))
         return collect(self, flight)
 
     patch.setattr(Engine, "_collect", noted)
@@ -114,8 +116,8 @@ def check(found: list[Completion | None], wanted: list[Completion]) -> None:
 def test_texts_are_as_without_and_nothing_is_captured_later(
     kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, graphs = in_buckets(kind, 4, ahead=True)
-    assert engine.sizes == doubling(4) == [1, 2, 4]
+    engine, graphs = in_buckets(kind, 4, async_scheduling=True)
+    assert engine.batch_sizes == powers_of_two(4) == [1, 2, 4]
     warm_up(engine, WARM)
     warm_up(new(kind, 1, widths=[1, 7], graphs=(alone := RecordedGraphs()), auto_length=False), WARM)
     assert len(graphs.recorded) == 3 * len(alone.recorded), "for each number of rows"
@@ -124,7 +126,7 @@ def test_texts_are_as_without_and_nothing_is_captured_later(
         found, advances = decode(engine)
     check(found, wanted)
     assert {*sizes} == {1, 2, 4} and sizes[0] == 1
-    if engine.drafter is None or not engine.drafter.on_host:  # what tables guess depends on time
+    if engine.drafter is None or not engine.drafter.runs_on_host:  # what tables guess depends on time
         eager = new(kind, 4, widths=[1, 7], auto_length=False)
         assert decode(eager)[1] == advances, "drafts hold as often"
 
@@ -135,13 +137,15 @@ def test_a_request_gets_a_row_that_makes_rounds_small(monkeypatch: pytest.Monkey
     for prompt in ([1, 2, 3], [4, 5, 6], [1, 2, 3, 7]):
         engine.generate([prompt], GREEDY, reuse=True)
     assert {*sizes} == {1}, "one user needs one row, whoever came before"
-    assert sorted(len(held) for held in engine.cache.held) == [0] * 6 + [10, 11], "what they left is kept"
-    assert engine.generate([[4, 5, 6, 8]], GREEDY, reuse=True) and engine.cache.held[0][:4] == [4, 5, 6, 8]
+    assert sorted(len(cached_ids) for cached_ids in engine.cache.cached_ids) == [0] * 6 + [10, 11], (
+        "what they left is kept"
+    )
+    assert engine.generate([[4, 5, 6, 8]], GREEDY, reuse=True) and engine.cache.cached_ids[0][:4] == [4, 5, 6, 8]
     sizes.clear()
     requests = [engine.add([1 + number], replace(GREEDY, max_new_tokens=40)) for number in range(8)]
-    while engine.num_waiting or engine._reader.request:
+    while engine.num_waiting or engine._scheduler.prefill.request:
         engine.step()
-    rows: list[int] = [request.slot for request in requests]  # type: ignore[misc]
+    rows: list[int] = [request.row for request in requests]  # type: ignore[misc]
     bands = [rows[:1], rows[1:2], rows[2:4], rows[4:]]
     assert [sorted(band) for band in bands] == [[0], [1], [2, 3], [4, 5, 6, 7]] and sizes[-1] == 8
     sizes.clear()
@@ -153,7 +157,7 @@ def test_a_request_gets_a_row_that_makes_rounds_small(monkeypatch: pytest.Monkey
 
 
 def kv_of_row_0(cache: StaticKVCache) -> torch.Tensor:
-    return torch.stack([tensor[0, :, : len(cache.held[0])] for tensor in (*cache.k, *cache.v)])
+    return torch.stack([tensor[0, :, : len(cache.cached_ids[0])] for tensor in (*cache.k, *cache.v)])
 
 
 def test_idle_rows_are_parked_and_keep_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +166,10 @@ def test_idle_rows_are_parked_and_keep_what_they_hold(monkeypatch: pytest.Monkey
     while first.finish_reason is None:
         engine.step()
     for cache in engine.caches:
-        assert cache.parked is not None and cache.lengths.tolist()[0] == cache.parked < 0 < cache.lengths[1]
-        assert cache.parked + cache.slots == engine.max_context, "counted from the end, behind all texts"
+        assert (
+            cache.parked_length is not None and cache.lengths.tolist()[0] == cache.parked_length < 0 < cache.lengths[1]
+        )
+        assert cache.parked_length + cache.slots == engine.max_context, "counted from the end, behind all texts"
     before = [kv_of_row_0(cache) for cache in engine.caches]
     for _ in range(5):
         engine.step()
@@ -181,7 +187,7 @@ def test_a_prompt_that_is_read_in_pieces_takes_no_part_meanwhile() -> None:
     late = engine.add(list(range(20)), GREEDY)
     engine.step()
     assert late.num_read == 8 and engine.cache.lengths[1] < 0
-    while engine._reader.request:
+    while engine._scheduler.prefill.request:
         engine.step()
     assert engine.cache.lengths[1] >= 20
     engine.cancel_all()

@@ -10,10 +10,10 @@ import torch
 from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import Switch
-from sharesd.config import SamplingParams
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine.engine import Engine
 from sharesd.engine.stats import Stats
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import chains
 from tests.helpers.oracle import (
     MAX_CONTEXT,
@@ -153,11 +153,11 @@ def test_share_adds_no_kv_and_little_weight() -> None:
     switch = Switch()
     report = quantize_linears(model, QuantConfig(bits=4, group_size=64), switch, head_name="head", layer_of=layer_of)
     cache = model.new_cache(1, MAX_CONTEXT)
-    drafter = ShareDrafter(model, cache, switch, shapes=chains(4), low_bytes=report.low_bytes)
+    drafter = ShareDrafter(model, cache, switch, shapes=chains(4), quantized_bytes=report.quantized_bytes)
     weights, kv = drafter.extra_bytes()
     assert kv == 0 and cache.nbytes == plain.new_cache(1, MAX_CONTEXT).nbytes
     assert report.full_bytes == sum(linears) and 0 < weights <= 0.35 * sum(linears)
-    more = [t.nbytes for name, t in model.named_buffers() if ".low." in name]
+    more = [t.nbytes for name, t in model.named_buffers() if ".quantized." in name]
     assert weights == sum(more), "what is reported is what is there"
     engine = new_engine(model, drafter, cache=cache)
     engine.generate([[1, 2, 3]], FEW)

@@ -17,7 +17,6 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from sharesd.config import SamplingParams
 from sharesd.data.grammar_spec import from_json_schema, from_lark, from_regex
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.recycle.table import RecycleTable
@@ -27,7 +26,8 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.warmup import warm_up
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.grammar import Grammars, Matcher, forbid
+from sharesd.sampling.grammar import Grammars, Matcher, apply_grammar_mask
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_buffers import num_words
 from sharesd.speculation.draft_tree import chains, shapes_of
 from tests.helpers.oracle import (
@@ -58,7 +58,7 @@ def new(mode: str, **options: Any) -> Engine:
     """An engine of this mode, whose drafts are often right and often wrong."""
     model, switch = switched(MODEL, 0.1)
     engine = _new(mode, model, switch, {"batch": 4} | options)
-    engine.grammars = new_grammars()
+    engine._scheduler.grammars = new_grammars()
     return engine
 
 
@@ -74,7 +74,7 @@ def _new(mode: str, model: Any, switch: Any, options: dict[str, Any]) -> Engine:
     inner = None
     if mode.startswith("hybrid"):
         shapes = shapes_of(*tree) if tree else chains(4)
-        inner = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=tree[0] if tree else 1)
+        inner = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=tree[0] if tree else 1)
     tables = [SuffixTable(), RecycleTable(VOCAB, 3)]
     return new_engine(model, HybridDrafter(mode, tables, inner, num_nodes=6, trees=True), cache=cache, **options)
 
@@ -129,7 +129,7 @@ def written_out(prompt: list[int], params: SamplingParams) -> list[int]:
         matcher = new_grammars().matcher(params.grammar or "")
         assert matcher.advance(found) == len(found)
         legal_1W = torch.zeros(1, num_words(VOCAB), dtype=torch.int32)
-        matcher.allow(legal_1W)
+        matcher.fill_mask(legal_1W)
         for token in range(VOCAB):
             if not int(legal_1W[0, token // 32]) >> token % 32 & 1:
                 logits_V[token] = -torch.inf
@@ -244,7 +244,7 @@ def test_a_dead_end_is_told_from_an_end(mode: str) -> None:
 
 def test_a_text_ends_where_all_that_is_legal_is_banned() -> None:
     engine = new_engine(tiny_decoder(3, dtype=torch.float32))
-    engine.grammars = new_grammars()
+    engine._scheduler.grammars = new_grammars()
     bias = {i: -3e38 for i in range(VOCAB)}
     params = SamplingParams(max_new_tokens=20, temperature=0.5, logit_bias=bias, grammar=from_regex("[b-c]{9}"))
     found = answers(engine, [([1, 2], params)])[0]
@@ -264,11 +264,11 @@ def test_nodes_of_a_tree_have_masks_of_their_own() -> None:
     ids = {piece: i for i, piece in enumerate(PIECES)}
     a, b, c = (ids[x] for x in "abc")
     matcher = new_grammars().matcher(from_regex("a(b|cc)d"))
-    legal_TW = torch.full((6, num_words(VOCAB)), -1, dtype=torch.int32)
-    lost = matcher.allow(legal_TW, [a, b, c, b, -1], [-1, 0, 0, 2, 3])
+    grammar_mask_TW = torch.full((6, num_words(VOCAB)), -1, dtype=torch.int32)
+    lost = matcher.fill_mask(grammar_mask_TW, [a, b, c, b, -1], [-1, 0, 0, 2, 3])
 
     def legal(row: int) -> set[str]:
-        kept = forbid(torch.zeros(1, 1, VOCAB), legal_TW[None, row : row + 1])[0, 0] == 0
+        kept = apply_grammar_mask(torch.zeros(1, 1, VOCAB), grammar_mask_TW[None, row : row + 1])[0, 0] == 0
         return {PIECES[i] for i in kept[: len(PIECES)].nonzero()[:, 0].tolist()}
 
     assert not lost
@@ -282,14 +282,14 @@ def test_a_matcher_goes_on_from_what_was_accepted(path: list[str]) -> None:
     """Whether states of the draft are used or not."""
     ids = {piece: i for i, piece in enumerate(PIECES)}
     grammar, drafted = from_regex("a(b|c)d{1,3}e"), [ids["a"], ids["b"], ids["d"]]
-    legal_TW = torch.full((4, num_words(VOCAB)), -1, dtype=torch.int32)
+    grammar_mask_TW = torch.full((4, num_words(VOCAB)), -1, dtype=torch.int32)
     matcher, fresh = new_grammars().matcher(grammar), new_grammars().matcher(grammar)
-    matcher.allow(legal_TW, drafted, [-1, 0, 1])
+    matcher.fill_mask(grammar_mask_TW, drafted, [-1, 0, 1])
     rest = {0: ["a"], 1: ["c"], 2: ["d"]}[len(path)]
     tokens = [ids[x] for x in [*path, *rest]]
     assert matcher.advance(tokens) == fresh.advance(tokens) == len(tokens)
     one, other = (torch.zeros(1, num_words(VOCAB), dtype=torch.int32) for _ in range(2))
-    matcher.allow(one), fresh.allow(other)
+    matcher.fill_mask(one), fresh.fill_mask(other)
     assert torch.equal(one, other)
 
 
@@ -298,8 +298,8 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers() -> None:
     size = backend.get_vocab_size()
     grammars = Grammars(Tokenizer(backend), vocab_size=size + 200, eos_ids=[backend.token_to_id("<|im_end|>")])
     legal_1W = torch.zeros(1, num_words(size + 200), dtype=torch.int32)
-    grammars.matcher(from_regex("(.|\n)*")).allow(legal_1W)
-    kept_V = forbid(torch.zeros(1, 1, size + 200), legal_1W[None])[0, 0] == 0
+    grammars.matcher(from_regex("(.|\n)*")).fill_mask(legal_1W)
+    kept_V = apply_grammar_mask(torch.zeros(1, 1, size + 200), legal_1W[None])[0, 0] == 0
     assert kept_V[: size // 2].sum() > 50 and not kept_V[size:].any(), "ids without a token are never legal"
 
 
@@ -364,7 +364,7 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return compiling(self, grammar)
 
     monkeypatch.setattr(Grammars, "_compile", counted)
-    monkeypatch.setattr("sharesd.sampling.grammar.MOST_KEPT", 2)
+    monkeypatch.setattr("sharesd.sampling.grammar.MAX_COMPILED", 2)
     for pattern in "aabacbba":
         assert isinstance(grammars.matcher(from_regex(pattern)), Matcher)
     assert len(compiled) == 5 and len(grammars._compiled) == 2
@@ -372,15 +372,15 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafts_that_come_to_a_limit_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matcher that cannot look at a node must not have it accepted: here it never can."""
-    allow = Matcher.allow
+    fill_mask = Matcher.fill_mask
 
-    def lost(self: Matcher, legal_TW: torch.Tensor, tokens: Any = (), parents: Any = ()) -> list[int]:
-        allow(self, legal_TW)
+    def lost(self: Matcher, grammar_mask_TW: torch.Tensor, tokens: Any = (), parents: Any = ()) -> list[int]:
+        fill_mask(self, grammar_mask_TW)
         return list(range(len(tokens)))
 
     params = SamplingParams(max_new_tokens=20, grammar=from_regex(PATTERNS[2]))
     wanted = answers(new("naive"), [([1, 2], params)])[0]
-    monkeypatch.setattr(Matcher, "allow", lost)
+    monkeypatch.setattr(Matcher, "fill_mask", lost)
     for mode in ("share", "share tree", "hybrid"):
         found = answers(new(mode), [([1, 2], params)])[0]
         assert found.token_ids == wanted.token_ids and "accepted" not in found.sources

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from sharesd import LLM, Completion, EngineConfig, OffloadConfig, QuantConfig, SamplingParams, SplitConfig
+from sharesd import LLM, Completion, EngineConfig, OffloadConfig, PipelineConfig, QuantConfig, SamplingParams
 from sharesd import llm as llm_module
 from sharesd.config import Mode
+from sharesd.drafters import registry
 from sharesd.engine.call_queue import Call
 from sharesd.engine.engine import Engine
 from sharesd.loading.option_values import engine_config
@@ -25,7 +26,7 @@ from sharesd.runtime import Runtime
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES = registry.modes()
 HEADS = ("eagle", "parallel", "glide")
 PROMPTS: list[str | list[int]] = [
     "the cat sat on the mat and the cat sat on the",
@@ -271,11 +272,11 @@ def test_another_thread_takes_over_the_number_of_threads(llm: LLM, expected: dic
 
 def test_a_long_list_holds_up_nobody_elses_prompt(llm: LLM, expected: dict[int, Any]) -> None:
     """Rows go to calls in turn, not to all of the first one's prompts."""
-    call = Call("naive", [([9], LONG, place) for place in range(40)], whole=False)
+    call = Call("naive", [([9], LONG, place) for place in range(40)], collected_at_end=False)
     long = llm._calls.run(call)
     next(long)
     assert ids_of(llm.generate(PROMPTS, GREEDY, mode="naive")) == expected[GREEDY.seed]
-    assert call.num_left > 30
+    assert call.num_unfinished > 30
     long.close()
 
 
@@ -377,8 +378,8 @@ def test_close_frees_and_ends_all_calls(options: dict[str, Any]) -> None:
 
 
 PUBLIC = (
-    "target mode hybrid_with auto_drafters ngram_min ngram_max ngram_recent corpus recycle_table draft heads "
-    "head_quant num_draft max_draft draft_window tree dtype device quant compile kernels exact steady_cublas threads "
+    "target mode hybrid_with auto_drafters drafter_options drafter_modules draft heads "
+    "head_quant num_draft max_draft tree dtype device quant compile kernels exact steady_cublas threads "
     "tensor_parallel tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context "
     "trust_remote_code offload"
 )
@@ -406,8 +407,8 @@ def test_nested_options_are_objects_or_texts() -> None:
     assert config(heads=[Path("folder")]).heads == ("folder",)
     assert config(tree="2:4:8").tree == config(tree=[2, 4, 8]).tree == (2, 4, 8) and config(tree="off").tree == "off"
     assert config("hybrid", hybrid_with="share, suffix").hybrid_with == ("share", "suffix")
-    assert config(split="cuda:0,cuda:1").split == SplitConfig(devices=("cuda:0", "cuda:1"))
-    assert config(split="auto").split == SplitConfig(device_map="auto")
+    assert config(split="cuda:0,cuda:1").split == PipelineConfig(devices=("cuda:0", "cuda:1"))
+    assert config(split="auto").split == PipelineConfig(device_map="auto")
     assert config(split="map.json").split.device_map == "map.json"
     assert config(dtype="fp32").dtype == "float32"
     assert config(num_draft="auto", threads="auto").num_draft is None

@@ -5,39 +5,30 @@ Legend: B rows, K draft tokens per round, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from quant.config import QuantConfig
-from quant.quantize_model import quantize_linears
-from quant.switch_linear import Switch
-from sharesd.config import EngineConfig, SamplingParams
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
-from sharesd.runtime import Runtime
-from sharesd.sampling import probs_of, process, seeds_of_prompts
+from sharesd.sampling import seeds_of_prompts
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     PIECES,
-    VOCAB,
     OracleDrafter,
     classic_engine,
     continue_plainly,
     kv_of,
     logits_of,
     new_engine,
-    placed,
     put_kv,
     quantized,
     share_engine,
@@ -45,7 +36,6 @@ from tests.helpers.oracle import (
     tiny_decoder,
     tiny_tokenizer,
 )
-from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -317,7 +307,7 @@ def test_logprobs_are_the_targets_own(sampling: str) -> None:
 
 
 @cache
-def drafting(kind: str, batch: int, num_draft: int) -> Engine:
+def context(kind: str, batch: int, num_draft: int) -> Engine:
     """An engine with a drafter of this kind; `exact` ones are always right."""
     options: dict[str, Any] = {"batch": batch, "num_draft": num_draft}
     if kind.startswith("share, hqq"):
@@ -346,7 +336,7 @@ KINDS = (
 def test_drafters_do_not_change_the_text(kind: str) -> None:
     for sampling in SAMPLINGS:
         for batch, num_draft in ((3, 4), (3, 1), (1, 5)):
-            engine, num = drafting(kind, batch, num_draft), 2 if batch == 1 else 3
+            engine, num = context(kind, batch, num_draft), 2 if batch == 1 else 3
             done = engine.generate(PROMPTS[:num], params_of(sampling))
             assert ids(done) == plain(sampling)[:num]
             check_counts(engine.stats, done)
@@ -358,7 +348,7 @@ def test_drafters_are_right_as_often_as_they_should() -> None:
     """So that the test above is not passed by drafters that are never, or always, right."""
     alpha = {}
     for kind in KINDS:
-        engine = drafting(kind, 3, 4)
+        engine = context(kind, 3, 4)
         engine.generate(PROMPTS, params_of("sampled"))
         alpha[kind] = engine.stats.alpha
     assert alpha["share, hqq 2"] < alpha["share, hqq 4"] < alpha["share, hqq 8"]
@@ -369,7 +359,7 @@ def test_drafters_are_right_as_often_as_they_should() -> None:
 
 @pytest.mark.parametrize("kind", ["share, exact", "classic, exact"])
 def test_a_drafter_equal_to_the_target_is_always_accepted(kind: str) -> None:
-    engine = drafting(kind, 3, 4)
+    engine = context(kind, 3, 4)
     for sampling in SAMPLINGS:
         for rule in ("match", "rejection", "block"):
             engine.generate(PROMPTS, params_of(sampling, 16, acceptance=rule))
@@ -396,265 +386,3 @@ def test_a_draft_that_is_right_now_and_then_catches_up() -> None:
         assert engine.drafter is not None
         for ours, wanted in zip(kv_of(engine.drafter.cache), kv_of(direct), strict=True):  # type: ignore[attr-defined]
             torch.testing.assert_close(ours[row, :, : len(held)], wanted[0, :, : len(held)])
-
-
-# ---- chat: the cache is kept between turns
-
-TURNS = ([7, 8, 9, 10], [20, 21], [11], [30, 31, 32, 33, 34, 35], [2, 2])
-
-
-def three_modes() -> dict[str, Engine]:
-    """Engines of all modes over one target and one cache, as `load.Runtime` makes them."""
-    model, switch = quantized(MODEL, QuantConfig(bits=4, group_size=32))
-    cache = model.new_cache(1, MAX_CONTEXT + 10)
-    near = switched(MODEL, noise=0.05)[0]
-    return {
-        "naive": new_engine(model, cache=cache),
-        "share": share_engine(model, switch, cache=cache),
-        "classic": classic_engine(model, near, cache=cache),
-    }
-
-
-@pytest.mark.parametrize("sampling", ["greedy", "min-p, penalties"])
-@pytest.mark.parametrize(
-    "modes",
-    [
-        ["naive"],
-        ["share"],
-        ["classic"],
-        ["classic", "share"],
-        ["share", "naive", "classic"],
-        ["classic", "classic", "naive"],
-    ],
-    ids="-".join,
-)
-def test_a_chat_reuses_the_cache_without_changing_the_text(modes: list[str], sampling: str) -> None:
-    engines, fresh = three_modes(), new_engine(MODEL)
-    params = params_of(sampling, 9)
-    text: list[int] = []
-    for turn, said in enumerate(TURNS):
-        text += said
-        engine = engines[modes[turn % len(modes)]]
-        (done,) = engine.generate([text], params, reuse=True)
-        assert [done.token_ids] == ids(fresh.generate([text], params)), turn
-        text += done.token_ids
-
-
-def test_reuse_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, num_read = three_modes(), []
-    forward = type(MODEL).forward
-
-    def count(model: Any, tokens_BT: Tensor, *rest: Any) -> Tensor:
-        num_read.append(tokens_BT.shape[1])
-        return forward(model, tokens_BT, *rest)
-
-    text = list(range(1, 21))
-    (done,) = engines["share"].generate([text], params_of("greedy", 6), reuse=True)
-    text += [*done.token_ids, 3, 4]
-    monkeypatch.setattr(type(MODEL), "forward", count)
-    next(engines["naive"].stream([text], params_of("greedy"), reuse=True))
-    assert num_read == [3]  # the last token of the answer, which has no KV yet, and the two new ones
-
-
-@pytest.mark.parametrize("mode", ["naive", "share", "classic"])
-def test_abandoned_and_other_calls_leave_no_traces(mode: str) -> None:
-    """Half-read answers, other conversations by engines that share the cache, and prompts that shrink."""
-    engines, fresh = three_modes(), new_engine(MODEL)
-    params = params_of("sampled", 12)
-    text = [*PROMPTS[1], 5, 6, 7]
-    want = {n: ids(fresh.generate([text[:n]], params)) for n in range(1, len(text) + 1)}
-    for num_chunks in range(4):
-        running = engines[mode].stream([text], params, reuse=True)
-        for _ in range(num_chunks):
-            next(running)
-        running.close()
-        assert ids(engines[mode].generate([text], params, reuse=True)) == want[len(text)]
-    for n in range(len(text), 0, -3):
-        assert ids(engines[mode].generate([text[:n]], params, reuse=True)) == want[n]
-    for other in engines:
-        engines[other].generate([[9] * 20], params, reuse=True)
-        assert ids(engines[mode].generate([text], params, reuse=True)) == want[len(text)]
-        engines[other].generate([[*text[:4], 1, 1, 1]], params)
-        assert ids(engines[mode].generate([text], params, reuse=True)) == want[len(text)]
-
-
-def test_a_classic_drafter_knows_what_it_has_read() -> None:
-    """A copy of the target stays always right when other modes and other conversations use the cache in between."""
-    draft = copy.deepcopy(MODEL)
-    cache = MODEL.new_cache(1, MAX_CONTEXT + 10)
-    naive, classic = new_engine(MODEL, cache=cache), classic_engine(MODEL, draft, cache=cache)
-    params, text = (
-        params_of("sampled", 11),
-        list(PROMPTS[1]),
-    )  # ends with a full draft, whose last token it did not read
-    for turn, engine in enumerate((classic, classic, naive, classic, classic, classic)):
-        if turn == 4:
-            naive.generate([text[:9]], params, reuse=True)
-        (done,) = engine.generate([text], params, reuse=True)
-        assert engine is naive or engine.stats.acceptance_by_position == [1.0] * 4, turn
-        text += [*done.token_ids[: 11 - turn // 3], turn]
-
-
-def test_reuse_of_rows_with_different_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row keeps nearly all of a full context while another reads a long prompt anew; both fit their slots."""
-    forward = type(MODEL).forward
-
-    def check(model: Any, tokens_BT: Tensor, cache: Any, *rest: Any, **named: Any) -> Tensor:
-        assert int(cache.lengths.max()) + tokens_BT.shape[1] <= cache.slots
-        return forward(model, tokens_BT, cache, *rest, **named)
-
-    monkeypatch.setattr(type(MODEL), "forward", check)
-    engine, fresh = share_engine(*quantized(MODEL, QuantConfig(group_size=32)), batch=3), new_engine(MODEL, batch=3)
-    long = [1 + i % 37 for i in range(MAX_CONTEXT - 4)]
-    params = params_of("sampled", 4)
-    engine.generate([long, [5, 6], [7]], params, reuse=True)
-    prompts = [[*long, 9], long[::-1], [7, 7, 8]]
-    assert ids(engine.generate(prompts, params, reuse=True)) == ids(fresh.generate(prompts, params))
-
-
-# ---- rejection and block: another text of the same distribution
-
-SMALL = 5
-NUM_TOKENS = 4  # the prefill's and three more
-
-
-def joint_probabilities(model: Any, prompt: Sequence[int], params: SamplingParams) -> Tensor:
-    """Exact probabilities [V, ..., V] of the first NUM_TOKENS tokens."""
-    joint, prefixes = torch.ones(1, dtype=torch.float64), torch.tensor([list(prompt)])
-    with torch.inference_mode():
-        for _ in range(NUM_TOKENS):
-            logits_BV = model.forward(prefixes, model.new_cache(*prefixes.shape))[:, -1]
-            kind, rows = placed([params] * len(prefixes), SMALL)
-            joint = (joint[:, None] * probs_of(process(logits_BV[:, None], kind, rows), kind)[:, 0]).flatten()
-            added = torch.arange(SMALL).repeat(len(prefixes))[:, None]
-            prefixes = torch.cat([prefixes.repeat_interleave(SMALL, 0), added], 1)
-    return joint
-
-
-def deviation(counts: Tensor, expected: Tensor) -> float:
-    """Chi-square of counts against expectation as standard deviations from its mean (Wilson and Hilferty 1931)."""
-    rare = expected < 5
-    counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    df = counts.numel() - 1
-    chi_square = float(((counts - expected) ** 2 / expected).sum())
-    return ((chi_square / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
-
-
-@pytest.mark.parametrize(
-    "num_draft, sampling",
-    [
-        (3, {"temperature": 1.0}),
-        pytest.param(1, {"temperature": 1.5, "top_k": 4, "top_p": 0.9}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
-def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[str, Any], num_draft: int) -> None:
-    """Every row has a seed of its own, so that one call is many experiments."""
-    B, calls, prompt = 1024, 2, [1, 4, 2]
-    full = tiny_decoder(2, vocab=SMALL, hidden_size=16, num_hidden_layers=1, intermediate_size=16)
-    full.head.weight.mul_(0.3)
-    engine = share_engine(*switched(full, noise=0.5), num_draft=num_draft, batch=B, max_context=16)
-    params = SamplingParams(max_new_tokens=NUM_TOKENS, acceptance=rule, **sampling)  # type: ignore[arg-type]
-    counts, alphas = torch.zeros(SMALL**NUM_TOKENS, dtype=torch.float64), []
-    digits = SMALL ** torch.arange(NUM_TOKENS - 1, -1, -1)
-    for call in range(calls):
-        done = engine.generate([prompt] * B, replace(params, seed=call))
-        counts += (torch.tensor(ids(done)) * digits).sum(1).bincount(minlength=len(counts))
-        alphas.append(engine.stats.alpha)
-    assert 0.4 < sum(alphas) / calls < 0.97
-    expected = joint_probabilities(full, prompt, params) * B * calls
-    assert deviation(counts, expected) < 4
-    assert deviation(counts, expected.roll(1)) > 12, "the test can fail"
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("kind", ["share, hqq 4", "classic, other model"])
-def test_rejection_and_block_repeat_for_a_seed_and_are_greedy_at_zero(kind: str, rule: str) -> None:
-    engine = drafting(kind, 3, 4)
-    for sampling in ("greedy", "greedy, penalties"):
-        assert ids(engine.generate(PROMPTS, params_of(sampling, acceptance=rule))) == plain(sampling)
-    for sampling in ("sampled", "min-p, penalties"):
-        params = params_of(sampling, acceptance=rule)
-        first = engine.generate(PROMPTS, params)
-        check_counts(engine.stats, first)
-        assert ids(engine.generate(PROMPTS, params)) == ids(first)
-        assert ids(engine.generate(PROMPTS, replace(params, seed=99))) != ids(first)
-        alone = drafting(kind, 1, 4)
-        seed = int(seeds_of_prompts(params.seed, torch.tensor([1])))
-        assert ids(alone.generate(PROMPTS[1:2], replace(params, seed=seed))) == ids(first[1:2])
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_oracle_drafts_without_probabilities_are_greedy_at_zero(rule: str) -> None:
-    for num_draft, accuracy in ((1, 0.5), (4, 0.0), (4, 0.5), (7, 1.0)):
-        engine = oracle("greedy", num_draft, accuracy, batch=3)
-        assert ids(engine.generate(PROMPTS, params_of("greedy", acceptance=rule))) == plain("greedy")
-        assert engine.stats.alpha == pytest.approx(accuracy, abs=0.3)
-
-
-def test_the_tokenizer_of_these_tests_has_text_for_nearly_all_tokens() -> None:
-    assert VOCAB - 4 <= len(PIECES) <= VOCAB and len(set(PIECES)) == len(PIECES)
-
-
-# ---- models served by transformers
-
-
-@pytest.mark.parametrize("sampling", ["greedy, penalties", "min-p, penalties"])
-def test_the_fallback_is_exact_at_one_width(sampling: str, tmp_path: Path) -> None:
-    """Learned positions, Conv1D linears; every step has 8 rows, some of them beyond the last position."""
-    import transformers  # takes seconds
-
-    from sharesd.models.hf import load_hf
-
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=32, eos_token_id=None
-    )
-    torch.manual_seed(0)
-    base = transformers.AutoModelForCausalLM.from_config(config)
-    for tensor in base.parameters():
-        tensor.data.mul_(12 if tensor.ndim > 1 else 1)
-    base.save_pretrained(tmp_path)
-    model, switch = load_hf(tmp_path, dtype=torch.float64), Switch()
-    quantize_linears(
-        model,
-        QuantConfig(bits=4, group_size=32),
-        switch,
-        head_name="model.lm_head",
-        layer_of=lambda path: int(path.split(".")[3]) if ".h." in path else None,
-    )
-    options: dict[str, Any] = {"batch": 3, "max_context": 32, "widths": (8,)}
-    params = params_of(sampling, 40, logprobs=True)
-    prompts = [[*PROMPTS[1], *PROMPTS[1]], *PROMPTS[:2]]
-    cache = model.new_cache(3, 32 + 2 * 8)
-    naive = new_engine(model, cache=cache, **options)
-    share = share_engine(model, switch, cache=cache, **options)
-    done = naive.generate(prompts, params)
-    want = ids(done)
-    assert [len(p) + len(t) for p, t in zip(prompts, want, strict=True)] == [32] * 3
-    assert all(len(set(tokens)) > 3 for tokens in want)
-    assert ids(share.generate(prompts, params)) == want and 0.2 < share.stats.alpha < 1
-    for prompt, completion in zip(prompts, done, strict=True):
-        with torch.inference_mode():
-            logits = model.model(torch.tensor([[*prompt, *completion.token_ids]]), use_cache=False).logits
-        direct = logits[0, len(prompt) - 1 : -1].log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
-        torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), direct, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "asked, said",
-    [
-        ({"draft_window": 64}, "draft_window is 64 and gpt2 (transformers) looks at all tokens; take off or auto"),
-        ({"tree": (2, 2, 4)}, "gpt2 (transformers) takes chains only; drop --tree"),
-    ],
-)
-def test_the_fallback_says_what_it_cannot_do(asked: dict[str, Any], said: str, tmp_path: Path) -> None:
-    import transformers
-
-    config = transformers.GPT2Config(vocab_size=384, n_embd=64, n_layer=1, n_head=2, n_positions=64, eos_token_id=None)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(make_checkpoint(tmp_path))
-    options: dict[str, Any] = {"target": str(tmp_path), "device": "cpu", "compile": "off", "max_context": 64}
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        Runtime(EngineConfig(**options, **asked), ("share",))
-    assert Runtime(EngineConfig(**options, draft_window="auto"), ("share",)).engine("share").drafter is not None

@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharesd.config import SamplingParams
 from sharesd.engine import prefill_scheduler
 from sharesd.engine.engine import Engine
+from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint
 
 VOCAB, CONTEXT = 97, 1300
@@ -39,7 +40,7 @@ class Toy:
         return StaticKVCache(shapes=[(1, 1)], batch=batch, slots=slots, dtype=torch.float64, device="cpu", plain=True)
 
     def forward(
-        self, tokens_BT: Tensor, cache: StaticKVCache, keep_BR: Tensor | None = None, branches: None = None
+        self, tokens_BT: Tensor, cache: StaticKVCache, keep_BR: Tensor | None = None, tree_mask: None = None
     ) -> Tensor:
         B, T = tokens_BT.shape
         at_BT = cache.lengths[:, None] + torch.arange(T)
@@ -63,15 +64,14 @@ def toy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     tokenizer = load_tokenizer(make_checkpoint(tmp_path))
     monkeypatch.setattr(prefill_scheduler, "reads_in_pieces", lambda cache: True)
 
-    def make(batch: int = 1, *, reread: bool = True) -> Engine:
+    def make(batch: int = 1, *, recompute_decoded_kv: bool = True) -> Engine:
         toy = Toy()
         return Engine(
             target=toy,  # type: ignore[arg-type]
             tokenizer=tokenizer,
             cache=toy.new_cache(batch, slots_for(CONTEXT)),
             drafter=None,
-            max_context=CONTEXT,
-            reread=reread,
+            options=EngineOptions(max_context=CONTEXT, recompute_decoded_kv=recompute_decoded_kv),
         )
 
     return make
@@ -147,5 +147,5 @@ def test_reuse_changes_no_text(toy_engine: Callable[..., Engine], length: int) -
 
 def test_without_reading_again_texts_differ(toy_engine: Callable[..., Engine]) -> None:
     """As they may with --no-exact: the test above could fail."""
-    engine, fresh = toy_engine(reread=False), toy_engine(reread=False)
+    engine, fresh = toy_engine(recompute_decoded_kv=False), toy_engine(recompute_decoded_kv=False)
     assert conversation(engine, tokens(500), reuse=True) != conversation(fresh, tokens(500), reuse=False)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from sharesd.config import SamplingParams
 from sharesd.engine import prefill_scheduler, prompt_logprobs
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.oracle import VOCAB, classic_engine, logits_of, new_engine, share_engine, switched, tiny_decoder
 
 MODEL = tiny_decoder(3)
@@ -61,8 +61,8 @@ def check(prompt: list[int], found: Completion) -> None:
 
 @pytest.mark.parametrize("mode", ["naive", "share", "classic"])
 def test_a_prompt_is_scored_as_one_pass_scores_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_scheduler, "MOST_ROWS", 16)
-    monkeypatch.setattr(prompt_logprobs, "BLOCK", 5)
+    monkeypatch.setattr(prefill_scheduler, "MAX_CHUNK", 16)
+    monkeypatch.setattr(prompt_logprobs, "ROWS_AT_ONCE", 5)
     expected = [(done.token_ids, done.text) for done in new("naive").generate(PROMPTS, PLAIN)]
     engine = new(mode)
     for _ in range(2):  # the second time all of it is there, and yet read
@@ -102,21 +102,21 @@ def test_scores_need_logprobs(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
 
 
-@pytest.mark.parametrize("reread", [False, True])
-def test_logits_are_those_of_a_few_tokens_at_once(reread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recompute_decoded_kv", [False, True])
+def test_logits_are_those_of_a_few_tokens_at_once(recompute_decoded_kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     forward = MODEL.forward
 
-    def counted(tokens_BT: Any, cache: Any, keep_BR: Any = None, branches: Any = None) -> Any:
+    def counted(tokens_BT: Any, cache: Any, keep_BR: Any = None, tree_mask: Any = None) -> Any:
         if keep_BR is not None:
             kept.append(keep_BR.shape[1])
-        return forward(tokens_BT, cache, keep_BR, branches)
+        return forward(tokens_BT, cache, keep_BR, tree_mask)
 
     monkeypatch.setattr(MODEL, "forward", counted)
-    monkeypatch.setattr(prefill_scheduler, "MOST_ROWS", 16)
-    engine = new_engine(MODEL, cache=MODEL.new_cache(1, 512), reread=reread)
+    monkeypatch.setattr(prefill_scheduler, "MAX_CHUNK", 16)
+    engine = new_engine(MODEL, cache=MODEL.new_cache(1, 512), recompute_decoded_kv=recompute_decoded_kv)
     [done] = engine.generate([PROMPTS[2]], SCORED)
     # Where a row's bits may depend on how many there are, the answer begins with logits that were made as ever.
-    assert kept == ([37, 1] if reread else [16, 16, 5])
+    assert kept == ([37, 1] if recompute_decoded_kv else [16, 16, 5])
     monkeypatch.undo()
     check(PROMPTS[2], done)

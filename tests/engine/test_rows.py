@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from compile.linear import pack_linears
-from sharesd.config import SamplingParams
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.ngram.table import NgramTable
@@ -25,8 +24,9 @@ from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.drafters.suffix.table import SuffixTable
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
-from sharesd.engine.request import QueueFull, Request
+from sharesd.engine.request import Request
 from sharesd.models.prefill import CHUNK, slots_for
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import chains
 from tests.helpers.oracle import (
@@ -61,7 +61,7 @@ def new(mode: str, *, batch: int = 4, **options: Any) -> Engine:
     cache = model.new_cache(batch, slots)
     inner: Any = None
     if mode == "hybrid":
-        inner = ShareDrafter(model, cache, switch, shapes=chains(4), low_bytes=0)
+        inner = ShareDrafter(model, cache, switch, shapes=chains(4), quantized_bytes=0)
     if mode == "hybrid classic":
         inner = ClassicDrafter(near, batch=batch, slots=slots, shapes=chains(4), weight_bytes=0)
     tables: list[Any] = [SuffixTable()]
@@ -167,7 +167,11 @@ def check_load(mode: str, engine: Engine, wanted: list[Completion]) -> None:
             accepted += sum(source == "accepted" for source in chunk.sources)
             assert chunk.request.params.speculate or set(chunk.sources) == {"target"}
         most = max(most, engine.num_running)
-    assert most > 2 and engine.num_running == engine.num_waiting == 0 and len(engine._slots.free) == engine.cache.batch
+    assert (
+        most > 2
+        and engine.num_running == engine.num_waiting == 0
+        and len(engine._scheduler.rows.free) == engine.cache.batch
+    )
     assert 0 < len(cancelled) < len(wanted) // 2
     for request, at in number.items():
         if request in cancelled:
@@ -190,8 +194,8 @@ def test_kernels_keep_the_promise_too() -> None:
     model.run_stack = NativeStack(
         model.blocks,
         tables=model.rope_tables,
-        ropes=[kind.rope for kind in model.config.layers],
-        activation=model.config.activation,
+        ropes=[kind.rope for kind in model.config.layer_types],
+        hidden_act=model.config.hidden_act,
         norm=model.norm,
     )
     requests = [(prompt, replace(params, logprobs=False), index) for prompt, params, index in load(2, 24)]
@@ -205,7 +209,7 @@ def test_kernels_keep_the_promise_too() -> None:
         wanted.extend(done.values())
     drafter = HybridDrafter("suffix", [SuffixTable()], num_nodes=4, trees=True)
     engine = new_engine(model, drafter, batch=4, auto_length=True, prefill_chunk=5)
-    assert engine.partial
+    assert engine.compact_batch
     done, waiting, dice = {}, list(requests), random.Random(0)
     handles = []
     while waiting or engine.num_running or engine.num_waiting:
@@ -260,10 +264,10 @@ def spy(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, int, list[
 def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds behind a piece of a prompt are plain; else several callers share drafts that are short enough."""
     engine = new("share", prefill_chunk=8)
-    policy = engine.way(GREEDY).policy
-    policy._stops = False  # chains are as long as they are asked to be
-    policy.use(Costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1))
-    monkeypatch.setattr(policy.live, "learn", lambda *times: None)
+    policy = engine.variant(GREEDY).policy
+    policy._can_stop_early = False  # chains are as long as they are asked to be
+    policy.reset(Costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1))
+    monkeypatch.setattr(policy.live, "record", lambda *times: None)
     request = engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=80))
     passes = spy(engine, monkeypatch)
     for _ in range(6):
@@ -274,8 +278,8 @@ def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPa
     for _ in range(4):
         engine.step()
     assert [t for _, t, _ in passes] == [8, 1, 8, 1, 8, 1, 6, 1]
-    policy.use(Costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 0.0))
-    monkeypatch.setattr(policy.live, "learn", lambda *times: None)
+    policy.reset(Costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 0.0))
+    monkeypatch.setattr(policy.live, "record", lambda *times: None)
     del passes[:]
     for _ in range(6):
         engine.step()
@@ -294,7 +298,7 @@ def test_alone_a_prompt_is_read_in_large_pieces(monkeypatch: pytest.MonkeyPatch)
 def test_a_draft_that_was_interrupted_leaves_no_noise() -> None:
     params = SamplingParams(max_new_tokens=12, temperature=6.0, seed=5)
     engine = new("share", batch=1, auto_length=False)
-    round_ = engine.way(params).round()
+    round_ = engine.variant(params).round()
     verify, rounds = round_.verify, []
 
     def interrupted(tree: Any, *masks: Any) -> Any:
@@ -407,14 +411,14 @@ def test_copied_and_swapped_rows_hold_what_they_say() -> None:
     cache = MODEL.new_cache(3, 64)
     for tensor in (*cache.k, *cache.v):
         tensor.copy_(torch.rand(tensor.shape, dtype=tensor.dtype))
-    cache.held[:] = [[1] * 37, [2] * 9, []]
+    cache.cached_ids[:] = [[1] * 37, [2] * 9, []]
     before = [tensor.clone() for tensor in kv_of(cache)]
     cache.copy_row(0, 2, 37)
     cache.swap_rows(0, 1)
     for then, now in zip(before, kv_of(cache), strict=True):
         assert torch.equal(now[2, :, :37], then[0, :, :37])
         assert torch.equal(now[1, :, :37], then[0, :, :37]) and torch.equal(now[0, :, :9], then[1, :, :9])
-    assert [len(held) for held in cache.held] == [9, 37, 0]
+    assert [len(cached_ids) for cached_ids in cache.cached_ids] == [9, 37, 0]
 
 
 def test_a_classic_drafter_stays_right_with_copied_rows() -> None:
@@ -432,7 +436,9 @@ def test_a_classic_drafter_stays_right_with_copied_rows() -> None:
 
 def test_where_steps_have_other_bits_only_chunks_are_reused() -> None:
     model = tiny_decoder(3, max_position_embeddings=2048)
-    engine = new_engine(model, batch=2, max_context=1200, cache=model.new_cache(2, slots_for(1200)), reread=True)
+    engine = new_engine(
+        model, batch=2, max_context=1200, cache=model.new_cache(2, slots_for(1200)), recompute_decoded_kv=True
+    )
     text = [i % VOCAB for i in range(1100)]
     for length, kept in ((1100, 0), (1100, 1024), (1025, 1024), (1024, 512), (600, 512), (300, 0)):
         request = engine.add(text[:length], replace(GREEDY, max_new_tokens=2))
@@ -450,64 +456,3 @@ def test_calls_that_measure_reuse_nothing() -> None:
         first = next(engine.stream([list(range(20))], GREEDY, reuse=reuse))
         assert first.request.cached_tokens == kept
     assert request.cached_tokens == 0
-
-
-# ---- what is refused
-
-
-def test_the_queue_is_limited() -> None:
-    engine = new("naive", batch=2, max_queue=1)
-    requests = [engine.add([1], GREEDY) for _ in range(3)]
-    with pytest.raises(QueueFull, match="3 requests wait and the queue holds 1"):
-        engine.add([1], GREEDY)
-    engine.step(), engine.step()
-    assert (engine.num_running, engine.num_waiting) == (2, 1)
-    with pytest.raises(ValueError, match="1 requests wait and the queue holds 1"):
-        engine.add([1], GREEDY)
-    engine.cancel(requests[0])
-    engine.add([1], GREEDY)
-    drain(engine, {})
-    assert len(engine.generate([[1]] * 7, GREEDY)) == 7, "a call is no queue"
-
-
-def test_wrong_requests_hurt_nobody() -> None:
-    engine = new("share", batch=2)
-    request = engine.add([1, 2], GREEDY)
-    engine.step()
-    for prompt, params, message in (
-        ([], GREEDY, "a prompt is empty"),
-        ([1] * MAX_CONTEXT, GREEDY, "the context holds"),
-        ([VOCAB], GREEDY, "outside the vocabulary"),
-        ([1], SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias names token"),
-        ([1], SamplingParams(acceptance="block", temperature=1.0), "sampled alike"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            engine.add(prompt, params)
-    with pytest.raises(RuntimeError, match="end or cancel them before this call"):
-        engine.generate([[1]], GREEDY)
-    done: dict[Request, Completion] = {}
-    drain(engine, done)
-    assert request.finish_reason == "length" and request.num_emitted == 12
-
-
-def test_a_cache_has_one_user_at_a_time() -> None:
-    cache = MODEL.new_cache(2, MAX_CONTEXT + 10)
-    one, other = new_engine(MODEL, cache=cache), new_engine(MODEL, cache=cache)
-    lost = one.add([1, 2, 3], GREEDY)
-    one.step()
-    want = new_engine(MODEL).generate([[4, 5]], GREEDY)[0].token_ids
-    assert other.generate([[4, 5]], GREEDY)[0].token_ids == want
-    with pytest.raises(RuntimeError, match="another call has used the cache"):
-        one.step()
-    one.cancel(lost)
-    request = one.add([4, 5], GREEDY)
-    drain(one, {})
-    assert request.tokens[2:] == want
-
-
-def test_memory_of_what_has_ended_is_given_back() -> None:
-    engine = new("hybrid", batch=2)
-    for turn in range(30):
-        engine.add([turn], replace(GREEDY, max_new_tokens=2))
-        drain(engine, {})
-    assert engine.stats.accept_lengths == [] and engine.stats.new_tokens == 60

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from compile.adaptive_threads import CREW
-from sharesd.config import SamplingParams
+from compile.adaptive_threads import STEP_THREADS
+from sharesd.sampling_params import SamplingParams
 from tests.engine.test_rows import MODES, new
 from tests.helpers.fake_time import fake_time
 
@@ -19,15 +19,15 @@ LONG = SamplingParams(max_new_tokens=250)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["a CPU", "a device that runs ahead"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("mode", MODES)
 def test_rounds_take_the_time_that_passes(
-    mode: str, ahead: bool, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+    mode: str, async_scheduling: bool, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = new(mode, batch=2, ahead=ahead, max_context=300)
+    engine = new(mode, batch=2, async_scheduling=async_scheduling, max_context=300)
     told: dict[str, float] = {"policy": 0.0, "threads": 0.0, "prompts": 0.0}
     plain_s = 0.0
-    record, took = type(engine.way(LONG).policy).record, engine._reader.took
+    record, took = type(engine.variant(LONG).policy).record, engine._scheduler.prefill.record_round_time
 
     def recorded(self: Any, tree: Any, paths: Any, draft_s: float, step_s: float, moved: float) -> None:
         nonlocal plain_s
@@ -39,12 +39,12 @@ def test_rounds_take_the_time_that_passes(
         told["prompts"] += round_s
         took(round_s)
 
-    def worked(seconds: float, work: float) -> None:
+    def record_round(seconds: float, work: float) -> None:
         told["threads"] += seconds
 
-    monkeypatch.setattr(type(engine.way(LONG).policy), "record", recorded)
-    monkeypatch.setattr(CREW, "worked", worked)
-    monkeypatch.setattr(engine._reader, "took", taken)
+    monkeypatch.setattr(type(engine.variant(LONG).policy), "record", recorded)
+    monkeypatch.setattr(STEP_THREADS, "record_round", record_round)
+    monkeypatch.setattr(engine._scheduler.prefill, "record_round_time", taken)
     with fake_time(engine, runs_ahead=runs_ahead) as clock:
         began = clock.now
         engine.generate([[1, 2, 3], [4, 5]], LONG)
@@ -52,7 +52,7 @@ def test_rounds_take_the_time_that_passes(
     stats = engine.stats
     assert stats.steps > 50
     assert stats.seconds == pytest.approx(passed, rel=0.01)
-    one_by_one = not (ahead and not runs_ahead)  # a CPU has done the next round before this one is read
+    one_by_one = not (async_scheduling and not runs_ahead)  # a CPU has done the next round before this one is read
     assert told["threads"] == pytest.approx(stats.decode_s, rel=0.01)
     if one_by_one:
         assert told["policy"] == pytest.approx(stats.decode_s, rel=0.05)

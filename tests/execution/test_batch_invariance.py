@@ -14,7 +14,7 @@ from compile.attention import attend
 from compile.linear import PackedLinear, pack_linears
 from sharesd.config import EngineConfig
 from sharesd.execution.batch_invariance import RowBits, check_rows
-from sharesd.execution.step_widths import choose_rows, fixed_width, shallow
+from sharesd.execution.step_widths import choose_step_widths, first_block_view, fixed_width
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from tests.helpers.compiled import wide_decoder
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool, bool]:
     """Verdicts on rows of chains and of trees: do they have the same bits?"""
-    first = shallow(model)
+    first = first_block_view(model)
     return check_rows(first, first.new_cache(2, 256), widths, trees=True)[:2]
 
 
@@ -72,7 +72,7 @@ def test_the_self_check_looks_at_numbers_of_rows(sloppy_in: tuple[int, ...], mon
         return y * (1 + 2**-6) if x.shape[:2] == sloppy_in else y
 
     monkeypatch.setattr(PackedLinear, "forward", sloppy)
-    first = shallow(model)
+    first = first_block_view(model)
     for batches in ([1, 2], []):
         bits = check_rows(first, first.new_cache(3, 256), (1, 8), trees=True, batches=batches)
         assert bits == (sloppy_in != (3, 1), sloppy_in != (3, 1), sloppy_in == () and bool(batches)), batches
@@ -86,7 +86,7 @@ def test_where_rows_depend_on_the_width_there_are_no_buckets() -> None:
             agree = chains or len(widths) == 1
             return RowBits(agree, False, agree)
 
-        rows = choose_rows(
+        rows = choose_step_widths(
             model,
             fixed=16,
             most=5,
@@ -124,17 +124,17 @@ def test_the_self_check_looks_at_what_runs(place: str, monkeypatch: pytest.Monke
 
 
 def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def scattered(*tensors: Any, branches: Any = None, **options: Any) -> torch.Tensor:
-        out = attend(*tensors, branches=branches, **options)
-        return out if branches is None else out * (1 + 2**-6)
+    def scattered(*tensors: Any, tree_mask: Any = None, **options: Any) -> torch.Tensor:
+        out = attend(*tensors, tree_mask=tree_mask, **options)
+        return out if tree_mask is None else out * (1 + 2**-6)
 
     monkeypatch.setattr("sharesd.models.decoder.attend", scattered)
     assert rows_of(wide_decoder()) == (True, False)
     config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=4, max_context=128)
     engine = Runtime(config, ("hybrid",)).engine("hybrid")
-    assert engine.widths is None and engine.drafter is not None and not engine.drafter.trees
+    assert engine.options.widths is None and engine.drafter is not None and not engine.drafter.trees
     grown = replace(config, tree=(2, 2, 4))
-    with pytest.raises(ValueError, match="do not have the bits of chains here; drop --tree, or add --no-exact"):
+    with pytest.raises(ValueError, match="do not have the bits of chains here; drop --tree, or add --no-batch"):
         Runtime(grown, ("share",))
     loose = Runtime(replace(grown, exact=False), ("share",)).engine("share")
     assert loose.drafter is not None and loose.drafter.trees

@@ -18,18 +18,17 @@ from compile.cuda import pdl
 from compile.cuda.pdl import with_room
 from compile.op_registry import runs_triton
 from offload.planner import DoesNotFit
-from sharesd import runtime
 from sharesd.cli.console import describe, main_guard
 from sharesd.config import EngineConfig
 from sharesd.devices import selection
-from sharesd.devices.selection import device_of, dtype_of, opened
+from sharesd.devices.selection import device_of, dtype_of, open_device
 from sharesd.execution import kernel_choice
-from sharesd.execution.kernel_choice import VARIABLE, Chosen, choose_kernels
-from sharesd.loading import max_context
-from sharesd.loading.auto_mode import choose
+from sharesd.execution.kernel_choice import VARIABLE, KernelChoice, choose_kernels
+from sharesd.loading import max_context, resolve
+from sharesd.loading.auto_mode import choose_drafters
 from sharesd.runtime import Runtime
 from sharesd.weights import offload_planner
-from sharesd.weights.packing import has_low_kernels
+from sharesd.weights.packing import has_quantized_kernels
 from tests.helpers.tiny_models import make_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -70,7 +69,7 @@ class Cards:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(selection, "_auto", None)
-        patch.setattr(selection, "_told", set())
+        patch.setattr(selection, "_warned_dtypes", set())
         run = lambda *args, **options: SimpleNamespace(stdout=self.smi)  # noqa: E731
         patch.setattr(selection, "subprocess", SimpleNamespace(run=run, SubprocessError=RuntimeError))
 
@@ -78,14 +77,14 @@ class Cards:
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(compile.op_registry, "_own", compile.op_registry._own)
+    monkeypatch.setattr(compile.op_registry, "_use_triton", compile.op_registry._use_triton)
     caplog.set_level(logging.WARNING)
     yield
 
 
 def opens(cards: Cards, patch: pytest.MonkeyPatch, name: str = "auto") -> torch.device:
     cards.put(patch)
-    return opened(device_of(name), auto=name == "auto")
+    return open_device(device_of(name), auto=name == "auto")
 
 
 # ---- which device
@@ -116,7 +115,7 @@ def test_a_card_that_cannot_be_used(
 ) -> None:
     """With auto one warning, and the CPU from then on; by name an error, which says what to do."""
     for _ in range(2):
-        assert opened(device_of("auto"), auto=True) == CPU if _ else opens(cards, monkeypatch) == CPU
+        assert open_device(device_of("auto"), auto=True) == CPU if _ else opens(cards, monkeypatch) == CPU
     [message] = caplog.messages
     assert message.startswith("the CPU is used, not a GPU: ") and reason in message and "\n" not in message
     assert device_of("auto") == CPU
@@ -167,10 +166,10 @@ def test_a_card_that_is_too_small(
 ) -> None:
     """The plan finds out; with auto the model is loaded on the CPU then."""
     Cards([(9, 0)]).put(monkeypatch)
-    monkeypatch.setattr(runtime, "prepare_cuda", lambda steady: None)
-    monkeypatch.setattr(runtime, "choose_kernels", lambda asked, gpu, dtype: Chosen("triton", True))
-    monkeypatch.setattr(selection, "GPU_TRIED", True)
-    for module in (runtime, selection):
+    monkeypatch.setattr(resolve, "prepare_cuda", lambda steady: None)
+    monkeypatch.setattr(resolve, "choose_kernels", lambda asked, gpu, dtype: KernelChoice("triton", True))
+    monkeypatch.setattr(selection, "GPU_TESTED", True)
+    for module in (resolve, selection):
         monkeypatch.setattr(module, "use", lambda gpu: None)
     plan = offload_planner.plan_for
 
@@ -179,7 +178,7 @@ def test_a_card_that_is_too_small(
             raise DoesNotFit("the model does not fit")
         return plan(config, *args, **options)
 
-    monkeypatch.setattr(runtime, "plan_for", no_plan)
+    monkeypatch.setattr(resolve, "plan_for", no_plan)
     target = str(make_checkpoint(tmp_path / "model"))
     assert Runtime(EngineConfig(target=target, mode="naive")).device == CPU
     assert caplog.messages == ["the CPU is used, not a GPU: cuda:0 is too small, the model does not fit"]
@@ -190,7 +189,7 @@ def test_a_card_that_is_too_small(
 # ---- which kernels
 
 
-def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "auto") -> Chosen:
+def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "auto") -> KernelChoice:
     patch.setattr(kernel_choice, "problem", lambda *place: why_not)
     patch.setattr(kernel_choice, "HAS_TRITON", why_not != kernel_choice.NO_TRITON)
     return choose_kernels(asked, GPU, HALF)
@@ -200,7 +199,7 @@ def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "au
 def test_without_our_kernels_torch_has_its_own(
     why_not: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert choose_with(monkeypatch, why_not) == Chosen("torch", False) and not runs_triton(GPU)
+    assert choose_with(monkeypatch, why_not) == KernelChoice("torch", False) and not runs_triton(GPU)
     [message] = caplog.messages
     assert why_not in message and "torch's own" in message
     with pytest.raises(ValueError, match=f"{why_not}; take --kernels torch"):
@@ -208,8 +207,8 @@ def test_without_our_kernels_torch_has_its_own(
 
 
 def test_kernels_by_flag_and_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_with(monkeypatch, None) == Chosen("triton", True) and runs_triton(GPU)
-    assert choose_with(monkeypatch, None, "torch") == Chosen("torch", True) and not runs_triton(GPU)
+    assert choose_with(monkeypatch, None) == KernelChoice("triton", True) and runs_triton(GPU)
+    assert choose_with(monkeypatch, None, "torch") == KernelChoice("torch", True) and not runs_triton(GPU)
     monkeypatch.setenv(VARIABLE, "torch")
     assert choose_with(monkeypatch, "never asked").kernels == "torch" and not runs_triton(GPU)
     assert choose_with(monkeypatch, None, "triton").kernels == "triton", "the flag says more"
@@ -240,15 +239,15 @@ def test_whatever_the_compiler_raises_is_a_reason(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_compiled_where_triton_cannot() -> None:
     config = EngineConfig()
-    assert runtime._compile_mode(config, GPU, True) == "regional" and runtime._compile_mode(config, GPU, False) == "off"
-    assert runtime._compile_mode(EngineConfig(compile="full"), GPU, False) == "full"
-    assert runtime._compile_mode(config, CPU, False) == "native"
+    assert resolve.compile_mode(config, GPU, True) == "regional" and resolve.compile_mode(config, GPU, False) == "off"
+    assert resolve.compile_mode(EngineConfig(compile="full"), GPU, False) == "full"
+    assert resolve.compile_mode(config, CPU, False) == "native"
 
 
 def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model")
-    monkeypatch.setattr("sharesd.loading.auto_mode.has_low_kernels", lambda gpu: False)
-    choice = choose(EngineConfig(target=str(folder)), folder, GPU, HALF, "off", offloads=False)
+    monkeypatch.setattr("sharesd.loading.auto_mode.has_quantized_kernels", lambda gpu: False)
+    choice = choose_drafters(EngineConfig(target=str(folder)), folder, GPU, HALF, "off", offloads=False)
     assert "share" not in choice.drafters and "gemlite" in choice.reason
     for own, triton, gemlite, able in (
         (True, True, False, True),
@@ -258,7 +257,7 @@ def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr("sharesd.weights.packing.runs_triton", lambda gpu, own=own: own)
         monkeypatch.setattr("sharesd.weights.packing.HAS_TRITON", triton)
         monkeypatch.setattr("sharesd.weights.packing.find_spec", lambda name, there=gemlite: there or None)
-        assert has_low_kernels(GPU) == able
+        assert has_quantized_kernels(GPU) == able
 
 
 def test_dependent_launches_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from sharesd.devices.host_buffers import HostCopies
+from sharesd.devices.host_buffers import PinnedBuffers
 
 
 def test_shapes_of_a_name_share_one_place() -> None:
-    copies = HostCopies()
-    plain = copies.copied("counted", torch.tensor([[1, 2], [3, 4]]), times=5)
+    copies = PinnedBuffers()
+    plain = copies.copy("counted", torch.tensor([[1, 2], [3, 4]]), times=5)
     assert plain.tolist() == [[1, 2], [3, 4]]
     places = {plain.untyped_storage().data_ptr()}
     for num in (10, 3, 7, 10):
-        found = copies.copied("counted", torch.arange(2 * num).view(2, num), times=9)
+        found = copies.copy("counted", torch.arange(2 * num).view(2, num), times=9)
         assert found.tolist() == [[*range(num)], [*range(num, 2 * num)]]
         places.add(found.untyped_storage().data_ptr())
     assert len(places) == 1
@@ -21,17 +21,17 @@ def test_shapes_of_a_name_share_one_place() -> None:
 
 
 def test_copies_of_the_round_before_stay() -> None:
-    copies = HostCopies()
-    first = copies.copied("counted", torch.tensor([1, 2]))
+    copies = PinnedBuffers()
+    first = copies.copy("counted", torch.tensor([1, 2]))
     copies.turn()
-    second = copies.copied("counted", torch.tensor([3, 4]))
+    second = copies.copy("counted", torch.tensor([3, 4]))
     assert first.tolist() == [1, 2] and second.tolist() == [3, 4]
     copies.turn()
-    assert copies.copied("counted", torch.tensor([5, 6])).data_ptr() == first.data_ptr() and second.tolist() == [3, 4]
+    assert copies.copy("counted", torch.tensor([5, 6])).data_ptr() == first.data_ptr() and second.tolist() == [3, 4]
 
 
 def test_names_have_places_of_their_own_and_grow_where_they_must() -> None:
-    copies = HostCopies()
-    ids, logprobs = copies.copied("ids", torch.tensor([1])), copies.copied("logprobs", torch.tensor([0.5]))
-    longer = copies.copied("ids", torch.tensor([7, 8]))
+    copies = PinnedBuffers()
+    ids, logprobs = copies.copy("ids", torch.tensor([1])), copies.copy("logprobs", torch.tensor([0.5]))
+    longer = copies.copy("ids", torch.tensor([7, 8]))
     assert (ids.tolist(), logprobs.tolist(), longer.tolist()) == ([1], [0.5], [7, 8])

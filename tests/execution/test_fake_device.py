@@ -17,21 +17,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from multigpu.tensor_parallel import WHOLE, Part
+from multigpu.tensor_parallel import UNSHARDED, Shard
 from quant.switch_linear import Switch, SwitchLinear
-from sharesd.config import SamplingParams
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine.engine import Engine
-from sharesd.execution.step_compiler import Steps
+from sharesd.engine.options import EngineOptions
+from sharesd.execution.step_compiler import StepCompiler
 from sharesd.models import hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.prefill import prefill
-from sharesd.parallel.tp_driver import LeadingModel
+from sharesd.parallel.tp_driver import RankZeroModel
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_proposal import Guess
-from sharesd.speculation.draft_tree import PLAIN, DraftTree, chain, chains, pack, shapes_of
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree, chain, chains, pack, shapes_of
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
 DEVICE = torch.device("meta")
@@ -93,7 +94,7 @@ def inference() -> Iterator[None]:
         yield
 
 
-def decoder(family: str, part: Part = WHOLE) -> Decoder:
+def decoder(family: str, part: Shard = UNSHARDED) -> Decoder:
     config = DecoderConfig.from_hf(SIZES | FAMILIES[family])
     return Decoder(config, dtype=torch.bfloat16, device=DEVICE, part=part).eval().requires_grad_(False)
 
@@ -124,15 +125,15 @@ def switched(model: Decoder) -> Switch:
 
 def rounds(engine: Engine, params: SamplingParams, shapes: Any) -> list[str]:
     """What was found in rounds with drafts of these shapes."""
-    way, batch = engine.way(params), engine.cache.batch
-    round_, drafter = way.round(), engine.drafter
+    variant, batch = engine.variant(params), engine.cache.batch
+    round_, drafter = variant.round(), engine.drafter
     with Watch() as prompt:
         prefill(engine.target, engine.cache, [[1, 2, 3]] * batch, [0] * batch)
     assert all("of two devices" in found for found in prompt.found), "prompts come from the host"
     with Watch() as watch:
         for shape in shapes:
             no_draft = DraftTree(engine.state.root_B[:, None][:, :0])
-            tree = drafter.draft(round_.drafting, shape) if drafter and shape.nodes else no_draft
+            tree = drafter.draft(round_.context, shape) if drafter and shape.nodes else no_draft
             result = round_.verify(tree)
             tensors = [t for t in tree_leaves(tuple(result)) if isinstance(t, torch.Tensor)]
             assert {t.device.type for t in tensors} == {DEVICE.type}
@@ -145,9 +146,7 @@ def new(model: Any, drafter: Any, cache: Any) -> Engine:
         tokenizer=tiny_tokenizer(),
         cache=cache,
         drafter=drafter,
-        max_context=200,
-        auto_length=True,
-        widths=[16],
+        options=EngineOptions(max_context=200, auto_length=True, widths=[16]),
     )
 
 
@@ -158,28 +157,28 @@ def test_rounds_of_model_drafters_stay_on_the_device(family: str, name: str, tre
     cache = model.new_cache(2, 256)
     shapes, top = (shapes_of(*tree), tree[0]) if tree else (chains(6), 1)
     drafter: Any = (
-        ShareDrafter(model, cache, switched(model), shapes=shapes, low_bytes=0, top=top)
+        ShareDrafter(model, cache, switched(model), shapes=shapes, quantized_bytes=0, branching=top)
         if name == "share"
-        else ClassicDrafter(model, batch=2, slots=256, shapes=shapes, weight_bytes=0, top=top)
+        else ClassicDrafter(model, batch=2, slots=256, shapes=shapes, weight_bytes=0, branching=top)
     )
     engine = new(model, drafter, cache)
     for params in SAMPLINGS.values():
         if params.acceptance == "match" or not tree:
-            assert rounds(engine, params, (PLAIN, chain(3), shapes[-1])) == []
+            assert rounds(engine, params, (NO_DRAFT, chain(3), shapes[-1])) == []
 
 
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduce"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_of_ranks_stay_on_the_device(family: str, reduces: bool) -> None:
     group: Any = FakeGroup()
-    model = decoder(family, Part(0, 2, reduces))
+    model = decoder(family, Shard(0, 2, reduces))
     switch = switched(model)
-    Steps("off", asked="off", switch=switch, group=group).of(model, set(), lambda: cache, set())
-    leading: Any = LeadingModel(model, switch, group)
+    StepCompiler("off", given="off", switch=switch, group=group).compile(model, set(), lambda: cache, set())
+    leading: Any = RankZeroModel(model, switch, group)
     cache = leading.new_cache(2, 256)
-    engine = new(leading, ShareDrafter(leading, cache, switch, shapes=chains(4), low_bytes=0, top=1), cache)
+    engine = new(leading, ShareDrafter(leading, cache, switch, shapes=chains(4), quantized_bytes=0, branching=1), cache)
     for params in SAMPLINGS.values():
-        assert rounds(engine, params, (PLAIN, chain(4))) == []
+        assert rounds(engine, params, (NO_DRAFT, chain(4))) == []
     group.gathers, group.told = 0, []
     assert rounds(engine, GREEDY, [chain(4)]) == []
     passes = 1 + 4 + 2  # of the round, and of a prompt for each row
@@ -195,7 +194,7 @@ def test_rounds_of_the_fallback_stay_on_the_device() -> None:
     config = LlamaConfig(**sizes, attn_implementation="eager")
     model = hf.HFModel(LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval().requires_grad_(False))
     for params in (GREEDY, replace(EVERYTHING, logprobs=False)):
-        assert rounds(new(model, None, model.new_cache(2, 256)), params, (PLAIN, PLAIN)) == []
+        assert rounds(new(model, None, model.new_cache(2, 256)), params, (NO_DRAFT, NO_DRAFT)) == []
 
 
 def test_guesses_of_tables_come_over_in_one_copy() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sharesd import runtime
 from sharesd.config import EngineConfig
 from sharesd.devices import selection as device
+from sharesd.loading import resolve
+from sharesd.runtime import Runtime
 from tests.helpers.tiny_models import make_checkpoint
 
 CUDA = torch.device("cuda", 0)
@@ -23,16 +24,16 @@ def first_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 
 
 def test_one_warning_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
-    device.warn_untried(torch.device("cpu"))
+    device.warn_untested(torch.device("cpu"))
     assert caplog.messages == []
     for _ in range(2):
-        device.warn_untried(CUDA)
-    assert caplog.messages == [device.UNTRIED] and "--device cpu" in device.UNTRIED
+        device.warn_untested(CUDA)
+    assert caplog.messages == [device.UNTESTED] and "--device cpu" in device.UNTESTED
 
 
 def test_none_once_a_gpu_was_tried(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "GPU_TRIED", True)
-    device.warn_untried(CUDA)
+    monkeypatch.setattr(device, "GPU_TESTED", True)
+    device.warn_untested(CUDA)
     assert caplog.messages == []
 
 
@@ -45,11 +46,11 @@ def test_it_comes_before_the_model_is_loaded(
     def stop(*args: object, **options: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(runtime, "device_of", lambda name: torch.device("cpu") if name == "cpu" else CUDA)
-    monkeypatch.setattr(runtime, "prepare_cuda", lambda steady: None)
-    monkeypatch.setattr(runtime, "opened", lambda device, auto: device)
-    monkeypatch.setattr(runtime, "use", stop)
+    monkeypatch.setattr(resolve, "device_of", lambda name: torch.device("cpu") if name == "cpu" else CUDA)
+    monkeypatch.setattr(resolve, "prepare_cuda", lambda steady: None)
+    monkeypatch.setattr(resolve, "open_device", lambda device, auto: device)
+    monkeypatch.setattr(resolve, "use", stop)
     config = EngineConfig(target=str(make_checkpoint(tmp_path / "model")), mode="naive")
     with pytest.raises(Reached):
-        runtime.Runtime(config)
-    assert caplog.messages == [device.UNTRIED]
+        Runtime(config)
+    assert caplog.messages == [device.UNTESTED]

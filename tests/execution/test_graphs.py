@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compile.cuda_graphs import Graphs, Replayed, between_graphs, no_captures
-from sharesd.config import SamplingParams
+from compile.cuda_graphs import Graphs, Replayed, call_between_graphs, no_captures
 from sharesd.devices import transfer
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.eagle.drafter import EagleDrafter
@@ -28,12 +27,13 @@ from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.drafters.suffix.table import SuffixTable
-from sharesd.engine import warmup
+from sharesd.engine import cost_profiler
 from sharesd.engine.engine import Engine
 from sharesd.engine.warmup import warm_up
 from sharesd.sampling.sampler import Sampler
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.draft_tree import PLAIN, chain, chains, shapes_of
+from sharesd.speculation.draft_tree import NO_DRAFT, chain, chains, shapes_of
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
 from tests.helpers.staged_devices import in_stages, watched
@@ -147,7 +147,7 @@ def test_calls_between_graphs_are_made_by_every_replay() -> None:
             calls.append(number.tolist()[0])  # the host may look at tensors here
             there.copy_(made)
 
-        between_graphs(carry)
+        call_between_graphs(carry)
         seen.add_(there)
         return there + made
 
@@ -167,11 +167,11 @@ def test_what_fails_between_graphs_is_not_captured(caplog: pytest.LogCaptureFixt
 
     def in_pieces() -> None:
         step()
-        between_graphs(fails)
+        call_between_graphs(fails)
 
     assert graphs.capture(in_pieces) is None and "no way to there" in caplog.text
     assert number.tolist() == [0] * 3
-    between_graphs(step)  # nothing is being captured
+    call_between_graphs(step)  # nothing is being captured
     assert number.tolist() == [1] * 3
 
 
@@ -204,7 +204,7 @@ def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def in_pieces() -> None:
         for number in (1, 0):
-            between_graphs(partial(go_to, number))
+            call_between_graphs(partial(go_to, number))
 
     taken.clear()
     assert graphs.capture(in_pieces) is not None
@@ -253,7 +253,7 @@ def test_a_broken_capture_leaves_streams_and_other_functions_alone(
             function()
         assert current == ["mine"]
     assert calls[:2] == [6, 6], "captured once, in vain, and called each time"
-    assert len(graphs._dead) == len(closed) == len(synchronised) == 2 and closed[0] == (0, (0, 1))
+    assert len(graphs._failed) == len(closed) == len(synchronised) == 2 and closed[0] == (0, (0, 1))
     broken = False
     for _ in range(5):
         functions[2]()
@@ -337,7 +337,7 @@ def new(kind: str, batch: int, *, place: Place = CPU, num_blocks: tuple[int, ...
     model.to(*place)
     second = noisy(3).to(*place)
     if num_blocks:
-        in_stages(model, num_blocks), in_stages(second, (2,), apart=len(num_blocks) - 1)
+        in_stages(model, num_blocks), in_stages(second, (2,), caller_device=len(num_blocks) - 1)
     options = {"batch": batch, "auto_length": True} | options
     if name == "naive":
         return new_engine(model, **options)
@@ -352,15 +352,15 @@ def new(kind: str, batch: int, *, place: Place = CPU, num_blocks: tuple[int, ...
             head.embed = torch.nn.Embedding.from_pretrained(model.embed.weight.clone())
         cache = model.new_cache(batch, 160, head.config.taps)
         drafts: Any = {"parallel": ParallelDrafter, "glide": GlideDrafter}.get(name, EagleDrafter)
-        drafter = drafts(head, cache, shapes=shapes, weight_bytes=0, top=top)
+        drafter = drafts(head, cache, shapes=shapes, weight_bytes=0, branching=top)
         return new_engine(model, drafter, cache=cache, **options)
     cache = model.new_cache(batch, 160)
     inner: Any = None
     if name == "hybrid":
         inner = (
-            ClassicDrafter(second, batch=batch, slots=160, shapes=shapes, weight_bytes=0, top=top)
+            ClassicDrafter(second, batch=batch, slots=160, shapes=shapes, weight_bytes=0, branching=top)
             if "classic" in kind
-            else ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
+            else ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
         )
     tables = [RecycleTable(40, 2)] if name == "recycle" else [SuffixTable()]
     return new_engine(model, HybridDrafter(name, tables, inner, num_nodes=6, trees=True), cache=cache, **options)
@@ -377,7 +377,7 @@ def outcome(engine: Engine, params: SamplingParams) -> Any:
 def pins(engine: Engine) -> list[Any]:
     """Shapes that calls are held to, so that both engines draft alike."""
     shapes = engine.drafter.shapes if engine.drafter else ()
-    return [*shapes[-1:], PLAIN, *shapes[2:3], *shapes[-1:]] if shapes else [PLAIN, PLAIN]
+    return [*shapes[-1:], NO_DRAFT, *shapes[2:3], *shapes[-1:]] if shapes else [NO_DRAFT, NO_DRAFT]
 
 
 IN_EACH = pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_stages_are_captured_in_graphs_of_one_device_each(
     with watched(captured.target, captured.cache) as places:  # type: ignore[arg-type]
         for pin in pins(plain):
             for engine in (plain, captured):
-                engine.way(params).policy.pinned = pin
+                engine.variant(params).policy.pinned = pin
             with _disable_current_modes():
                 wanted = outcome(plain, params)
             assert outcome(captured, params) == wanted
@@ -428,7 +428,7 @@ def test_stages_are_captured_in_graphs_of_one_device_each(
 
 
 def test_a_hop_within_a_graph_is_noticed(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "between_graphs", lambda function: function())
+    monkeypatch.setattr(transfer, "call_between_graphs", lambda function: function())
     engine = new("naive", 1, widths=[7], graphs=RecordedGraphs(), num_blocks=(1, 1))
     with watched(engine.target, engine.cache) as places:  # type: ignore[arg-type]
         outcome(engine, GREEDY)
@@ -451,7 +451,7 @@ def compare(kind: str, params: SamplingParams, batch: int, graphs: Graphs, place
     plain, captured = (new(kind, batch, widths=[7], graphs=each, place=place) for each in (None, graphs))
     for pin in pins(plain):
         for engine in (plain, captured):
-            engine.way(params).policy.pinned = pin
+            engine.variant(params).policy.pinned = pin
         assert outcome(captured, params) == outcome(plain, params), pin
 
 
@@ -465,9 +465,9 @@ def test_rounds_launched_ahead_change_nothing(
     params = replace(params, stop_token_ids=(5, 9, 21), max_new_tokens=17, logprobs=True)
     options: dict[str, Any] = {"widths": [7], "auto_length": False}
     found = []
-    for ahead in (False, True):
-        engine = new(kind, 2, graphs=RecordedGraphs() if graphs else None, ahead=ahead, **options)
-        assert engine.ahead == ahead
+    for async_scheduling in (False, True):
+        engine = new(kind, 2, graphs=RecordedGraphs() if graphs else None, async_scheduling=async_scheduling, **options)
+        assert engine.async_scheduling == async_scheduling
         for _ in range(2):
             done = engine.generate(prompts, params)
         found.append(([(c.token_ids, c.logprobs, c.sources) for c in done], engine.stats.accept_lengths))
@@ -476,11 +476,13 @@ def test_rounds_launched_ahead_change_nothing(
     assert len({len(tokens) for tokens, _, _ in found[0][0]}) > 2, "rows shall end at different times"
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("kind", ["naive", "share"])
-def test_a_round_is_launched_before_the_one_in_front_of_it_is_read(kind: str, ahead: bool, way_of_cuda: None) -> None:
+def test_a_round_is_launched_before_the_one_in_front_of_it_is_read(
+    kind: str, async_scheduling: bool, way_of_cuda: None
+) -> None:
     graphs = RecordedGraphs()
-    engine = new(kind, 1, widths=[7], graphs=graphs, auto_length=False, ahead=ahead)
+    engine = new(kind, 1, widths=[7], graphs=graphs, auto_length=False, async_scheduling=async_scheduling)
     engine.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=30))  # captures
     chunks = engine.stream(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
     next(chunks)
@@ -490,14 +492,16 @@ def test_a_round_is_launched_before_the_one_in_front_of_it_is_read(kind: str, ah
         for _ in range(3):
             next(chunks)
     chunks.close()
-    assert launches == [each * (number + ahead) for number in (1, 2, 3)]
+    assert launches == [each * (number + async_scheduling) for number in (1, 2, 3)]
 
 
 def new_pool(
     kind: str, batch: int, params: SamplingParams, widths: list[int], patch: pytest.MonkeyPatch
 ) -> tuple[Engine, RecordedGraphs]:
     """An engine that is warmed up; its costs are made up, since measuring takes a while."""
-    patch.setattr(warmup, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True))
+    patch.setattr(
+        cost_profiler, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True)
+    )
     graphs = RecordedGraphs()
     engine = new(kind, batch, widths=widths, graphs=graphs)
     warm_up(engine, params)
@@ -522,7 +526,7 @@ def test_few_graphs_are_captured_and_all_in_warm_up(
 ) -> None:
     engine, graphs = new_pool(kind, 1, GREEDY, widths, monkeypatch)
     assert len(graphs.recorded) == most
-    policy, [plain] = engine.way(GREEDY).policy, new("naive", 1, widths=widths).generate(PROMPTS[:1], GREEDY)
+    policy, [plain] = engine.variant(GREEDY).policy, new("naive", 1, widths=widths).generate(PROMPTS[:1], GREEDY)
     with no_captures():
         for pin in pins(engine):
             policy.pinned = pin
@@ -534,11 +538,11 @@ def test_few_graphs_are_captured_and_all_in_warm_up(
 def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, graphs = new_pool(kind, 1, GREEDY, [7], monkeypatch)
     if engine.drafter is not None:
-        engine.way(GREEDY).policy.pinned = engine.drafter.shapes[-1]
+        engine.variant(GREEDY).policy.pinned = engine.drafter.shapes[-1]
     reads: list[str] = []
     chunks = engine.stream(PROMPTS[:1], replace(GREEDY, max_new_tokens=60))
     next(chunks)
-    depth = 0 if engine.drafter is None or engine.drafter.on_host else engine.drafter.shapes[-1].depth
+    depth = 0 if engine.drafter is None or engine.drafter.runs_on_host else engine.drafter.shapes[-1].depth
     for _ in range(3):
         before, reads[:] = graphs.num_replays, []
         with host_reads(reads.append):
@@ -550,25 +554,25 @@ def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None, monkeypatch: 
 
 def test_ways_of_sampling_do_not_keep_graphs_without_end(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new("share", 1, widths=[7], graphs=RecordedGraphs())
-    first = weakref.ref(engine.way(GREEDY))
+    first = weakref.ref(engine.variant(GREEDY))
     wishes: list[dict[str, Any]] = [{}, {"logprobs": True}, {"repetition_penalty": 1.2}, {"logit_bias": {1: 1.0}}]
     for step in range(24):
         params = replace(SAMPLED, temperature=step % 3 / 2, top_p=1 - step % 2 / 2, **wishes[step % 4])
         engine.generate(PROMPTS[:1], replace(params, max_new_tokens=3))
-    assert 1 < len(engine._ways) <= 8, "kinds that are captured are few"
-    monkeypatch.setattr("sharesd.engine.engine.MOST_WAYS", 2)
+    assert 1 < len(engine._variants) <= 8, "kinds that are captured are few"
+    monkeypatch.setattr("sharesd.engine.decode_variant.MAX_VARIANTS", 2)
     engine.generate(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.generate(PROMPTS[:1], SAMPLED)
     gc.collect()
-    assert first() is None and len(engine._ways) < 9
+    assert first() is None and len(engine._variants) < 9
 
 
 def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By replays: launched one by one, a draft step's operations take several times as long."""
-    measure = warmup.measure_costs
+    measure = cost_profiler.measure_costs
     engine, graphs = new_pool("share", 1, GREEDY, [7], monkeypatch)
-    monkeypatch.setattr(warmup, "SECONDS", 0.0)
+    monkeypatch.setattr(cost_profiler, "SECONDS", 0.0)
     ran: list[int] = []
-    timed = warmup._timed
+    timed = cost_profiler._timed
 
     def counted(function: Callable[[], object]) -> float:
         before = graphs.num_replays
@@ -576,8 +580,8 @@ def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytes
         ran.append(graphs.num_replays - before)
         return took
 
-    monkeypatch.setattr(warmup, "_timed", counted)
-    monkeypatch.setattr(warmup, "SWEEPS", (1, 12))
+    monkeypatch.setattr(cost_profiler, "_timed", counted)
+    monkeypatch.setattr(cost_profiler, "SWEEPS", (1, 12))
     with no_captures():
         measure(engine, GREEDY)
     assert set(ran) == {1, 3}, "a round, plain or with a draft that is there; a chain of half the longest"
@@ -598,10 +602,10 @@ def test_a_stale_read_planted_in_rounds_shows(way_of_cuda: None) -> None:
     """What a draft left in Python: there it is right, and in a replay it is of the capture."""
     right, plain, captured = (new("share", 1, widths=[7], graphs=graphs) for graphs in (None, None, RecordedGraphs()))
     for engine in (plain, captured):
-        sampler = engine.way(SAMPLED).round().drafting.sampler
+        sampler = engine.variant(SAMPLED).round().context.sampler
         sampler._draw_together = True
         sampler.__class__ = KeepsNoise
     for engine in (right, plain, captured):
-        engine.way(SAMPLED).policy.pinned = chain(4)
+        engine.variant(SAMPLED).policy.pinned = chain(4)
     outcomes = [[outcome(engine, SAMPLED) for _ in range(2)] for engine in (right, plain, captured)]
     assert outcomes[0] == outcomes[1] != outcomes[2]

@@ -19,18 +19,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compile import attention, state_update, tree_expand, tree_verify
+from compile import attention, kv_compact, state_update, tree_expand, tree_verify
 from compile.cuda.gemm_config import ROWS
-from compile.cuda.linear import use_row_linears
+from compile.cuda.linear import replace_with_row_linears
 from compile.cuda_graphs import Graphs
 from quant.switch_linear import Switch, SwitchLinear
-from sharesd.config import SamplingParams
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine.engine import Engine
+from sharesd.engine.options import EngineOptions
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.sampling import logits_processors
-from sharesd.speculation.draft_tree import PLAIN, DraftTree, Shape, shapes_of
+from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, shapes_of
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -69,7 +70,7 @@ def decoder(**config: Any) -> Decoder:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None}
     hf = DecoderConfig.from_hf({**sizes, "model_type": "llama", **config})
     model = Decoder(hf, dtype=torch.bfloat16, device=DEVICE).eval().requires_grad_(False)
-    use_row_linears(model, 16, 2)
+    replace_with_row_linears(model, 16, 2)
     return model
 
 
@@ -83,7 +84,7 @@ def switched(model: Decoder) -> Switch:
 
 @pytest.fixture(autouse=True)
 def takes_meta_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (attention, tree_expand, logits_processors, state_update, tree_verify):
+    for module in (attention, kv_compact, tree_expand, logits_processors, state_update, tree_verify):
         monkeypatch.setattr(module, "runs_triton", lambda device: device == DEVICE)
     with torch.inference_mode():
         yield
@@ -95,11 +96,7 @@ def engine_of(model: Decoder, drafter: Any, cache: Any, **options: Any) -> Engin
         tokenizer=tiny_tokenizer(),
         cache=cache,
         drafter=drafter,
-        max_context=200,
-        auto_length=True,
-        widths=[1, 7],
-        graphs=Graphs(),
-        **options,
+        options=EngineOptions(max_context=200, auto_length=True, widths=[1, 7], graphs=Graphs(), **options),
     )
 
 
@@ -118,17 +115,17 @@ def captures(
     model: Decoder, drafter: Any, cache: Any, rows: int | None = None, **options: Any
 ) -> dict[str, Callable[[], object]]:
     """Captures of an engine for so many rows (default: all), by kind."""
-    round_ = engine_of(model, drafter, cache, **options).way(SamplingParams()).round(0, rows)
+    round_ = engine_of(model, drafter, cache, **options).variant(SamplingParams()).round(0, rows)
 
     def verify(tree: DraftTree) -> object:
-        return round_._decide(round_._read(tree))
+        return round_._accept(round_._verify(tree))
 
     found: dict[str, Callable[[], object]] = {"plain": partial(verify, round_.no_draft)}
     if drafter is None:
         return found
-    found["verify"] = partial(verify, round_.drafting.buffers.tree(branches=drafter.trees, probs=False))
-    drafter.draft(round_.drafting, PLAIN._replace(depth=1, nodes=1))
-    [model_draft] = round_.drafting.kept.values()
+    found["verify"] = partial(verify, round_.context.buffers.tree(tree_mask=drafter.trees, probs=False))
+    drafter.draft(round_.context, NO_DRAFT._replace(depth=1, nodes=1))
+    [model_draft] = round_.context.generators.values()
     chain, tree = model_draft._chain, model_draft.tree
     found |= {"first draft step": chain._first._function, "next draft step": chain._next._function}
     if drafter.trees:
@@ -140,19 +137,19 @@ def captures(
 BLOCKS = {"row_linear": 4 * LAYERS, "attend_": 3 * LAYERS}
 """7 a layer: QKV with its norm; turn and write, parts, join; output; gate and up with their norm; down."""
 STEP = Counter(BLOCKS) + Counter({"embedding": 1, "row_linear": 1})
-PLAIN_STEP = STEP + Counter({"argmax": 1, "mul": 1, "note_round_": 1})
-DRAFT_STEP = STEP + Counter({"add_": 1, "argmax": 1, "note_token_": 1})
-LEVEL = STEP + Counter({"add": 1, "topk": 1, "to": 1, "gather": 1, "logsumexp": 1, "sub": 1, "grow_": 1})
+PLAIN_STEP = STEP + Counter({"argmax": 1, "mul": 1, "commit_round_": 1})
+DRAFT_STEP = STEP + Counter({"add_": 1, "argmax": 1, "write_draft_token_": 1})
+LEVEL = STEP + Counter({"add": 1, "topk": 1, "to": 1, "gather": 1, "logsumexp": 1, "sub": 1, "expand_tree_": 1})
 WANTED: dict[str, Counter[str]] = {
     "plain": PLAIN_STEP,
-    "verify": PLAIN_STEP + Counter({"where": 1, "step_tokens": 1, "walk": 1}),
+    "verify": PLAIN_STEP + Counter({"where": 1, "verify_tokens": 1, "accept_path": 1}),
     "first draft step": DRAFT_STEP + Counter({"sub": 1, "copy_": 2}),
     "next draft step": DRAFT_STEP,
 }
 TREES = {
     "first level": LEVEL + Counter({"zero_": 1, "fill_": 3, "sub": 1, "add_": 1}),
     "next level": LEVEL,
-    "choice": Counter({"choose_nodes_": 1}),
+    "choice": Counter({"select_nodes_": 1}),
 }
 
 
@@ -161,11 +158,11 @@ TREES = {
 def test_what_each_capture_launches(batch: int, trees: bool) -> None:
     model = decoder()
     switch, cache = switched(model), model.new_cache(batch, 256)
-    shapes = shapes_of(*TREE) if trees else (Shape(1, 1), Shape(6, 6))
-    drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=TREE[0] if trees else 1)
+    shapes = shapes_of(*TREE) if trees else (DraftShape(1, 1), DraftShape(6, 6))
+    drafter = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=TREE[0] if trees else 1)
     wanted = WANTED | TREES if trees else WANTED
     if trees:
-        wanted["verify"] = WANTED["verify"] + Counter({"keep_rows_": 1})
+        wanted["verify"] = WANTED["verify"] + Counter({"compact_kv_": 1})
     for name, function in captures(model, drafter, cache).items():
         assert count(function) == wanted[name], name
 
@@ -175,11 +172,11 @@ def test_one_user_of_eight_pays_what_one_of_one_does(trees: bool) -> None:
     """By tiles of rows, rows of the cache that are read, and bytes that launches make; at most 5 % are allowed."""
     model = decoder()
     switch = switched(model)
-    shapes, top = (shapes_of(*TREE), TREE[0]) if trees else ((Shape(1, 1), Shape(6, 6)), 1)
+    shapes, top = (shapes_of(*TREE), TREE[0]) if trees else ((DraftShape(1, 1), DraftShape(6, 6)), 1)
 
     def work(batch: int, rows: int) -> dict[str, Counting]:
         cache = model.new_cache(batch, 256)
-        drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
+        drafter = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
         kinds = captures(model, drafter, cache, rows, buckets=True)
         return {name: counted(function) for name, function in kinds.items()}
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from compile.attention import kv_layout, new_kv
-from sharesd.config import PLANNED_CONTEXT, EngineConfig, OffloadConfig, SplitConfig
+from compile.kv_layout import kv_layout, new_kv
+from sharesd.config import PLANNED_CONTEXT, EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.devices.host_memory import own_memory
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.loading import max_context
@@ -79,7 +79,7 @@ def test_wrong_lengths_are_refused(wrong: Any) -> None:
 def test_memory_limits_and_stages_decide_before_the_model_is_loaded(tmp_path: Path) -> None:
     folder = str(make_checkpoint(tmp_path / "model", context=4096))
     limited = OffloadConfig(host_memory=4 * 10**9)
-    for options in ({"offload": limited}, {"split": SplitConfig(devices=("cpu", "cpu"))}):
+    for options in ({"offload": limited}, {"split": PipelineConfig(devices=("cpu", "cpu"))}):
         runtime = Runtime(EngineConfig(target=folder, mode="naive", **options))
         assert runtime.max_context == PLANNED_CONTEXT and "plan" in runtime.context_reason
         runtime.close()

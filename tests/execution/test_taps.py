@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compile.decoder_stack import NativeStack
 from compile.inductor import CompiledModel
-from sharesd.config import SamplingParams
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import pack
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, new_engine, switched, tiny_decoder
@@ -42,7 +42,7 @@ def native_bits(model: Decoder, tokens: list[int]) -> Tensor:
             model.blocks[:depth],
             tables=model.rope_tables,
             ropes=[0, 0][:depth],
-            activation=model.config.activation,
+            hidden_act=model.config.hidden_act,
             norm=model.norm if depth == model.normed_depth else None,
         )
         cache = model.new_cache(1, 128)
@@ -75,13 +75,13 @@ def test_features_are_the_hidden_states_of_a_plain_pass(how: str, dtype: torch.d
     done = engine.generate(prompts, SamplingParams(max_new_tokens=12))
     again = engine.generate([[*prompts[0], *done[0].token_ids, 5, 7]], SamplingParams(max_new_tokens=4), reuse=True)
     texts = {tuple(prompts[1] + done[1].token_ids), tuple(prompts[0] + done[0].token_ids + [5, 7] + again[0].token_ids)}
-    for row, held in enumerate(cache.held):
-        assert any(tuple(held) == text[: len(held)] for text in texts) and len(held) > 20
-        kept = features(cache, row, 0, len(held))
+    for row, cached_ids in enumerate(cache.cached_ids):
+        assert any(tuple(cached_ids) == text[: len(cached_ids)] for text in texts) and len(cached_ids) > 20
+        kept = features(cache, row, 0, len(cached_ids))
         if how == "native":
-            assert torch.equal(kept, native_bits(model, held))
+            assert torch.equal(kept, native_bits(model, cached_ids))
         if dtype == torch.float64:
-            torch.testing.assert_close(kept, expected(plain, held))
+            torch.testing.assert_close(kept, expected(plain, cached_ids))
     assert model.new_cache(2, 96).features is None
 
 
@@ -93,14 +93,14 @@ def test_features_of_accepted_nodes_move_with_their_kv(how: str) -> None:
     cache = model.new_cache(2, 96, TAPS)
     prefill(model, cache, [text, text[:4]], [0, 0])
     tree = pack([random_tree(dice, 6), random_tree(dice, 6)], 6, "")
-    assert tree.branches is not None
+    assert tree.tree_mask is not None
     rows = torch.cat([torch.tensor([[1], [2]]), tree.tokens], 1)
-    model.forward(rows, cache, branches=tree.branches)
-    depth, path = tree.branches
+    model.forward(rows, cache, tree_mask=tree.tree_mask)
+    depth, path = tree.tree_mask
     leaves = depth.argmax(1)
     paths = [path[b, leaf, : depth[b, leaf] + 1] for b, leaf in enumerate(leaves.tolist())]
     padded = torch.stack([torch.nn.functional.pad(p, (0, 7 - len(p)), value=6) for p in paths])
-    cache.keep(padded, torch.tensor([len(p) for p in paths]))
+    cache.compact(padded, torch.tensor([len(p) for p in paths]))
     for b, before in enumerate((text, text[:4])):
         whole = before + rows[b, paths[b]].tolist()
         torch.testing.assert_close(features(cache, b, 0, len(whole)), expected(plain, whole))
@@ -111,7 +111,7 @@ def test_features_go_where_rows_go() -> None:
     model, (a, b) = tiny_decoder(3), ([3, 1, 4, 1, 5], [2, 7, 1])
     cache = model.new_cache(3, 96, TAPS)
     prefill(model, cache, [a, b, []], [0, 0, 0])
-    cache.held[:2] = [a, b]
+    cache.cached_ids[:2] = [a, b]
     cache.swap_rows(0, 2)
     cache.copy_row(1, 0, 2)
     for row, text in ((2, a), (1, b), (0, b[:2])):
@@ -128,9 +128,9 @@ def test_quantized_steps_leave_features_alone() -> None:
     cache = model.new_cache(1, 96, TAPS)
     prefill(model, cache, [[3, 1, 4]], [0])
     assert cache.features is not None
-    before, ahead = cache.features.clone(), cache.ahead()
+    before, ahead = cache.features.clone(), cache.draft_view()
     ahead.lengths.copy_(cache.lengths)
-    with switch.use_low():
+    with switch.quantized_weights():
         model.forward(torch.tensor([[5, 9]]), ahead)
     assert torch.equal(cache.features, before)
     model.forward(torch.tensor([[5, 9]]), cache)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from compile.attention import CHUNK, SINKS
 from compile.decoder_stack import NativeStack
 from compile.inductor import CompiledBlocks
+from compile.kv_layout import CHUNK, SINKS
 from compile.linear import pack_linears
 from quant.switch_linear import Switch
 from sharesd.models.decoder import Decoder
@@ -21,17 +21,17 @@ NUM_DRAFT = 3
 
 def compiled(model: Decoder, how: str, switch: Switch | None = None) -> Decoder:
     """The model as `load.Runtime` would run it on a CPU."""
-    low = (lambda: switch.low) if switch else (lambda: False)
+    low = (lambda: switch.quantized) if switch else (lambda: False)
     pack_linears(model)
     if how == "native":
-        ropes = [kind.rope for kind in model.config.layers]
+        ropes = [kind.rope for kind in model.config.layer_types]
         model.run_stack = NativeStack(
             model.blocks,
             tables=model.rope_tables,
             norm=model.norm,
             ropes=ropes,
-            activation=model.config.activation,
-            low=low,
+            hidden_act=model.config.hidden_act,
+            use_quantized=low,
         )
     else:
         model.step_widths = frozenset({1, 2, 1 + NUM_DRAFT})
@@ -54,7 +54,7 @@ def check_looking_back(how: str) -> None:
     cache.lengths += text.shape[1]
     row = torch.tensor([[7]])
     whole = model.forward(row, cache)
-    recent = cache.ahead(5)
+    recent = cache.draft_view(5)
     recent.lengths.copy_(cache.lengths)
     near = model.forward(row, recent)
     assert not torch.equal(near, whole)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from quant.config import QuantConfig
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 

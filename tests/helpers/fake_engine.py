@@ -17,10 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve.engine_thread import Model
-from sharesd.config import SamplingParams
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling.grammar import Grammars
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
 
 DRAFT = 3

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from compile import device_timer
-from sharesd.engine import engine, prefill_scheduler
+from sharesd.engine import engine, output_processor, prefill_scheduler, round_launcher
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
+from sharesd.engine.output_processor import OutputProcessor
 
 
 class FakeTime:
@@ -59,12 +60,13 @@ def fake_time(decoder: Engine, *, runs_ahead: bool) -> Iterator[FakeTime]:
         return timed
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine, prefill_scheduler, device_timer):
+        for module in (engine, round_launcher, output_processor, prefill_scheduler, device_timer):
             patch.setattr(module, "time", made_up)
         if runs_ahead:
-            patch.setattr(decoder, "_clock", made_up)
+            for part in (decoder._launcher, decoder._outputs):
+                patch.setattr(part, "_clock", made_up)
         patch.setattr(Round, "verify", takes(0.001, 0.010, Round.verify))
-        patch.setattr(Engine, "_emit", takes(0.002, 0.0, Engine._emit))
+        patch.setattr(OutputProcessor, "emit", takes(0.002, 0.0, OutputProcessor.emit))
         patch.setattr(prefill_scheduler, "read_piece", takes(0.001, 0.020, prefill_scheduler.read_piece))
         if decoder.drafter is not None:
             patch.setattr(decoder.drafter, "draft", takes(0.001, 0.004, decoder.drafter.draft))

@@ -46,8 +46,8 @@ def make_up_a_gpu() -> None:
 
 def products() -> list[dict[str, object]]:
     """Relative errors of our linears against the weights that their codes stand for, by bits and rows."""
-    from quant.hqq import solve
-    from quant.quantized_linear import GemliteLinear
+    from quant.formats.hqq.gemlite import GemliteLinear
+    from quant.formats.hqq.solver import solve
 
     dice = torch.Generator().manual_seed(0)
     found = []
@@ -67,7 +67,7 @@ def kept(cache_dir: Path) -> dict[str, object]:
     """Whether configurations that are kept are found again, as by another process."""
     from gemlite import core
 
-    from quant import gemlite_configs
+    from quant.formats.hqq import gemlite_configs
 
     before = gemlite_configs.load_configs(cache_dir)
     gemlite_configs.save_configs(cache_dir)

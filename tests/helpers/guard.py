@@ -53,7 +53,7 @@ def install() -> None:
     )
 
     huge_pages.zeros_like = _apart(huge_pages.zeros_like)
-    suffix_search.finder = _moving_corpus(suffix_search.finder)
+    suffix_search.suffix_finder = _moving_corpus(suffix_search.suffix_finder)
 
 
 @cache
@@ -107,11 +107,11 @@ def _moving_arrays(kernel: Callable) -> Callable:
     return guarded_kernel
 
 
-def _moving_corpus(finder: Callable) -> Callable:
+def _moving_corpus(suffix_finder: Callable) -> Callable:
     def guarded_finder(backward: np.ndarray, order: np.ndarray, most: int) -> Callable[[Sequence[int]], Any]:
         if _place != "off":
             backward, order = moved(backward), moved(order)
-        return finder(backward, order, most)
+        return suffix_finder(backward, order, most)
 
     return guarded_finder
 

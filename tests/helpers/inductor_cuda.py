@@ -29,9 +29,9 @@ from torch.utils.cpp_extension import include_paths, library_paths
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from compile.attention import Branches
-from compile.cuda.linear import use_row_linears
-from compile.cuda.lowbit import LowRowLinear
+from compile.attention import TreeAttentionMask
+from compile.cuda.linear import replace_with_row_linears
+from compile.cuda.lowbit import QuantizedRowLinear
 from compile.inductor import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
 from quant.switch_linear import Switch, SwitchLinear
 from sharesd import sampling
@@ -161,7 +161,7 @@ def digest(code: str) -> dict[str, Any]:
 def decoder(family: str, switch: Switch | None = None) -> Decoder:
     config = DecoderConfig.from_hf({"model_type": family, **SIZES, **FAMILIES[family]})
     model = Decoder(config, dtype=torch.bfloat16, device=DEVICE).eval().requires_grad_(False)
-    use_row_linears(model, WIDTH)
+    replace_with_row_linears(model, WIDTH)
     for path, linear in [(path, part) for path, part in model.named_modules() if switch and hasattr(part, "counters")]:
         model.set_submodule(path, SwitchLinear(linear, low(linear), switch))  # type: ignore[arg-type]
     return model
@@ -171,7 +171,7 @@ def low(linear: Any) -> nn.Module:
     N, K = linear.out_features, linear.in_features
     factors = torch.empty(2, N, K // GROUP, device=DEVICE)
     codes_NK = torch.empty(N, K, dtype=torch.uint8, device=DEVICE)
-    return LowRowLinear(codes_NK, *factors, None, 4, torch.bfloat16, WIDTH)
+    return QuantizedRowLinear(codes_NK, *factors, None, 4, torch.bfloat16, WIDTH)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -180,10 +180,10 @@ def numbers(*shape: int) -> Tensor:
 
 def steps(model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], Any] | None = None) -> dict[str, Any]:
     """The forms of each kind of step, and of a piece of a prompt: run twice each, and of layers that are alike."""
-    reads_pieces = step is model and model.flash_reads
-    cache, tree = model.new_cache(1, SLOTS), Branches(numbers(1, WIDTH), numbers(1, WIDTH, WIDTH))
+    reads_pieces = step is model and model.supports_flash
+    cache, tree = model.new_cache(1, SLOTS), TreeAttentionMask(numbers(1, WIDTH), numbers(1, WIDTH, WIDTH))
     found = {}
-    for name, width, branches in (
+    for name, width, tree_mask in (
         ("plain", 1, None),
         ("chain", WIDTH, None),
         ("tree", WIDTH, tree),
@@ -195,7 +195,7 @@ def steps(model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], An
         before = len(codes)
         for _ in range(2):
             with low_bits() if name == "draft" and low_bits is not None else nullcontext():
-                out_BTV = step.forward(numbers(1, width), cache, branches=branches)
+                out_BTV = step.forward(numbers(1, width), cache, tree_mask=tree_mask)
         assert out_BTV.shape == (1, width, model.vocab_size) and out_BTV.device.type == "cuda"
         found[name] = [digest(code) for code in codes[before:]]
     return found
@@ -208,7 +208,7 @@ def head_step(codes: list[str]) -> dict[str, Any]:
     steps, before = CompiledMethods(head), len(codes)
     for _ in range(2):
         states_11D = torch.zeros(1, 1, D, dtype=torch.bfloat16, device=DEVICE)
-        steps.go_on(numbers(1, 1), states_11D, head.new_cache(1, SLOTS), None)
+        steps.step(numbers(1, 1), states_11D, head.new_cache(1, SLOTS), None)
     return {"eagle3": [digest(code) for code in codes[before:]]}
 
 
@@ -226,8 +226,8 @@ def main(folder: Path) -> dict[str, Any]:
         for family in FAMILIES:
             switch = Switch()
             model = decoder(family, switch)
-            model.run_block = CompiledBlocks({1, WIDTH, PIECE}, lambda switch=switch: switch.low)  # type: ignore[misc]
-            found[family] = steps(model, model, codes, switch.use_low)
+            model.run_block = CompiledBlocks({1, WIDTH, PIECE}, lambda switch=switch: switch.quantized)  # type: ignore[misc]
+            found[family] = steps(model, model, codes, switch.quantized_weights)
         model = decoder("llama")
         found["whole"] = steps(model, CompiledModel(model, {1, WIDTH}), codes)
         found["heads"] = head_step(codes)

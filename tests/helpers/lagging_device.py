@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharesd.weights.backend import OnGpu
+from sharesd.weights.backend import CudaBackend
 from tests.helpers.timed_device import TimedDevice, TimedEvent, TimedStream
 
 
@@ -77,9 +77,9 @@ class LateDevice(TimedDevice):
     def empty_cache(self) -> None:
         pass
 
-    def home(self, device: torch.device, dtype: torch.dtype, most_rows: int, batch: int) -> OnGpu:
-        """In place of `home_of`."""
-        return OnGpu(torch.device("cpu"), dtype, most_rows, batch, cuda=self)
+    def home(self, device: torch.device, dtype: torch.dtype, max_rows: int, batch: int) -> CudaBackend:
+        """In place of `backend_for`."""
+        return CudaBackend(torch.device("cpu"), dtype, max_rows, batch, cuda=self)
 
 
 class _Copies(TorchDispatchMode):

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from compile.linear import PackedLinear
 from offload.block_layout import Layout, fill
 from offload.disk_reader import DiskLink
-from offload.prefetcher import Stream
+from offload.prefetcher import Prefetcher
 from offload.transfer import Link, Throttled, host_slots
 from quant.switch_linear import SwitchLinear
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.weights.offload_planner import Offloading, plan_for
 
 LAYERS = 8
@@ -70,7 +71,7 @@ def spill(
     num_slots: int = 2,
     bytes_per_second: float | None = None,
     direct: bool | None = None,
-) -> tuple[Stream, Layout]:
+) -> tuple[Prefetcher, Layout]:
     """Write `packed_weights` of some blocks into a file; returns how they come back, and what a record holds.
 
     ValueError where these blocks do not have the same.
@@ -87,4 +88,4 @@ def spill(
     link: Link = DiskLink(path, {block: i * layout.record_bytes for i, block in enumerate(blocks)}, direct=direct)
     if bytes_per_second is not None:
         link = Throttled(link, bytes_per_second)
-    return Stream(blocks, host_slots(layout.record_bytes, num_slots), link), layout
+    return Prefetcher(blocks, host_slots(layout.record_bytes, num_slots), link), layout

@@ -14,24 +14,25 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from torch import Tensor, nn
 
-from compile.attention import pack_kv, unpack_kv
+from compile.kv_layout import pack_kv, unpack_kv
 from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import Switch, SwitchLinear
 from sharesd import sampling
-from sharesd.config import SamplingParams
-from sharesd.drafters.base import NOTHING, Drafter, Drafting
+from sharesd.drafters.base import NOTHING, DraftContext, Drafter
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine.engine import Engine
+from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling import Kind, RowSampling
+from sharesd.sampling import RowSampling, SamplingKind
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_policy import FIRST_ALPHAS
-from sharesd.speculation.draft_tree import DraftTree, Shape, Verdict, chains, looking_back, shapes_of
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict, chains, shapes_of, with_windows
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
@@ -86,8 +87,7 @@ def new_engine(
         tokenizer=tiny_tokenizer(),
         cache=cache or target.new_cache(batch, max_context + 2 * width),
         drafter=drafter,
-        max_context=max_context,
-        **options,
+        options=EngineOptions(max_context=max_context, **options),
     )
 
 
@@ -96,8 +96,8 @@ def share_engine(model: CausalModel, switch: Switch, *, num_draft: int = 4, batc
     max_context = options.get("max_context", MAX_CONTEXT)
     top, shapes = shapes_for(num_draft, options.pop("tree", None))
     cache = options.pop("cache", None) or model.new_cache(batch, max_context + SCRATCH * (1 + num_draft))
-    shapes = looking_back(shapes, (options.pop("window", 0),))
-    drafter = ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=top)
+    shapes = with_windows(shapes, (options.pop("window", 0),))
+    drafter = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
     return new_engine(model, drafter, cache=cache, **options)
 
 
@@ -105,7 +105,7 @@ SCRATCH = 4
 """Slots behind the context for each row of a verify step, of these small engines: trees write there too."""
 
 
-def shapes_for(num_draft: int, tree: tuple[int, int, int] | None) -> tuple[int, Sequence[Shape]]:
+def shapes_for(num_draft: int, tree: tuple[int, int, int] | None) -> tuple[int, Sequence[DraftShape]]:
     """Nodes expanded per level, and the shapes of drafts: chains, or a tree of (K, depth, budget)."""
     return (tree[0], shapes_of(*tree)) if tree else (1, chains(num_draft))
 
@@ -116,7 +116,7 @@ def classic_engine(
     """`classic` with any second model."""
     slots = options.get("max_context", MAX_CONTEXT) + SCRATCH * (1 + num_draft)
     top, shapes = shapes_for(num_draft, options.pop("tree", None))
-    drafter = ClassicDrafter(draft, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, top=top)
+    drafter = ClassicDrafter(draft, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, branching=top)
     return new_engine(target, drafter, batch=batch, **options)
 
 
@@ -171,7 +171,7 @@ def placed(
     *,
     first_index: int = 0,
     replayed: bool = False,
-) -> tuple[Kind, RowSampling]:
+) -> tuple[SamplingKind, RowSampling]:
     """A row for each of these requests, and what a round over them must be able to do."""
     rows = RowSampling(batch=len(params), vocab_size=vocab_size, device="cpu", replayed=replayed)
     for row, (one, prompt) in enumerate(zip(params, prompts or [()] * len(params), strict=True)):
@@ -201,12 +201,12 @@ class OracleDrafter:
 
     name = "oracle"
     trees = False
-    on_host = False
-    reads = False
-    ahead = True
-    follows = False
+    runs_on_host = False
+    needs_catch_up = False
+    supports_async = True
+    commits_plain_rounds = False
     first_alphas = FIRST_ALPHAS
-    at_once = False
+    single_pass = False
 
     def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:
         """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""
@@ -220,10 +220,10 @@ class OracleDrafter:
     def read(self, row: int, tokens: list[int]) -> None:
         pass
 
-    def missed(self, texts: Mapping[int, list[int]]) -> int:
+    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
         return 0
 
-    def rehearse(self, drafting: Drafting, num: int) -> bool:
+    def time_catch_up(self, context: DraftContext, num: int) -> bool:
         return False
 
     def catch_up(
@@ -235,9 +235,9 @@ class OracleDrafter:
     ) -> None:
         self._at = {row: len(text) - self._starts[row] for row, text in texts.items()}
 
-    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
-        self._vocab = drafting.sampler.vocab_size
-        rows = range(drafting.first, drafting.end)
+    def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        self._vocab = context.sampler.vocab_size
+        rows = range(context.first, context.end)
         tokens = [[self._guess(row, self._at.get(row, 0) + i) for i in range(shape.depth)] for row in rows]
         return DraftTree(torch.tensor(tokens), depth=shape.depth, num_steps=shape.depth, drafter=self.name)
 
@@ -247,7 +247,7 @@ class OracleDrafter:
         right = (37 * at + 11 * row) % 64 < 64 * self.accuracy
         return token if right else (token + 1) % self._vocab
 
-    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
         pass
 
     def forget(self) -> None:

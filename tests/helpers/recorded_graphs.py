@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import compile.attention
 import compile.kv_compact
+import compile.kv_layout
 import compile.topk
 import compile.tree_expand
 import sharesd.kvcache.static
@@ -201,29 +202,31 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         if norms is not None:
             q_BTHd, k_BTKd = norms[0](q_BTHd), norms[1](k_BTKd)
         if rotary is not None:
-            turn = compile.attention.turns(rotary, q_BTHd.shape[1], lengths_B, how.get("branches"))
-            q_BTHd, k_BTKd = rotate(q_BTHd, *turn), rotate(k_BTKd, *turn)
+            angles = compile.attention.position_angles(rotary, q_BTHd.shape[1], lengths_B, how.get("tree_mask"))
+            q_BTHd, k_BTKd = rotate(q_BTHd, *angles), rotate(k_BTKd, *angles)
         return compile.attention.attend_reference(q_BTHd, k_BTKd, v_BTKd, k_cache, v_cache, lengths_B, **how)
 
     for module in (decoder, glide_head):
         patch.setattr(module, "attend", attend)
     for name in ("new_kv", "kv_layout"):
-        make = getattr(compile.attention, name)
+        make = getattr(compile.kv_layout, name)
         patch.setattr(sharesd.kvcache.static, name, lambda *size, plain, make=make: make(*size, plain=True))
     patch.setattr(
         sharesd.kvcache.static,
-        "row_keeper",
-        lambda keys, values, sizes: partial(compile.attention._keep_rows, (*keys, *values)),
+        "kv_compactor",
+        lambda keys, values, sizes: partial(compile.kv_compact._compact_reference, (*keys, *values)),
     )
-    patch.setattr(sharesd.kvcache.static, "keep_places", compile.kv_compact.keep_places_reference)
+    patch.setattr(sharesd.kvcache.static, "compact_slots", compile.kv_compact.compact_slots_reference)
     patch.setattr(logits_processors, "arg_max", lambda x: x.argmax(-1))
     for module in (logits_processors, hybrid_drafter):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
     patch.setattr(sampler, "top_logp", compile.topk.top_logp_reference)
-    patch.setattr(tree_draft, "grow", compile.tree_expand.grow_reference)
-    patch.setattr(tree_draft, "choose", compile.tree_expand.choose_reference)
-    walk = acceptance.accept_tree_reference
-    patch.setattr(sampler, "accept_tree", lambda tree, target_BT: walk(tree, tree.branches, target_BT))
+    patch.setattr(tree_draft, "expand_tree", compile.tree_expand.expand_tree_reference)
+    patch.setattr(tree_draft, "select_nodes", compile.tree_expand.select_nodes_reference)
+    accept_tree_reference = acceptance.accept_tree_reference
+    patch.setattr(
+        sampler, "accept_tree", lambda tree, target_BT: accept_tree_reference(tree, tree.tree_mask, target_BT)
+    )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from multigpu.data_parallel import Numbered, Tasks, spread, start
+from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
 from multigpu.device_assignment import environments
-from multigpu.journal import Journal, lines_of
+from multigpu.journal import Journal, read_lines
 
 
-def square(settings: dict[str, Any], tasks: Tasks) -> Iterator[Numbered]:
+def square(settings: dict[str, Any], tasks: TaskQueue) -> Iterator[Numbered]:
     """Squares, with the process that made each. Settings: seconds for each; numbers at which it fails, by how."""
     if settings.get("refuses"):
         raise ValueError(settings["refuses"])
@@ -33,7 +33,7 @@ def square(settings: dict[str, Any], tasks: Tasks) -> Iterator[Numbered]:
         yield number, {"square": value**2, "process": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"]}
 
 
-def twos(settings: None, tasks: Tasks) -> Iterator[Numbered]:
+def twos(settings: None, tasks: TaskQueue) -> Iterator[Numbered]:
     """Takes two at once where there are two, and says how many it holds."""
     while (task := tasks.take(wait=True)) is not None:
         held = [task]
@@ -46,8 +46,8 @@ def twos(settings: None, tasks: Tasks) -> Iterator[Numbered]:
 def main(path: str) -> None:
     """Squares of 0 to 99 in a journal, going on with what is there."""
     with Journal(Path(path), "file") as journal:
-        done = {json.loads(line)["number"] for _, line in lines_of(Path(path))}
+        done = {json.loads(line)["number"] for _, line in read_lines(Path(path))}
         left = [(number, number) for number in range(100) if number not in done]
         replicas = start("tests.helpers.replica_work:square", {"seconds": 0.005}, environments(2, "cpu"))
-        for number, result in spread(left, replicas, at_once=2):
+        for number, result in run_tasks(left, replicas, max_assigned=2):
             journal.add({"number": number, "square": result["square"]})

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from multigpu.pipeline_parallel import Split
+from multigpu.pipeline_parallel import PipelinePlan
 from sharesd.devices import transfer
 from sharesd.models.decoder import Decoder
 from sharesd.parallel.pipeline_stages import StagedBlocks
 from tests.helpers.recorded_graphs import Recording
 
-copy_over = transfer.copy_over
+copy_between = transfer.copy_between
 CROSSES = ("copy_",)
 """Operations that read another device's tensor than the one they write."""
 
@@ -33,11 +33,11 @@ class Hop(NamedTuple):
     target: int
 
 
-def in_stages(decoder: Decoder, num_blocks: tuple[int, ...], apart: int | None = None) -> Decoder:
-    """The decoder with so many blocks in each stage, on devices cpu:0, cpu:1 and so on; `apart`: see `Split`."""
-    split = Split.of([torch.device("cpu", number) for number in range(len(num_blocks))], num_blocks)
-    if apart is not None:
-        split = replace(split, apart=torch.device("cpu", apart))
+def in_stages(decoder: Decoder, num_blocks: tuple[int, ...], caller_device: int | None = None) -> Decoder:
+    """The decoder with so many blocks in each stage, on devices cpu:0, cpu:1 and so on."""
+    split = PipelinePlan.of([torch.device("cpu", number) for number in range(len(num_blocks))], num_blocks)
+    if caller_device is not None:
+        split = replace(split, caller_device=torch.device("cpu", caller_device))
     decoder.split, decoder.ranges = split, StagedBlocks(split).ranges
     return decoder
 
@@ -62,10 +62,10 @@ class Places(TorchDispatchMode):
         for tensor in tensors:
             self._place[tensor.untyped_storage()._cdata] = place, tensor
 
-    def copy_over(self, copy: Tensor, tensor: Tensor) -> None:
-        """`sharesd.devices.transfer.copy_over`; what nobody has put anywhere is put where it is taken to be."""
+    def copy_between(self, copy: Tensor, tensor: Tensor) -> None:
+        """`sharesd.devices.transfer.copy_between`; what nobody has put anywhere is put where it is taken to be."""
         self.put([tensor], self._place_of(tensor))
-        copy_over(copy, tensor)
+        copy_between(copy, tensor)
 
     def use(self, device: torch.device) -> None:
         """`sharesd.devices.selection.use`, of GPUs."""
@@ -116,9 +116,9 @@ class TimedPlaces(Places):
         self.busy: dict[int, list[int]] = defaultdict(list)
         """Place -> when its products began."""
 
-    def copy_over(self, copy: Tensor, tensor: Tensor) -> None:
+    def copy_between(self, copy: Tensor, tensor: Tensor) -> None:
         if tensor.untyped_storage()._cdata in self._place:
-            super().copy_over(copy, tensor)
+            super().copy_between(copy, tensor)
         else:  # from the host
             copy.copy_(tensor)
 
@@ -146,7 +146,7 @@ def watched(decoder: Decoder, *caches: Any, kind: type[Places] = Places) -> Iter
     stages = decoder.split.stages
     places = kind(stages[-1].device.index)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "copy_over", places.copy_over)
+        patch.setattr(transfer, "copy_between", places.copy_between)
         patch.setattr(transfer, "use", places.use)
         patch.setattr(decoder, "ranges", StagedBlocks(decoder.split).ranges)
         for stage in stages:
@@ -157,7 +157,7 @@ def watched(decoder: Decoder, *caches: Any, kind: type[Places] = Places) -> Iter
             for cache in caches:
                 places.put([cache.lengths], stages[-1].device.index)
                 if stage is not stages[-1]:
-                    places.put([cache.mirrored(number).lengths], number)
+                    places.put([cache.on_stage(number).lengths], number)
         places.put(decoder.embed.parameters(), 0)
         places.put([*decoder.norm.parameters(), *decoder.head.parameters()], stages[-1].device.index)
         with places:

@@ -21,10 +21,12 @@ from multigpu.failure_detector import RankLost
 from multigpu.launch import join
 from multigpu.process_group import Group, ThreadGroup
 from sharesd.cli.console import main_guard
-from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.engine import warmup
+from sharesd.config import EngineConfig, Mode
+from sharesd.engine import cost_profiler
+from sharesd.loading.tp_worker import run_tp_worker
 from sharesd.models.loader import Tensors
-from sharesd.runtime import Runtime, follow_rank_0
+from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 
 MODES: tuple[Mode, ...] = ("naive", "share", "suffix", "hybrid")
 PROMPTS = ([5, 6, 7] * 5, [9], [30, 31, 8, 2])
@@ -124,7 +126,7 @@ def threads(
     def rank(group: Group) -> None:
         try:
             with around(group):
-                follow_rank_0(group, tensors)
+                run_tp_worker(group, tensors)
         except RankLost:
             return
         except BaseException as failure:
@@ -202,7 +204,7 @@ def delayed(folder: str, rounds: str, most: str) -> None:
     group = Delayed(join(torch.device("cpu")), float(most))
     if group.rank:
         with suppress(RankLost):
-            follow_rank_0(group)
+            run_tp_worker(group)
         return
     config: dict[str, Any] = {**SMALL, "target": folder, "max_batch": 2}
     alone = Runtime(EngineConfig(**config)).engine()
@@ -239,6 +241,6 @@ def idle(folder: str, size: str) -> None:
 
 
 if __name__ == "__main__":
-    warmup.SECONDS = 0.0  # what rounds cost is nothing to these tasks
+    cost_profiler.SECONDS = 0.0  # what rounds cost is nothing to these tasks
     tasks = {"equal": equal, "delayed": delayed, "endless": endless, "idle": idle}
     sys.exit(main_guard(lambda: tasks[sys.argv[1]](*sys.argv[2:])))

@@ -50,7 +50,7 @@ def make_head(
         "num_attention_heads": H,
         "num_key_value_heads": K,
         "head_dim": d,
-        "max_position_embeddings": target.max_positions,
+        "max_position_embeddings": target.max_position_embeddings,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -86,18 +86,18 @@ def make_head(
     elif bias and kind == "eagle":
         tensors["fc.bias"] = random(D) - 1
     if kind == "glide":
-        width = target.num_heads * target.head_dim
+        width = target.num_attention_heads * target.head_dim
         config["glide_config"] = {
-            "target_layer_ids": list(target_layers or [len(target.layers) - 1]),
-            "target_num_hidden_layers": len(target.layers),
-            "target_num_attention_heads": target.num_heads,
-            "target_num_key_value_heads": target.num_kv_heads,
+            "target_layer_ids": list(target_layers or [target.num_hidden_layers - 1]),
+            "target_num_hidden_layers": target.num_hidden_layers,
+            "target_num_attention_heads": target.num_attention_heads,
+            "target_num_key_value_heads": target.num_key_value_heads,
             "target_head_dim": target.head_dim,
         }
         for i in config["glide_config"]["target_layer_ids"]:
             cross = f"{layer}.cross_attn.{i}"
             tensors |= {f"{cross}.q_proj.weight": random(width, D), f"{cross}.o_proj.weight": random(D, width)}
-            if target.qk_norm:
+            if target.use_qk_norm:
                 tensors[f"{cross}.q_norm.weight"] = random(target.head_dim)
         for norm in (f"{layer}.input_layernorm", f"{layer}.cross_attention_layernorm", "norm"):
             tensors[f"{norm}.weight"] = random(D)

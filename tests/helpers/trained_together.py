@@ -15,7 +15,7 @@ import torch
 from tests.train.test_train_heads import train
 from train.heads.distributed import Processes
 from train.heads.trainer import Trainer
-from train.heads.training_run import Session
+from train.heads.training_run import TrainingRun
 
 KILLED, HELD_OUT = 4, 0.2
 WIDE = ("--dtype", "fp64", "--device", "cpu", "--held-out", str(HELD_OUT))
@@ -34,10 +34,10 @@ with 2 finds a folder where process 0 is to write curves.
 
 def run(name: str, kind: str, status: int, more: tuple[str, ...], data: Path, work: Path) -> None:
     """One training."""
-    sessions: list[Session] = []
-    begin, advance = Session.begin, Trainer.advance
+    sessions: list[TrainingRun] = []
+    begin, advance = TrainingRun.begin, Trainer.advance
 
-    def noted(self: Session, *args: Any) -> None:
+    def noted(self: TrainingRun, *args: Any) -> None:
         sessions.append(self)
         begin(self, *args)
 
@@ -46,12 +46,12 @@ def run(name: str, kind: str, status: int, more: tuple[str, ...], data: Path, wo
             raise KeyboardInterrupt
         return advance(self)
 
-    Session.begin = noted  # type: ignore[method-assign]
+    TrainingRun.begin = noted  # type: ignore[method-assign]
     Trainer.advance = killed if status == 130 else advance  # type: ignore[method-assign]
     try:
         assert train(kind, data, work / name, *more) == status, name
     finally:
-        Session.begin, Trainer.advance = begin, advance  # type: ignore[method-assign]
+        TrainingRun.begin, Trainer.advance = begin, advance  # type: ignore[method-assign]
     torch.save(sessions[0].trainer.state(), work / f"{name}-{os.environ['RANK']}.pt")
 
 

@@ -14,8 +14,10 @@ import transformers
 from packaging.version import Version
 
 from sharesd.models import rope
-from sharesd.models.decoder_config import DecoderConfig, Unsupported
-from sharesd.models.gguf import architecture, convert
+from sharesd.models.architectures import architecture_of
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.gguf import convert
+from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.reader import StoredTensor, read_gguf
 from sharesd.models.gguf.tokenizer import check_tokenizer
@@ -45,7 +47,7 @@ def both_ways(file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     with monkeypatch.context() as patch:
 
         def refuse(*args: object) -> None:
-            raise Unsupported("a test")
+            raise UnsupportedArchitecture("a test")
 
         patch.setattr(convert, "_convert_here", refuse)
         theirs = converted_folder(file)
@@ -76,12 +78,14 @@ def test_conversion_equals_that_of_transformers(
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
     one, two = (DecoderConfig.from_hf(json.loads((folder / "config.json").read_text())) for folder in (ours, theirs))
-    not_theirs = ("layers", "attn_scale") if name.startswith("gemma") else ()  # they take 256 for the size of heads
-    for field in set(DecoderConfig.__slots__) - {"ropes", "eos_ids", *not_theirs}:
+    not_theirs = (
+        ("layer_types", "attention_multiplier") if name.startswith("gemma") else ()
+    )  # they take 256 for the size of heads
+    for field in set(DecoderConfig.__slots__) - {"rope_parameters", "eos_ids", *not_theirs}:
         assert getattr(one, field) == getattr(two, field), field
-    assert [r["rope_theta"] for r in one.ropes] == [r["rope_theta"] for r in two.ropes]
+    assert [r["rope_theta"] for r in one.rope_parameters] == [r["rope_theta"] for r in two.rope_parameters]
     if not_theirs:
-        assert one.layers == two.layers and one.attn_scale == 16**-0.5
+        assert one.layer_types == two.layer_types and one.attention_multiplier == 16**-0.5
 
     mine, other = load_tokenizer(ours), load_tokenizer(theirs)
     assert mine.eos_ids == other.eos_ids == (2,)
@@ -112,24 +116,30 @@ def test_other_files_go_through_transformers(tmp_path: Path, own_cache: Path) ->
 )
 def test_what_is_not_known_is_named(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = read_gguf(write_gguf(tmp_path / "tiny.gguf", extra=extra))
-    with pytest.raises(Unsupported, match=message):
-        architecture.config_of(file)
+    with pytest.raises(UnsupportedArchitecture, match=message):
+        config_of(file)
 
 
 def test_unknown_tensors_and_tokenizers_are_named(tmp_path: Path) -> None:
     file = read_gguf(write_gguf(tmp_path / "tiny.gguf", pre="unheard-of"))
-    with pytest.raises(Unsupported, match="'unheard-of'"):
+    with pytest.raises(UnsupportedArchitecture, match="'unheard-of'"):
         check_tokenizer(file)
+    layout = architecture_of("llama").gguf
+    assert layout is not None
     for name in ("blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "mystery"):
-        with pytest.raises(Unsupported, match=name):
-            architecture.ARCHITECTURES["llama"].name(name)
+        with pytest.raises(UnsupportedArchitecture, match=name):
+            layout.checkpoint_name(name)
 
 
 def test_stretched_positions_are_read(tmp_path: Path) -> None:
     extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    config = architecture.config_of(read_gguf(write_gguf(tmp_path / "tiny.gguf", extra=extra)))
+    config = config_of(read_gguf(write_gguf(tmp_path / "tiny.gguf", extra=extra)))
     read = DecoderConfig.from_hf(config)
-    assert read.ropes[0]["rope_type"] == "linear" and read.ropes[0]["factor"] == 4.0 and read.max_context == 256
+    assert (
+        read.rope_parameters[0]["rope_type"] == "linear"
+        and read.rope_parameters[0]["factor"] == 4.0
+        and read.max_context == 256
+    )
 
 
 def test_the_divisors_of_llama_3_become_its_rope(tmp_path: Path) -> None:
@@ -144,11 +154,11 @@ def test_the_divisors_of_llama_3_become_its_rope(tmp_path: Path) -> None:
         file.tensors[name] = StoredTensor(name, divisors.shape, kind, divisors.view("u1"))
 
     add((plain / wanted).numpy())
-    config = architecture.config_of(file)
+    config = config_of(file)
     assert config["rope_scaling"] | {"rope_theta": 10_000.0} == llama3
     add(np.linspace(1, 3, 8, dtype=np.float32))
-    with pytest.raises(Unsupported, match="rope_freqs.weight"):
-        architecture.config_of(file)
+    with pytest.raises(UnsupportedArchitecture, match="rope_freqs.weight"):
+        config_of(file)
 
 
 def test_weights_do_not_depend_on_blocks_and_report_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.linear import pack_linears
 from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig, Kind
@@ -138,15 +138,15 @@ def test_cached_steps_agree_with_training(kind: str, how: str, tmp_path: Path) -
     rows = torch.arange(2)
     for step in (1, 2):
         cache.lengths.copy_(ends + step - 1)
-        logits = head.go_on(tokens[rows, ends + step][:, None].contiguous(), states, cache)
+        logits = head.step(tokens[rows, ends + step][:, None].contiguous(), states, cache)
         check(step, 0, logits[:, 0])
     states.copy_(root)
     cache.lengths.copy_(ends)
     level = torch.stack([torch.full_like(ends, 5), tokens[rows, ends + 1]], 1)
     paths = torch.tensor([[[0, 0], [1, 0]]] * 2)
-    check(1, 2, head.go_on(level, states, cache, Branches(torch.zeros(2, 2, dtype=torch.int64), paths))[:, 1])
-    branches = Branches(torch.ones(2, 1, dtype=torch.int64), torch.tensor([[[1, 2]]] * 2))
-    check(2, 3, head.go_on(tokens[rows, ends + 2][:, None].contiguous(), states, cache, branches)[:, 0])
+    check(1, 2, head.step(level, states, cache, TreeAttentionMask(torch.zeros(2, 2, dtype=torch.int64), paths))[:, 1])
+    tree_mask = TreeAttentionMask(torch.ones(2, 1, dtype=torch.int64), torch.tensor([[[1, 2]]] * 2))
+    check(2, 3, head.step(tokens[rows, ends + 2][:, None].contiguous(), states, cache, tree_mask)[:, 0])
 
 
 @torch.inference_mode()
@@ -173,14 +173,14 @@ def test_rows_have_the_same_bits_however_they_are_read(kind: str, dtype: torch.d
         assert logits is not None
         made = [logits[:, 0]]
         for step in range(2):
-            branches = None
+            tree_mask = None
             cache.lengths.fill_(40 if tree else 40 + step)
             guess = torch.full((B, 1), 7 + step)
             if tree:
                 guess = torch.tensor([[3, 7 + step, 9]] * B)
                 path = torch.tensor([[[0, 0], [1, 0], [2, 0]], [[0, 3], [1, 4], [2, 5]]][step]).repeat(B, 1, 1)
-                branches = Branches(torch.full((B, 3), step), path)
-            made.append(head.go_on(guess, states, cache, branches)[:, 1 if tree else 0])
+                tree_mask = TreeAttentionMask(torch.full((B, 3), step), path)
+            made.append(head.step(guess, states, cache, tree_mask)[:, 1 if tree else 0])
         return made
 
     before = torch.get_num_threads()

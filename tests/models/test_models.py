@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder, call_block
-from sharesd.models.decoder_config import DecoderConfig, LayerKind, Unsupported
+from sharesd.models.decoder_config import DecoderConfig, LayerType, UnsupportedArchitecture
 from sharesd.models.hf import HFModel
 from sharesd.models.loader import load_decoder, load_model
 
@@ -240,15 +240,15 @@ def test_one_compiled_block_serves_all_layers_of_its_kind(tmp_path: Path) -> Non
 
 
 def test_layer_kinds_are_read_from_the_config() -> None:
-    def layers(family: str) -> tuple[LayerKind, ...]:
-        return DecoderConfig.from_hf(NATIVE[family].to_dict()).layers
+    def layer_types(family: str) -> tuple[LayerType, ...]:
+        return DecoderConfig.from_hf(NATIVE[family].to_dict()).layer_types
 
-    assert layers("llama") == (LayerKind(0, 0),) * 3
-    assert layers("mistral_sliding") == (LayerKind(5, 0),) * 3
-    assert layers("qwen2_sliding_yarn") == (LayerKind(0, 0), LayerKind(5, 0), LayerKind(5, 0))
-    assert layers("smollm3") == (LayerKind(0, 0), LayerKind(0, -1), LayerKind(0, 0))
-    assert layers("gemma2") == (LayerKind(5, 0), LayerKind(0, 0), LayerKind(5, 0))
-    assert layers("gemma3_text") == (LayerKind(5, 1), LayerKind(5, 1), LayerKind(0, 0))
+    assert layer_types("llama") == (LayerType(0, 0),) * 3
+    assert layer_types("mistral_sliding") == (LayerType(5, 0),) * 3
+    assert layer_types("qwen2_sliding_yarn") == (LayerType(0, 0), LayerType(5, 0), LayerType(5, 0))
+    assert layer_types("smollm3") == (LayerType(0, 0), LayerType(0, -1), LayerType(0, 0))
+    assert layer_types("gemma2") == (LayerType(5, 0), LayerType(0, 0), LayerType(5, 0))
+    assert layer_types("gemma3_text") == (LayerType(5, 1), LayerType(5, 1), LayerType(0, 0))
 
 
 def old_style(config: dict[str, Any]) -> dict[str, Any]:
@@ -271,9 +271,9 @@ def old_style(config: dict[str, Any]) -> dict[str, Any]:
 def test_config_files_of_transformers_4_mean_the_same(family: str) -> None:
     config = json.loads(NATIVE[family].to_json_string(use_diff=False))
     new, old = DecoderConfig.from_hf(config), DecoderConfig.from_hf(old_style(config))
-    ropes = [{k: v for k, v in rope.items() if k != "type"} for rope in old.ropes]
-    assert ropes == [dict(rope) for rope in new.ropes]
-    assert (old.layers, old.max_context, old.head_dim) == (new.layers, new.max_context, new.head_dim)
+    rope_parameters = [{k: v for k, v in rope.items() if k != "type"} for rope in old.rope_parameters]
+    assert rope_parameters == [dict(rope) for rope in new.rope_parameters]
+    assert (old.layer_types, old.max_context, old.head_dim) == (new.layer_types, new.max_context, new.head_dim)
 
 
 def test_context_is_what_the_positions_allow() -> None:
@@ -308,7 +308,7 @@ def test_multimodal_gemma3_is_served_as_text(prefix: str, tmp_path: Path) -> Non
     ],
 )
 def test_unsupported_features_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(Unsupported, match=message):
+    with pytest.raises(UnsupportedArchitecture, match=message):
         DecoderConfig.from_hf(NATIVE["llama"].to_dict() | change)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from multigpu.data_parallel import OwnTasks, spread, start
+from multigpu.data_parallel import LocalTaskQueue, run_tasks, start
 from multigpu.device_assignment import environments, num_cores
-from multigpu.journal import lines_of
+from multigpu.journal import read_lines
 from tests.helpers.paths import ROOT
 
 NUM = 100
@@ -27,11 +27,11 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 MAIN = "import sys; from tests.helpers import replica_work; replica_work.main(*sys.argv[1:])"
 
 
-def results(count: int, settings: dict[str, Any], at_once: int = 2) -> dict[int, Any]:
+def results(count: int, settings: dict[str, Any], max_assigned: int = 2) -> dict[int, Any]:
     """Squares of NUM numbers; a result that comes twice raises."""
     found: dict[int, Any] = {}
     replicas = start("tests.helpers.replica_work:square", settings, environments(count, "cpu"))
-    for number, result in spread([(i, i) for i in range(NUM)], replicas, at_once=at_once):
+    for number, result in run_tasks([(i, i) for i in range(NUM)], replicas, max_assigned=max_assigned):
         assert number not in found
         found[number] = result
     assert all(replica.process is not None and not replica.process.is_alive() for replica in replicas)
@@ -56,7 +56,7 @@ def test_a_slow_replica_does_less() -> None:
     shares: dict[int, int] = {}
     assert replicas[0].process is not None and replicas[0].process.pid is not None
     stopped = psutil.Process(replicas[0].process.pid)
-    for done, (_, result) in enumerate(spread([(i, i) for i in range(NUM)], replicas, at_once=1)):
+    for done, (_, result) in enumerate(run_tasks([(i, i) for i in range(NUM)], replicas, max_assigned=1)):
         shares[result["process"]] = shares.get(result["process"], 0) + 1
         if done == 20:
             stopped.suspend()
@@ -67,16 +67,16 @@ def test_a_slow_replica_does_less() -> None:
 
 def test_few_tasks_are_shared_out_fairly() -> None:
     replicas = start("tests.helpers.replica_work:twos", None, environments(2, "cpu"))
-    found = dict(spread([(i, None) for i in range(4)], replicas, at_once=8))
+    found = dict(run_tasks([(i, None) for i in range(4)], replicas, max_assigned=8))
     assert found.keys() == set(range(4)) and max(found.values()) == 2
-    assert list(spread([], [], at_once=8)) == []
+    assert list(run_tasks([], [], max_assigned=8)) == []
 
 
 def test_tasks_of_a_dead_replica_go_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
     replicas = start("tests.helpers.replica_work:square", {"seconds": 0.002}, environments(3, "cpu"))
     found = {}
     with caplog.at_level(logging.WARNING):
-        for done, (number, result) in enumerate(spread([(i, i) for i in range(NUM)], replicas, at_once=3)):
+        for done, (number, result) in enumerate(run_tasks([(i, i) for i in range(NUM)], replicas, max_assigned=3)):
             assert number not in found
             found[number] = result["square"]
             if done in (20, 50):
@@ -99,7 +99,7 @@ def test_tasks_of_a_dead_replica_go_to_the_others(caplog: pytest.LogCaptureFixtu
 )  # fmt: skip
 def test_the_end_of_all_is_one_clear_error(settings: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        results(2, settings, at_once=1)
+        results(2, settings, max_assigned=1)
 
 
 def num_lines(path: Path) -> int:
@@ -127,7 +127,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path) -> None
     command = [sys.executable, "-c", MAIN, str(path)]
 
     def numbers() -> list[int]:
-        return [json.loads(line)["number"] for _, line in lines_of(path)] if path.exists() else []
+        return [json.loads(line)["number"] for _, line in read_lines(path)] if path.exists() else []
 
     while len(before := numbers()) < NUM:
         assert kills < 50
@@ -138,7 +138,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path) -> None
 
 
 def test_own_tasks_are_taken_in_order() -> None:
-    tasks = OwnTasks([(0, "a"), (1, "b")])
+    tasks = LocalTaskQueue([(0, "a"), (1, "b")])
     assert [tasks.take(wait) for wait in (True, False, True, False)] == [(0, "a"), (1, "b"), None, None]
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compile.adaptive_threads import CREW
-from offload.planner import DEPTHS, DoesNotFit, Drafter, Limits, Rates, Sizes, make_plan, show_bytes, steady
-from sharesd.weights.backend import OnCpu
+from compile.adaptive_threads import STEP_THREADS
+from offload.plan import DEPTHS, Drafter, Limits, Rates, Sizes, steady_survival
+from offload.planner import DoesNotFit, make_plan, show_bytes
+from sharesd.weights.backend import CpuBackend
 
 GB = 10**9
 GIB = 2**30
@@ -24,7 +25,9 @@ WIDE = Sizes(num_blocks=32, block=56_033_280, fixed=int((0.2265 + 0.14) * GB))
 
 
 def share(bits: int, resident: float, step: float, alpha: float) -> Drafter:
-    return Drafter(name=f"{bits} bits", bits=bits, resident=int(resident * GB), step=step, held=steady(alpha))
+    return Drafter(
+        name=f"{bits} bits", bits=bits, resident=int(resident * GB), step=step, survival=steady_survival(alpha)
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,18 +88,18 @@ def test_more_bits_win_where_the_link_is_slow() -> None:
     assert "8 bits needs --cpu-memory-limit of at least 1.49 GB" in next(
         r.why for r in small.reasons if r.what == "drafts"
     )
-    often = replace(four, held=steady(0.968))
+    often = replace(four, survival=steady_survival(0.968))
     assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [often, eight]).bits == 4
 
 
 def test_trees_where_rows_cost_little() -> None:
     """All nodes of a tree are verified, whatever its depth: where a pass waits for the link that costs nothing."""
     chain = share(4, 0.568, 0.028, 0.8)
-    tree = replace(chain, name="trees", nodes=64, step=0.034, held=steady(0.88))
+    tree = replace(chain, name="trees", nodes=64, step=0.034, survival=steady_survival(0.88))
     rates = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
     plan = make_plan(WIDE, Limits(device=1.2 * GB), rates, [chain, tree])
     assert (plan.drafter, plan.nodes) == ("trees", 64) and plan.depth <= 32
-    assert plan.transfer_s == pytest.approx(len(plan.travelling) * WIDE.block * 2 / GB)
+    assert plan.transfer_s == pytest.approx(len(plan.offloaded) * WIDE.block * 2 / GB)
     tokens = sum(0.88**i for i in range(plan.depth + 1))
     assert plan.tokens_per_second == pytest.approx(
         tokens / (plan.depth * 0.034 + plan.transfer_s + len(plan.resident) * 0.006 + 0.04), rel=1e-3
@@ -118,7 +121,7 @@ def test_the_last_round_of_an_answer_seldom_has_room_for_all_that_it_confirms() 
     rates = Rates(disk=0.5 * GB, block={1: 0.001, 65: 0.01}, rest={1: 0.02})
     for alpha, length in ((1.0, 63), (0.95, 63), (0.95, 5), (0.5, 20)):
         plan = make_plan(WIDE, Limits(device=1.6 * GB), rates, [share(8, 0.5, 0.02, alpha)])
-        assert plan.tokens_per_second == pytest.approx((1 + sum(plan.held)) / plan.round_s)
+        assert plan.tokens_per_second == pytest.approx((1 + sum(plan.survival)) / plan.round_s)
         drawn = random.Random(0)
         rounds, tries = 0, 4000
         for _ in range(tries):
@@ -139,9 +142,9 @@ def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> Non
     rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
     room = WIDE.fixed + (8 + 2) * WIDE.block
     plan = make_plan(WIDE, Limits(device=room), rates, [])
-    assert plan.travelling == plan.from_disk and len(plan.resident) == 8
-    assert max(b - a for a, b in zip((-1, *plan.travelling), (*plan.travelling, 32), strict=True)) == 2
-    keeps = Drafter(name="keeps", resident=0, step=0.01, held=steady(0.9), stays=(0, 1, 2, 31))
+    assert plan.offloaded == plan.from_disk and len(plan.resident) == 8
+    assert max(b - a for a, b in zip((-1, *plan.offloaded), (*plan.offloaded, 32), strict=True)) == 2
+    keeps = Drafter(name="keeps", resident=0, step=0.01, survival=steady_survival(0.9), resident_blocks=(0, 1, 2, 31))
     assert {0, 1, 2, 31} <= set(make_plan(WIDE, Limits(device=room), rates, [keeps]).resident)
     with pytest.raises(DoesNotFit, match="keeps: --cpu-memory-limit of at least 703 MB"):
         make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.block), rates, [keeps])
@@ -191,8 +194,10 @@ def test_small_blocks_have_more_slots() -> None:
 def test_depth_is_limited() -> None:
     rates = Rates(disk=GB / 2, block={1: 0.0028}, rest={1: 0.02})
     drafter = share(8, 1.01, 0.053, 0.984)
-    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [drafter], most_depth=10).depth == 8
-    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [replace(drafter, held=steady(0.01))]).depth == 0
+    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [drafter], max_depth=10).depth == 8
+    assert (
+        make_plan(WIDE, Limits(device=1.6 * GB), rates, [replace(drafter, survival=steady_survival(0.01))]).depth == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,9 +223,9 @@ def test_products_are_timed_beside_other_programs(monkeypatch: pytest.MonkeyPatc
         now += 1.0 if torch.get_num_threads() == 2 or number == sweep % 4 else 0.001
         calls_made += 1
 
-    CREW.reset(2)
+    STEP_THREADS.reset(2)
     monkeypatch.setattr("sharesd.weights.backend.time.perf_counter", lambda: now)
-    assert OnCpu().seconds([call] * 4) == pytest.approx(0.001) and torch.get_num_threads() == 2
-    CREW.fix(2)
-    assert OnCpu().seconds([call] * 4) == pytest.approx(1.0)
-    CREW.reset()
+    assert CpuBackend().time_calls([call] * 4) == pytest.approx(0.001) and torch.get_num_threads() == 2
+    STEP_THREADS.fix(2)
+    assert CpuBackend().time_calls([call] * 4) == pytest.approx(1.0)
+    STEP_THREADS.reset()

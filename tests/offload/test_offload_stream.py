@@ -15,7 +15,7 @@ import torch
 
 from offload.disk_reader import DiskLink, faster_direct, read_rate
 from offload.pinned_transfer import CudaLink, PinnedMemory, _EventCopy
-from offload.prefetcher import Stream
+from offload.prefetcher import Prefetcher
 from offload.transfer import LinkError, Throttled, host_slots
 from tests.helpers.timed_device import TimedDevice, TimedSlot, Use, wrong_uses
 
@@ -40,7 +40,7 @@ def run_on_device(seed: int) -> list[str]:
     device = TimedDevice(lambda: dice.choice([0.1, 1.0, 10.0]) * dice.random())
     slots = [TimedSlot(number, device) for number in range(num_slots)]
     records: Any = {block: SimpleNamespace(tensor=block) for block in blocks}
-    stream = Stream(blocks, slots, CudaLink(records, cuda=device))  # type: ignore[misc]
+    stream = Prefetcher(blocks, slots, CudaLink(records, cuda=device))  # type: ignore[misc]
     for each in passes:
         for block in each:
             device.run(stream.need(block), block)
@@ -107,7 +107,7 @@ def run_on_host(seed: int, *, early: bool = False) -> list[str]:
     dice = random.Random(seed)
     blocks, num_slots, passes = random_passes(dice)
     link = ClockLink(lambda: dice.random())
-    stream = Stream(blocks, [ClockSlot(number) for number in range(num_slots)], link)  # type: ignore[misc]
+    stream = Prefetcher(blocks, [ClockSlot(number) for number in range(num_slots)], link)  # type: ignore[misc]
     reads = []
     for each in passes:
         for block in each:
@@ -137,7 +137,7 @@ def test_a_copy_nobody_waits_for_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("copy_s", "compute_s"), [(1.0, 0.2), (1.0, 1.0), (0.2, 1.0)])
 def test_a_pass_takes_as_long_as_the_slower_of_link_and_computation(copy_s: float, compute_s: float) -> None:
     link = ClockLink(lambda: copy_s)
-    stream = Stream(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
+    stream = Prefetcher(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
     for _ in range(5):
         for block in range(10):
             stream.need(block)
@@ -151,7 +151,7 @@ def test_so_it_does_on_a_device(copy_s: float, compute_s: float) -> None:
     device = TimedDevice(lambda: compute_s if device.current_stream() is device.compute else copy_s)
     slots = [TimedSlot(number, device) for number in range(2)]
     records: Any = {block: SimpleNamespace(tensor=block) for block in range(10)}
-    stream = Stream(range(10), slots, CudaLink(records, cuda=device))  # type: ignore[misc]
+    stream = Prefetcher(range(10), slots, CudaLink(records, cuda=device))  # type: ignore[misc]
     for _ in range(5):
         for block in range(10):
             device.run(stream.need(block), block)
@@ -162,7 +162,7 @@ def test_so_it_does_on_a_device(copy_s: float, compute_s: float) -> None:
 
 def test_the_next_pass_arrives_while_others_compute() -> None:
     link = ClockLink(lambda: 1.0)
-    stream = Stream(range(6), [ClockSlot(number) for number in range(3)], link)  # type: ignore[misc]
+    stream = Prefetcher(range(6), [ClockSlot(number) for number in range(3)], link)  # type: ignore[misc]
     for _ in range(2):
         for block in range(6):
             stream.need(block)
@@ -177,7 +177,7 @@ def test_the_next_pass_arrives_while_others_compute() -> None:
 
 def test_what_a_slot_holds_is_not_moved_again() -> None:
     link = ClockLink(lambda: 1.0)
-    stream = Stream([4, 7], [ClockSlot(number) for number in range(5)], link)  # type: ignore[misc]
+    stream = Prefetcher([4, 7], [ClockSlot(number) for number in range(5)], link)  # type: ignore[misc]
     for _ in range(3):
         for block in (4, 7):
             stream.need(block)
@@ -241,7 +241,7 @@ def test_records_of_a_file_arrive_whole(record_file: Path, direct: bool, monkeyp
             pytest.skip("this file system has no direct reads")
     monkeypatch.setattr("offload.disk_reader.PIECE", 4096)  # several pieces for each record
     before = threading.active_count()
-    stream = Stream([1, 2, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=direct))
+    stream = Prefetcher([1, 2, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=direct))
     for _ in range(20):
         for block in (1, 2, 4, 5):
             assert stream.slots[stream.need(block)].eq(block).all()
@@ -256,7 +256,7 @@ def test_records_of_a_file_arrive_whole(record_file: Path, direct: bool, monkeyp
 
 def test_a_file_that_ends_early_is_one_clear_error(record_file: Path) -> None:
     os.truncate(record_file, 4 * RECORD + 100)
-    stream = Stream([1, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=False))
+    stream = Prefetcher([1, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=False))
     for _ in range(2):  # it is no better at the second try
         stream.need(1)
         stream.done(1)
@@ -271,7 +271,7 @@ def test_a_failing_disk_is_one_clear_error(record_file: Path, monkeypatch: pytes
     def fail(*_) -> int:
         raise OSError(5, "Input/output error")
 
-    stream = Stream([1, 2, 3], host_slots(RECORD, 1), DiskLink(record_file, OFFSETS, direct=False))
+    stream = Prefetcher([1, 2, 3], host_slots(RECORD, 1), DiskLink(record_file, OFFSETS, direct=False))
     stream.need(1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", fail)
@@ -326,7 +326,7 @@ def test_blocks_are_checked_when_they_are_first_used(record_file: Path) -> None:
     with record_file.open("r+b") as file:
         file.seek(3 * RECORD + 5)
         file.write(b"x")
-    stream = Stream([1, 2, 3], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=False), check=check)
+    stream = Prefetcher([1, 2, 3], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=False), check=check)
     for _ in range(2):
         for block in (1, 2):
             stream.need(block)
@@ -347,7 +347,7 @@ def test_a_throttled_link_is_as_fast_as_it_says(record_file: Path) -> None:
         now[0] += seconds
 
     link = Throttled(DiskLink(record_file, OFFSETS, direct=False), 20 * RECORD, clock=lambda: now[0], sleep=sleep)
-    stream = Stream(range(6), host_slots(RECORD, 2), link)
+    stream = Prefetcher(range(6), host_slots(RECORD, 2), link)
     for block in range(6):
         assert stream.slots[stream.need(block)].eq(block).all()
         stream.done(block)
@@ -363,8 +363,8 @@ def test_a_throttled_link_is_as_fast_as_it_says(record_file: Path) -> None:
 
 def test_throttling_holds_on_a_real_clock(record_file: Path) -> None:
     link = Throttled(DiskLink(record_file, OFFSETS, direct=False), 50 * RECORD)
-    stream = Stream(range(6), host_slots(RECORD, 2), link)
     started = time.perf_counter()
+    stream = Prefetcher(range(6), host_slots(RECORD, 2), link)
     for block in range(6):
         stream.need(block)
         stream.done(block)
@@ -376,9 +376,9 @@ def test_throttling_holds_on_a_real_clock(record_file: Path) -> None:
 def test_a_stream_needs_blocks_and_slots() -> None:
     for blocks, slots in (([], [ClockSlot(0)]), ([1], []), ([1, 1], [ClockSlot(0)])):
         with pytest.raises(ValueError, match="give different blocks and a slot"):
-            Stream(blocks, slots, ClockLink(lambda: 1.0))  # type: ignore[arg-type]
+            Prefetcher(blocks, slots, ClockLink(lambda: 1.0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="block 3 is not in this stream"):
-        Stream([1], [ClockSlot(0)], ClockLink(lambda: 1.0)).need(3)  # type: ignore[list-item]
+        Prefetcher([1], [ClockSlot(0)], ClockLink(lambda: 1.0)).need(3)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(("piece_s", "most"), [(0.3, 20), (5.0, 1)])
@@ -387,7 +387,7 @@ def test_waits_are_used_for_other_work_that_makes_nobody_wait(
 ) -> None:
     link = ClockLink(lambda: 1.0)
     monkeypatch.setattr("offload.prefetcher.time", SimpleNamespace(perf_counter=lambda: link.now))
-    stream = Stream(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
+    stream = Prefetcher(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
     pieces = []
 
     def work() -> bool:
@@ -420,7 +420,7 @@ def test_waits_are_used_for_other_work_that_makes_nobody_wait(
 def test_other_work_ends_when_there_is_no_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     link = ClockLink(lambda: 1.0)
     monkeypatch.setattr("offload.prefetcher.time", SimpleNamespace(perf_counter=lambda: link.now))
-    stream = Stream(range(4), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
+    stream = Prefetcher(range(4), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
     calls = []
     for _ in range(3):
         with stream.meanwhile(lambda: bool(calls.append(0))):

@@ -22,6 +22,27 @@ ALLOWED = {package: {package} for package in LOW} | {
     "serve": {"serve", "sharesd", *LOW},
 }
 """Package -> packages of this project that it may import: arrows go down only (docs/explanation/architecture.md)."""
+LEAVES = {"sharesd_files"}
+"""Modules beside the packages that all may import; they import nothing of the project."""
+ROOMS = (
+    {"config", "shadowing", "devices", "data"},
+    {"sampling_params"},
+    {"kvcache"},
+    {"speculation"},
+    {"models"},
+    {"sampling"},
+    {"drafters"},
+    {"engine"},
+    {"weights"},
+    {"execution", "parallel"},
+    {"loading"},
+    {"runtime"},
+    {"llm"},
+    {"cli"},
+    {"__main__"},
+)
+"""Rooms of `sharesd`, lowest first: each imports from lower ones alone. `__init__` passes names on."""
+LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -59,6 +80,8 @@ def test_imports_go_down_only() -> None:
     for path in FILES:
         name = str(path.relative_to(ROOT))
         wrong += wrong_imports(path.read_text(encoding="utf-8"), name, ALLOWED[name.split("/")[0]])
+    for leaf in LEAVES:
+        wrong += wrong_imports((ROOT / f"{leaf}.py").read_text(encoding="utf-8"), f"{leaf}.py", set())
     assert wrong == []
 
 
@@ -83,6 +106,47 @@ def test_wrong_imports_are_found(source: str, package: str, num: int) -> None:
     assert len(wrong_imports(source, "file.py", ALLOWED[package])) == num
 
 
+def upward_imports(source: str, room: str) -> list[str]:
+    """Return the modules of `sharesd` that a file of this room imports from rooms that are not lower."""
+    modules = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module == "sharesd"
+            modules += [f"sharesd.{alias.name}" for alias in node.names] if package else [str(node.module)]
+    rooms = {module: module.split(".")[1] for module in modules if module.startswith("sharesd.")}
+    return [
+        module for module, used in rooms.items() if used in LEVELS and used != room and LEVELS[used] >= LEVELS[room]
+    ]
+
+
+def test_rooms_import_from_lower_rooms() -> None:
+    wrong: dict[str, list[str]] = {}
+    rooms: set[str] = set()
+    for path in (ROOT / "sharesd").rglob("*.py"):
+        room = path.relative_to(ROOT / "sharesd").parts[0].removesuffix(".py")
+        if room != "__init__":
+            rooms.add(room)
+            wrong[str(path)] = upward_imports(path.read_text(encoding="utf-8"), room)
+    assert rooms == {*LEVELS}
+    assert {path: modules for path, modules in wrong.items() if modules} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "room", "num"),
+    [
+        ("from sharesd.kvcache.static import StaticKVCache", "engine", 0),
+        ("def f():\n    from sharesd.engine.engine import Engine", "kvcache", 1),
+        ("from sharesd import data, runtime", "loading", 1),
+        ("import sharesd.parallel.ranks", "execution", 1),
+        ("from sharesd.engine.warmup import warm_up", "engine", 0),
+    ],
+)
+def test_upward_imports_are_found(source: str, room: str, num: int) -> None:
+    assert len(upward_imports(source, room)) == num
+
+
 def test_relative_imports_are_found() -> None:
     with pytest.raises(AssertionError, match="file.py:1 has a relative import"):
         wrong_imports("from . import engine", "file.py", ALLOWED["sharesd"])
@@ -103,7 +167,7 @@ def test_no_modules_import_each_other() -> None:
     }
     assert len(list(TopologicalSorter(uses).static_order())) == len(modules)
     with pytest.raises(CycleError):
-        TopologicalSorter({**uses, "benchmark.studies.wide_shapes": {"benchmark.studies.widen"}}).prepare()
+        TopologicalSorter({**uses, "sharesd.models.wide_shapes": {"benchmark.widen"}}).prepare()
 
 
 def run_python(code: str) -> str:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.reports.results import _plots
 from serve.command import main as serve
 from sharesd.cli.pictures import can_draw
 from sharesd.data import grammar_spec
-from train.heads.metrics_log import CURVES, LOG, Journal
+from train.heads.metrics_log import CURVES, LOG, MetricsLog
 
 
 @pytest.fixture
@@ -21,19 +20,19 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_one_line_names_the_pictures_and_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _plots(tmp_path, {}) == []
+def test_one_line_names_the_pictures_and_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not can_draw("speed.png", "acceptance.png")
     line = "speed.png and acceptance.png: not drawn, matplotlib is not installed; run: pip install matplotlib\n"
     assert capsys.readouterr().err == line
 
 
 @pytest.mark.usefixtures("without_matplotlib")
 def test_a_training_says_it_once_and_keeps_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(tmp_path, -1)
+    log = MetricsLog(tmp_path, -1)
     for step in (1, 2):
-        journal.add(step, loss=1.0)
-        journal.draw()
-    journal.close()
+        log.add(step, loss=1.0)
+        log.draw()
+    log.close()
     assert capsys.readouterr().err.count(f"{CURVES}: not drawn") == 1
     assert len((tmp_path / LOG).read_text().splitlines()) == 2 and not (tmp_path / CURVES).exists()
 

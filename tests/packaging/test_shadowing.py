@@ -96,6 +96,8 @@ def test_it_hides_what_an_editable_installation_finds(tmp_path: Path) -> None:
         "    def find_spec(name, path=None, target=None):\n"
         f"        if name in ('sharesd', *{shadowing.LOWER!r}):\n"
         f"            return importlib.util.spec_from_file_location(name, {str(ROOT)!r} + f'/{{name}}/__init__.py')\n"
+        "        if name == 'sharesd_files':\n"
+        f"            return importlib.util.spec_from_file_location(name, {str(ROOT)!r} + '/sharesd_files.py')\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()] + [Finder]\n"
     )
     done = run(work, "-m", "sharesd", "--version", path=(site,))
@@ -109,11 +111,13 @@ def test_archives_and_links_are_no_strangers(tmp_path: Path) -> None:
         for package in ("sharesd", *shadowing.LOWER):
             for file in (ROOT / package).glob("*.py"):
                 packed.write(file, f"{package}/{file.name}")
+        packed.write(ROOT / "sharesd_files.py", "sharesd_files.py")
     link.symlink_to(ROOT)
     links = tmp_path / "links"
     links.mkdir()
     for package in ("sharesd", *shadowing.LOWER):
         (links / package).symlink_to(ROOT / package)
+    (links / "sharesd_files.py").symlink_to(ROOT / "sharesd_files.py")
     for place in (archive, link, links):
         done = run(tmp_path, "-c", f"{SCRIPT}; print(sharesd.__file__)", path=(place,), flags=("-P",))
         assert done.stdout.startswith("imported") and str(place) in done.stdout, done.stderr

@@ -14,17 +14,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmark.__main__ import main as benchmark
 from compile import inductor
 from compile.inductor import CompiledBlocks
-from multigpu.pipeline_parallel import DoesNotFit, Sizes, from_map, shares
+from multigpu.pipeline_parallel import DoesNotFit, PipelineSizes, balance_blocks, parse_device_map
 from serve.command import load_model
 from sharesd.cli.main import main
-from sharesd.config import EngineConfig, SplitConfig
+from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.devices import transfer
 from sharesd.engine.engine import Engine
 from sharesd.execution.batch_invariance import check_rows
-from sharesd.execution.step_widths import shallow
+from sharesd.execution.step_widths import first_block_view
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import Piece, prefill, read_piece
 from sharesd.runtime import Runtime
@@ -45,7 +44,7 @@ NAMES = ("a", "b", "c")
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost decides how far is drafted, and nothing here."""
-    monkeypatch.setattr("sharesd.engine.warmup.SECONDS", 0.0)
+    monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, num_stages: int = 1, **options: Any) -> EngineConfig:
-    split = SplitConfig(devices=("cpu",) * num_stages)
+    split = PipelineConfig(devices=("cpu",) * num_stages)
     return EngineConfig(**{**SMALL, "target": str(folder), "device": "auto", "split": split, **options})
 
 
@@ -138,8 +137,8 @@ def test_as_much_is_accepted_as_on_one_device(folder: Path) -> None:
 
 def test_a_pass_takes_a_hop_for_each_stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(transfer, "hold_back", waits.append)
-    split = SplitConfig(devices=("cpu",) * 3, hop_seconds=0.02)
+    monkeypatch.setattr(transfer, "delay", waits.append)
+    split = PipelineConfig(devices=("cpu",) * 3, simulated_latency_s=0.02)
     runtime = Runtime(config_of(folder, num_draft=4, split=split), ("naive", "share"))
     for mode, passes in (("naive", 1), ("share", 1 + 4)):
         engine = runtime.engine(mode, warm=GREEDY)  # type: ignore[arg-type]
@@ -238,14 +237,14 @@ def test_copies_to_other_devices_wait_for_nothing() -> None:
             return func(*args, **(kwargs or {}))
 
     with Copies():
-        transfer.hop(torch.device("meta"), torch.ones(2))
+        transfer.copy_to_device(torch.device("meta"), torch.ones(2))
     assert waits == [False]
 
 
 def test_the_first_block_alone_runs_where_it_is(way_of_cuda: None) -> None:
     """The check of rows runs it, and the norm and the head behind it, which are with the last stage."""
     decoder = in_stages(tiny_decoder(num_hidden_layers=4), (2, 2))
-    first = shallow(decoder)
+    first = first_block_view(decoder)
     cache = first.new_cache(1, 256)
     with watched(decoder, decoder.new_cache(1, 256)) as places:
         places.put([cache.k[0], cache.v[0]], 0)
@@ -256,7 +255,7 @@ def test_the_first_block_alone_runs_where_it_is(way_of_cuda: None) -> None:
 
 
 def test_a_model_apart_is_told_there_which_rows_are_kept(way_of_cuda: None) -> None:
-    decoder = in_stages(tiny_decoder(num_hidden_layers=2), (2,), apart=1)
+    decoder = in_stages(tiny_decoder(num_hidden_layers=2), (2,), caller_device=1)
     cache = decoder.new_cache(1, 64)
     with watched(decoder, cache) as places:
         tokens_BT, keep_BR = torch.tensor([[1, 2, 3]]), torch.tensor([[2]])
@@ -308,19 +307,19 @@ def test_blocks_on_other_devices_have_compiled_forms_of_their_own(monkeypatch: p
 
 
 def test_stages_get_what_they_have_room_for() -> None:
-    even = Sizes(blocks=(10,) * 12)
-    assert shares(even, [math.inf] * 3, NAMES) == (4, 4, 4)
-    assert shares(even, [100, 50, 50], NAMES) == (6, 3, 3)
-    ends = Sizes(blocks=(10,) * 12, first=30, last=60)
-    assert shares(ends, [math.inf] * 3, NAMES) == (4, 7, 1)
-    assert shares(Sizes(blocks=(40, 10, 10, 10, 10)), [math.inf] * 2, NAMES[:2]) == (1, 4)
-    beside = Sizes(blocks=(10,) * 12, beside={1: 60})
-    assert shares(beside, [math.inf] * 2, NAMES[:2]) == (9, 3)
+    even = PipelineSizes(blocks=(10,) * 12)
+    assert balance_blocks(even, [math.inf] * 3, NAMES) == (4, 4, 4)
+    assert balance_blocks(even, [100, 50, 50], NAMES) == (6, 3, 3)
+    ends = PipelineSizes(blocks=(10,) * 12, first=30, last=60)
+    assert balance_blocks(ends, [math.inf] * 3, NAMES) == (4, 7, 1)
+    assert balance_blocks(PipelineSizes(blocks=(40, 10, 10, 10, 10)), [math.inf] * 2, NAMES[:2]) == (1, 4)
+    beside = PipelineSizes(blocks=(10,) * 12, beside={1: 60})
+    assert balance_blocks(beside, [math.inf] * 2, NAMES[:2]) == (9, 3)
 
 
 def test_no_split_is_fuller_than_need_be() -> None:
     """Compared with all splits there are."""
-    sizes, limits = Sizes(blocks=(7, 3, 9, 4, 4, 8), first=5, last=11), [40.0, 60.0, 30.0]
+    sizes, limits = PipelineSizes(blocks=(7, 3, 9, 4, 4, 8), first=5, last=11), [40.0, 60.0, 30.0]
 
     def fullest(parts: tuple[int, ...]) -> float:
         a, b = parts[0], parts[0] + parts[1]
@@ -330,13 +329,13 @@ def test_no_split_is_fuller_than_need_be() -> None:
         )
 
     every = [(a, b, 6 - a - b) for a in range(1, 5) for b in range(1, 6 - a)]
-    assert fullest(shares(sizes, limits, NAMES)) == min(map(fullest, every))
+    assert fullest(balance_blocks(sizes, limits, NAMES)) == min(map(fullest, every))
 
 
 def test_what_does_not_fit_is_shown() -> None:
-    sizes = Sizes(blocks=(10**9,) * 4, last=10**9)
+    sizes = PipelineSizes(blocks=(10**9,) * 4, last=10**9)
     with pytest.raises(DoesNotFit) as error:
-        shares(sizes, [2e9, 2.5e9], NAMES[:2])
+        balance_blocks(sizes, [2e9, 2.5e9], NAMES[:2])
     assert "a would hold blocks 0 to 1 with 2.00 GB, and may hold 2.00 GB" in str(error.value)
     assert "b would hold blocks 2 to 3 with 3.00 GB, and may hold 2.50 GB" in str(error.value)
 
@@ -344,25 +343,25 @@ def test_what_does_not_fit_is_shown() -> None:
 def test_device_maps_of_accelerate() -> None:
     layers = {f"model.layers.{i}": int(i > 1) for i in range(12)}
     ends = {"model.embed_tokens": 0, "model.norm": 1, "lm_head": 1}
-    assert from_map({**layers, **ends}, 12) == (["cuda:0", "cuda:1"], (2, 10))
-    assert from_map({"": "cpu"}, 3) == (["cpu"], (3,))
+    assert parse_device_map({**layers, **ends}, 12) == (["cuda:0", "cuda:1"], (2, 10))
+    assert parse_device_map({"": "cpu"}, 3) == (["cpu"], (3,))
     for change, complaint in (
         ({"model.layers.4": 0}, "comes back to cuda:0"),
         ({"lm_head": 0}, "has lm_head on cuda:0; it goes with the layers on cuda:1"),
         ({"model.embed_tokens": "1"}, "has model.embed_tokens on cuda:1; it goes with the layers on cuda:0"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            from_map({**layers, **ends, **change}, 12)
+            parse_device_map({**layers, **ends, **change}, 12)
     with pytest.raises(ValueError, match=r"says nothing about model.layers.12"):
-        from_map({**layers, **ends}, 13)
+        parse_device_map({**layers, **ends}, 13)
 
 
 def test_a_map_and_limits_decide(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"": "cpu"}))
-    assert len(Runtime(config_of(folder, split=SplitConfig(device_map=str(file)))).target.split.stages) == 1  # type: ignore[union-attr]
+    assert len(Runtime(config_of(folder, split=PipelineConfig(device_map=str(file)))).target.split.stages) == 1  # type: ignore[union-attr]
     limits = ((0, 10**9), (1, 2 * 10**9))
-    runtime = Runtime(config_of(folder, split=SplitConfig(devices=("cpu", "cpu"), max_memory=limits)), ("share",))
+    runtime = Runtime(config_of(folder, split=PipelineConfig(devices=("cpu", "cpu"), max_memory=limits)), ("share",))
     stages = runtime.target.split.stages  # type: ignore[union-attr]
     assert stages[0].num_blocks < stages[1].num_blocks
 
@@ -370,20 +369,20 @@ def test_a_map_and_limits_decide(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"split": SplitConfig(devices=("cpu",) * 6)}, "the model has 5 blocks; give 5 of them at most"),
-        ({"split": SplitConfig(devices=("cpu", "tpu"))}, "device is 'tpu'; give cpu, cuda or cuda:N"),
-        ({"split": SplitConfig(device_map="no.json")}, "device_map 'no.json' is neither `auto` nor a file of JSON"),
+        ({"split": PipelineConfig(devices=("cpu",) * 6)}, "the model has 5 blocks; give 5 of them at most"),
+        ({"split": PipelineConfig(devices=("cpu", "tpu"))}, "device is 'tpu'; give cpu, cuda or cuda:N"),
+        ({"split": PipelineConfig(device_map="no.json")}, "device_map 'no.json' is neither `auto` nor a file of JSON"),
         (
-            {"split": SplitConfig(devices=("cpu", "cpu"), max_memory=((0, 10**5), (1, 10**5)))},
+            {"split": PipelineConfig(devices=("cpu", "cpu"), max_memory=((0, 10**5), (1, 10**5)))},
             "the model does not fit: cpu would hold blocks 0 to .* GB; give more devices or memory",
         ),
         (
-            {"split": SplitConfig(devices=("cpu", "cpu"), max_memory=((0, 10**9),))},
+            {"split": PipelineConfig(devices=("cpu", "cpu"), max_memory=((0, 10**9),))},
             "max_memory names 0 and the devices are cpu, cpu; name each stage, from 0",
         ),
-        ({"split": SplitConfig(devices=("cpu",) * 2), "compile": "full"}, "a step runs on several devices"),
-        ({"split": SplitConfig(devices=("cpu",) * 2), "device": "cpu"}, "stages have devices of their own; leave"),
-        ({"split": SplitConfig(devices=("cpu",) * 2), "tensor_parallel": 2}, "drop one of the two"),
+        ({"split": PipelineConfig(devices=("cpu",) * 2), "compile": "full"}, "a step runs on several devices"),
+        ({"split": PipelineConfig(devices=("cpu",) * 2), "device": "cpu"}, "stages have devices of their own; leave"),
+        ({"split": PipelineConfig(devices=("cpu",) * 2), "tensor_parallel": 2}, "drop one of the two"),
         ({"draft_device": "cpu"}, "draft_device is 'cpu' and no mode is classic"),
     ],
 )
@@ -394,11 +393,11 @@ def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_gpus_that_are_not_there(folder: Path) -> None:
-    for split in (SplitConfig(device_map="auto"), SplitConfig(max_memory=((0, 10**9),))):
+    for split in (PipelineConfig(device_map="auto"), PipelineConfig(max_memory=((0, 10**9),))):
         with pytest.raises(ValueError, match="torch finds no GPU; name them"):
             Runtime(config_of(folder, split=split))
     with pytest.raises(ValueError, match="device is 'cuda:1' but torch .* finds no GPU"):
-        Runtime(config_of(folder, split=SplitConfig(devices=("cuda:0", "cuda:1"))))
+        Runtime(config_of(folder, split=PipelineConfig(devices=("cuda:0", "cuda:1"))))
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,44 +433,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         except SystemExit as ended:
             status = ended.code  # type: ignore[assignment]
         assert status == 2 and complaint in capsys.readouterr().err
-
-
-def test_the_study(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "12", "--num-speculative-tokens", "2"]
-    args += ["--stages", "2", "--hop", "3", "--ranks", "3", "--repeats", "1", "--out-dir", str(tmp_path)]
-    assert benchmark(["multi", *args]) == 0
-    report = json.loads((tmp_path / "multi.json").read_text())
-    figures = {(one["place"], one["mode"]): one for one in report["figures"]}
-    h = report["hop_s"]
-    one, two, share = (figures[key] for key in (("1 device", "naive"), ("2 stages", "naive"), ("2 stages", "share")))
-    assert h >= 0.003 and len(report["stage_s"]["2 stages"]) == 2 and min(report["stage_s"]["2 stages"]) > 0
-    assert two["predicted_round_s"] == pytest.approx(one["round_s"] + 2 * h)
-    assert two["round_s"] >= 2 * 0.003 and share["round_s"] >= 2 * (1 + 2) * 0.003
-    for place, mode, num in (("2 stages", "classic", 2), ("2 stages, own draft", "classic", 2 + 2 * 2)):
-        found, alone = figures[place, mode], figures["1 device", mode]
-        assert found["predicted_round_s"] == pytest.approx(alone["round_s"] + num * h)
-        assert found["round_s"] >= num * 0.003
-    assert figures["1 device, waits as 2", "share"]["round_s"] >= 2 * (1 + 2) * 0.003
-    assert figures["own draft, at once", "share"]["round_s"] is None
-    said = capsys.readouterr().out
-    assert "not measured: drafts made while the target verifies" in said
-    assert "not measured: links between devices" in said
-    assert "not measured: 3 ranks: tensor_parallel is 3, and the model's 2 key/value heads" in said
-
-
-@pytest.mark.slow
-def test_the_study_of_ranks(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", hidden=128)  # groups of 64 inputs for each of two ranks
-    args = ["--target", str(folder), "--max-context", "128", "--max-new-tokens", "8", "--num-speculative-tokens", "2"]
-    assert benchmark(["multi", *args, "--stages", "1", "--repeats", "1", "--out-dir", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "multi.json").read_text())
-    figures = {(one["place"], one["mode"]): one for one in report["figures"]}
-    assert report["ranks"] == 2 and list(report["exchange_s"]) == ["gather", "reduce"]
-    for style, (plain_s, verify_s) in report["exchange_s"].items():
-        assert plain_s > 0 and verify_s > 0
-        for mode, spent in (("naive", plain_s), ("share", 2 * plain_s + verify_s)):
-            ranks = figures[f"2 ranks, {style}", mode]
-            assert ranks["round_s"] > 0 and ranks["predicted_round_s"] > spent
 
 
 def test_a_pass_that_fails_leaves_lengths_to_the_device() -> None:

@@ -21,11 +21,12 @@ import pytest
 import torch
 
 from multigpu.process_group import ThreadGroup
-from multigpu.tensor_parallel import Part, require_even, sum_parts
+from multigpu.tensor_parallel import Shard, all_reduce, require_divisible
 from sharesd.config import EngineConfig, OffloadConfig
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.loader import Tensors, check_cuts, decoder_slots
+from sharesd.models.loader import Tensors
+from sharesd.models.weight_mapping import check_tensor_parallel, decoder_tensors
 from sharesd.parallel.tp_setup import EAGER_TILE
 from sharesd.runtime import Runtime
 from tests.helpers.paths import ROOT
@@ -62,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost decides how far is drafted, and nothing here."""
-    monkeypatch.setattr("sharesd.engine.warmup.SECONDS", 0.0)
+    monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 def test_logits_are_those_of_one_rank(folder: Path, size: int, dtype: str, compile: str) -> None:
     config = config_of(folder, dtype=dtype, compile=compile, max_batch=3)
     with threads(replace(config, tensor_parallel=size)) as runtime:
-        assert runtime.target.blocks[0].attn.num_kv_heads == 4 // size  # type: ignore[union-attr, index]
+        assert runtime.target.blocks[0].attn.num_key_value_heads == 4 // size  # type: ignore[union-attr, index]
         assert all(map(torch.equal, logits_of(runtime), logits_of(Runtime(config))))
 
 
@@ -98,7 +99,7 @@ def make_family(folder: Path, tmp_path: Path, family: str, mlp: int) -> Tensors:
         parameter.data.copy_(torch.randn(parameter.shape, generator=dice) * parameter.shape[-1] ** -0.5)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        return decoder_slots(whole)
+        return decoder_tensors(whole)
 
     return tensors
 
@@ -171,7 +172,7 @@ def test_sums_are_the_same_on_all_ranks_and_in_steps_of_any_width(dtype: torch.d
 
     def summed(rows: slice) -> list[torch.Tensor]:
         with ThreadPoolExecutor(4) as ranks:
-            return list(ranks.map(lambda group: sum_parts(group, parts_RMN[group.rank, rows]), ThreadGroup.new(4)))
+            return list(ranks.map(lambda group: all_reduce(group, parts_RMN[group.rank, rows]), ThreadGroup.new(4)))
 
     first, *others = summed(slice(None))
     assert all(torch.equal(other, first) for other in others)
@@ -229,8 +230,8 @@ def test_split_sums_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """And know them again at the next start: rows of another rank would be the wrong ones."""
-    for module in ("runtime", "weights.quantize"):
-        monkeypatch.setattr(f"sharesd.{module}.cache_root", lambda: tmp_path)
+    for module in ("sharesd_files", "sharesd.runtime", "sharesd.weights.quantize"):
+        monkeypatch.setattr(f"{module}.cache_root", lambda: tmp_path)
     taus = []
     for size in (1, 2, 2):
         with threads(config_of(folder, tensor_parallel=size), ("share",)) as runtime:
@@ -278,7 +279,7 @@ def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
         ({"tensor_parallel_style": "reduce"}, "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks"),
         ({"tensor_parallel": 2, "tensor_parallel_style": "sum"}, "tensor_parallel_style is 'sum'; choose one of"),
         ({"tensor_parallel": 2, "compile": "regional"}, "compile is 'regional' and tensor_parallel is 2"),
-        ({"tensor_parallel": 2, "mode": "eagle", "heads": (".",)}, "trained heads run on one device; drop mode eagle"),
+        ({"tensor_parallel": 2, "mode": "eagle", "heads": (".",)}, "eagle drafts on one device; drop mode eagle"),
         (
             {"tensor_parallel": 2, "offload": OffloadConfig(host_memory=10**9)},
             "tensor_parallel is 2, and ranks keep all of their weights; drop one of the two",
@@ -292,23 +293,23 @@ def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None
 
 def test_what_cannot_be_cut_is_named() -> None:
     cuts = {"heads": (6, 1), "outputs": (96, 16)}
-    require_even(2, cuts)
+    require_divisible(2, cuts)
     with pytest.raises(ValueError, match="the model's 6 heads cannot be shared out evenly; take 2 or 3 or 6, or leave"):
-        require_even(4, cuts)
+        require_divisible(4, cuts)
     with pytest.raises(ValueError, match="96 outputs cannot be shared out evenly in whole tiles of 16; take 2 or 3"):
-        require_even(4, {**cuts, "heads": (12, 1)})
+        require_divisible(4, {**cuts, "heads": (12, 1)})
     with pytest.raises(ValueError, match="5 heads cannot be shared out evenly; leave it out"):
-        require_even(2, {"heads": (5, 1), "outputs": (96, 16)})
+        require_divisible(2, {"heads": (5, 1), "outputs": (96, 16)})
     weight = torch.arange(12)[:, None]
-    assert Part(1, 2).cut(weight, (8, 4)).flatten().tolist() == [4, 5, 6, 7, 10, 11]
+    assert Shard(1, 2).cut(weight, (8, 4)).flatten().tolist() == [4, 5, 6, 7, 10, 11]
 
 
 def test_torchs_activations_need_whole_vectors() -> None:
     raw = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     config = DecoderConfig.from_hf({**raw, "num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"})
-    check_cuts(config, 2)
+    check_tensor_parallel(config, 2)
     with pytest.raises(ValueError, match="96 outputs of gate and up cannot be shared out evenly in whole tiles of 64"):
-        check_cuts(config, 2, EAGER_TILE)
+        check_tensor_parallel(config, 2, EAGER_TILE)
 
 
 # processes

@@ -13,10 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
-from sharesd.config import SamplingParams
-from sharesd.sampling import Kind, RowSampling, logprobs_of, native_gumbel, process, seeds_of_prompts, top_logprobs_of
+from compile.attention import TreeAttentionMask
+from sharesd.sampling import (
+    RowSampling,
+    SamplingKind,
+    logprobs_of,
+    native_gumbel,
+    process,
+    seeds_of_prompts,
+    top_logprobs_of,
+)
 from sharesd.sampling.sampler import Sampler
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import DraftTree, Verdict, pack
 from tests.helpers.oracle import placed
 from tests.speculation.test_trees import random_tree
@@ -65,8 +73,8 @@ def logits_of(dice: torch.Generator, num: int, dtype: torch.dtype) -> Tensor:
 
 def just(row: int, tree: DraftTree) -> DraftTree:
     """One row of a draft."""
-    branches = tree.branches and Branches(*(part[row : row + 1] for part in tree.branches))
-    return tree._replace(tokens=tree.tokens[row : row + 1], branches=branches)
+    tree_mask = tree.tree_mask and TreeAttentionMask(*(part[row : row + 1] for part in tree.tree_mask))
+    return tree._replace(tokens=tree.tokens[row : row + 1], tree_mask=tree_mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -105,7 +113,7 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
                 new = replace(REQUESTS[row - 1], seed=row), row, texts[row - 1]
                 rows.place(row, *new)
                 alone[row][1].place(0, *new)
-            alone = [(Kind.of(one._params[0]), one) for _, one in alone]
+            alone = [(SamplingKind.of(one._params[0]), one) for _, one in alone]
         sampler = Sampler(kind, rows)
         own = [Sampler(*one) for one in alone]
         logits = logits_of(dice, 1, dtype)[:, 0]
@@ -123,7 +131,7 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
             tree = DraftTree(torch.randint(0, V, (B, N), generator=dice), depth=N)
         else:
             tree = pack([random_tree(coin, N, vocab=V) for _ in range(B)], N, "")
-            assert tree.branches is not None
+            assert tree.tree_mask is not None
         for _ in range(N):  # the target's choices become the drafts, so that some are accepted
             chosen = verdict_of(kind, rows, tree, logits, lengths)
             tree.tokens[:, :3] = chosen[:, :3]
@@ -141,7 +149,7 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
     assert hits > B
 
 
-def verdict_of(kind: Kind, rows: RowSampling, tree: DraftTree, logits: Tensor, lengths: Tensor) -> Tensor:
+def verdict_of(kind: SamplingKind, rows: RowSampling, tree: DraftTree, logits: Tensor, lengths: Tensor) -> Tensor:
     """The target's choices [B, T] for the rows of a draft."""
     choices: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -177,8 +185,10 @@ def test_noise_of_neighbouring_positions_is_drawn_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tree", [None, Branches(torch.tensor([[0, 1, 1, 2]] * B), torch.zeros(B, 4, 4).long())])
-def test_the_kernel_chooses_as_tensor_operations_do(tree: Branches | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "tree", [None, TreeAttentionMask(torch.tensor([[0, 1, 1, 2]] * B), torch.zeros(B, 4, 4).long())]
+)
+def test_the_kernel_chooses_as_tensor_operations_do(tree: TreeAttentionMask | None, dtype: torch.dtype) -> None:
     """All ways of sampling in a batch; then those that ask for a temperature alone, of draft tokens, too."""
 
     def drawn(*given: Any, **named: Any) -> Tensor:  # the kernel's noise, and the choice of tensor operations
@@ -204,7 +214,7 @@ def test_one_row_by_itself_is_the_row_of_the_batch() -> None:
     lengths = torch.tensor([len(text) for text in texts])
     first = Sampler(kind, rows).first(logits, lengths)
     for row, params in enumerate(REQUESTS):
-        one, here = Sampler(Kind.of(params), rows.only(row)), slice(row, row + 1)
+        one, here = Sampler(SamplingKind.of(params), rows.only_row(row)), slice(row, row + 1)
         token = one.first(logits[here], lengths[here])
         one.commit(token[:, None], torch.ones_like(token))
         assert token == first[row]
@@ -240,24 +250,30 @@ def test_kind_is_the_union_of_what_rows_ask_for() -> None:
     asks = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(logprobs=True, top_logprobs=3)]
     asks += [SamplingParams(top_p=0.5, presence_penalty=1.0), SamplingParams(temperature=1.0, min_p=0.1)]
     _, rows = placed(asks, V)
-    assert rows.kind([0]) == Kind() and rows.kind([]) == Kind() and rows.kind([0, 1]) == Kind(sampled=True)
-    assert rows.kind([1, 2]) == Kind(sampled=True, logprobs=True, top_logprobs=3)
-    assert rows.kind([3]) == Kind(penalized=True), "greedy rows are not truncated"
-    assert rows.kind(range(5)) == Kind(True, True, True, logprobs=True, top_logprobs=3)
-    assert hash(rows.kind([1])) == hash(Kind(sampled=True))
+    assert (
+        rows.kind([0]) == SamplingKind()
+        and rows.kind([]) == SamplingKind()
+        and rows.kind([0, 1]) == SamplingKind(sampled=True)
+    )
+    assert rows.kind([1, 2]) == SamplingKind(sampled=True, logprobs=True, top_logprobs=3)
+    assert rows.kind([3]) == SamplingKind(penalized=True), "greedy rows are not truncated"
+    assert rows.kind(range(5)) == SamplingKind(True, True, True, logprobs=True, top_logprobs=3)
+    assert hash(rows.kind([1])) == hash(SamplingKind(sampled=True))
 
 
 def test_replayed_rounds_have_few_kinds() -> None:
     kinds = {placed([params], V, replayed=True)[0] for params in REQUESTS}
-    assert kinds == {Kind(), Kind(True, True), Kind(True, True, True, True)}, "what is adjusted can be sampled, too"
+    assert kinds == {SamplingKind(), SamplingKind(True, True), SamplingKind(True, True, True, True)}, (
+        "what is adjusted can be sampled, too"
+    )
     assert placed([SamplingParams(logprobs=True)], V, replayed=True)[0].top_logprobs == 20
-    apart = Kind(penalized=True, acceptance="block").rounded()
+    apart = SamplingKind(penalized=True, acceptance="block").rounded()
     assert not apart.sampled, "others than `match` look at distributions, which differ where rows are sampled"
 
 
 def test_kinds_that_differ_in_what_the_target_does_share_drafts() -> None:
     asks = [SamplingParams(), SamplingParams(logprobs=True, top_logprobs=3), SamplingParams(temperature=1.0)]
-    greedy, told, sampled = (Kind.of(params).rounded().of_drafts() for params in asks)
+    greedy, told, sampled = (SamplingKind.of(params).rounded().of_drafts() for params in asks)
     assert greedy == told == greedy._replace(constrained=True).of_drafts() != sampled
 
 
@@ -276,11 +292,11 @@ def test_other_acceptance_is_for_rows_that_are_sampled_alike() -> None:
 
 def test_a_released_row_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _, rows = placed([WAYS["greedy"], WAYS["everything"], WAYS["top_k"]], V)
-    assert rows.asking("top_k") == [1, 2] and rows.most_k == 30 and rows.asking("penalties") == [1]
+    assert rows.rows_using("top_k") == [1, 2] and rows.max_k == 30 and rows.rows_using("penalties") == [1]
     rows.release(1)
-    assert rows.asking("top_k") == [2] and rows.most_k == 7 and rows.asking("penalties") == []
+    assert rows.rows_using("top_k") == [2] and rows.max_k == 7 and rows.rows_using("penalties") == []
     rows.release(2)
-    assert rows.asking("top_k") == [] and rows.most_k == 0 and rows.asking("greedy") == [0]
+    assert rows.rows_using("top_k") == [] and rows.max_k == 0 and rows.rows_using("greedy") == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -20,9 +20,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from sharesd.config import SamplingParams
 from sharesd.sampling import (
-    Kind,
+    SamplingKind,
     Stream,
     choose,
     fork,
@@ -36,6 +35,7 @@ from sharesd.sampling import (
     uniform,
 )
 from sharesd.sampling.logits_processors import _top_p, top_p_reference
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.oracle import placed
 
 
@@ -226,7 +226,7 @@ def test_temperatures_near_zero_choose_as_greedy_decoding_does(
     chosen = choose(result, gumbel(torch.tensor([3]), positions, 1003))
     assert (logits.gather(-1, chosen[..., None]) == best).all()
     ties = (logits == best).to(dtype)
-    torch.testing.assert_close(probs_of(result, Kind.of(params)), ties / ties.sum(-1, keepdim=True))
+    torch.testing.assert_close(probs_of(result, SamplingKind.of(params)), ties / ties.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.1, 0.7, 1.3, 100.0])
@@ -240,7 +240,7 @@ def test_usual_temperatures_divide_and_no_more(temperature: float) -> None:
 def test_without_end_temperatures_choose_evenly_among_what_is_not_banned(temperature: float) -> None:
     logits = rows(3, 61)
     logits[..., 7] = -math.inf
-    probs = probs_of(alone(logits, SamplingParams(temperature=temperature)), Kind(sampled=True))
+    probs = probs_of(alone(logits, SamplingParams(temperature=temperature)), SamplingKind(sampled=True))
     assert (probs[..., 7] == 0).all() and torch.allclose(probs[..., :7], torch.tensor(1 / 60))
 
 
@@ -402,9 +402,9 @@ def test_choose_takes_the_first_of_equals() -> None:
 
 def test_probs_of_greedy_is_one_hot_and_otherwise_softmax() -> None:
     logits = rows(4, 61)
-    assert torch.equal(probs_of(logits, Kind()).argmax(-1), logits.argmax(-1))
-    assert torch.equal(probs_of(logits, Kind()).sum(-1), torch.ones(1, 4))
-    torch.testing.assert_close(probs_of(logits, Kind(sampled=True)), logits.softmax(-1))
+    assert torch.equal(probs_of(logits, SamplingKind()).argmax(-1), logits.argmax(-1))
+    assert torch.equal(probs_of(logits, SamplingKind()).sum(-1), torch.ones(1, 4))
+    torch.testing.assert_close(probs_of(logits, SamplingKind(sampled=True)), logits.softmax(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

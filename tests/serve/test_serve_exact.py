@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.serve.exact import alone, together
-from benchmark.serve.mixed import Mixed, mixed
+from benchmark.serve.exact import Mixed, alone, mixed, together
 from serve.command import load_model
 from sharesd.config import EngineConfig, Mode
 from tests.helpers.served_model import Served, served

@@ -60,7 +60,18 @@ def ask_all(server: Served, numbers: range) -> None:
         server.wait(lambda name=name: server.metrics()[f'sharesd:{name}{{engine="0",model_name="fake"}}'] == 0)
 
 
-OURS = {"Visit", "Call", "Choice", "Request", "StopChecker", "Stats", "TextStream", "Task", "_Taken", "CompletionForm"}
+OURS = {
+    "RequestState",
+    "Call",
+    "Choice",
+    "Request",
+    "StopChecker",
+    "Stats",
+    "TextStream",
+    "Task",
+    "_Taken",
+    "CompletionForm",
+}
 """Classes of which each request has an object or more."""
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from serve.command import load_model
-from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, OffloadConfig
 from sharesd.data.grammar_spec import from_choices, from_json_schema, from_lark, from_regex
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.weights import memory_estimate, offload_planner
 from tests.helpers.served_model import Served, served
 from tests.helpers.tiny_models import make_checkpoint
@@ -39,7 +40,7 @@ def server(folder: Path) -> Iterator[Served]:
 
 def test_rounds_of_all_kinds_are_ready_before_the_first_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[Any] = []
-    monkeypatch.setattr("sharesd.runtime.warm_up_each_kind", warmed.append)
+    monkeypatch.setattr("sharesd.runtime.warm_up_all_variants", warmed.append)
     model = load_model(EngineConfig(target=str(folder), mode="naive", max_context=64), "naive", None)
     assert warmed == [model.engine]
 

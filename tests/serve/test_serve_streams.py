@@ -294,7 +294,7 @@ def test_nothing_is_served_before_the_model_is_loaded() -> None:
 
 
 def test_a_step_that_hangs_shows_in_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.async_engine.STALLED", 0.1)
+    monkeypatch.setattr("serve.async_engine.MAX_STEP_SECONDS", 0.1)
     goes_on = threading.Event()
     with served() as server, ThreadPoolExecutor(1) as pool:
         server.engine.held = lambda: not goes_on.wait(300)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 
-from sharesd.config import EngineConfig, OffloadConfig, SplitConfig
-from sharesd.engine import warmup
+from quant.formats import FORMATS
+from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.engine import cost_profiler
 from sharesd.loading import auto_mode
-from sharesd.loading.auto_mode import choose
+from sharesd.loading.auto_mode import choose_drafters
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
@@ -30,7 +31,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "SECONDS", 0.0)
+    monkeypatch.setattr(cost_profiler, "SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def config_of(folder: Path | None, **options: Any) -> EngineConfig:
     return EngineConfig(**{"target": target, "device": "cpu", "max_context": 256, "num_draft": 4} | options)
 
 
-def chosen(config: EngineConfig, folder: Path, *, offloads: bool = False) -> auto_mode.Choice:
-    return choose(config, folder, torch.device("cpu"), BF16, "native", offloads=offloads)
+def chosen(config: EngineConfig, folder: Path, *, offloads: bool = False) -> auto_mode.AutoDrafters:
+    return choose_drafters(config, folder, torch.device("cpu"), BF16, "native", offloads=offloads)
 
 
 def test_a_head_is_taken_where_there_is_one(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_the_prediction_is_measured(folder: Path) -> None:
     assert (
         0
         < auto_mode._predicted_speedup(decoder, config, folder, device, BF16, "native")
-        < 1 / (1 - auto_mode.ASSUMED[4])
+        < 1 / (1 - FORMATS["hqq"].acceptance[4])
     )
 
 
@@ -118,7 +119,7 @@ def test_what_cannot_be_quantized_drafts_by_tables(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"split": SplitConfig(devices=("cpu", "cpu")), "device": "auto"}, {"max_batch": 2}, {"compile": "off"}],
+    [{}, {"split": PipelineConfig(devices=("cpu", "cpu")), "device": "auto"}, {"max_batch": 2}, {"compile": "off"}],
     ids=str,
 )
 def test_texts_are_those_of_naive(folder: Path, pays: None, options: dict[str, Any]) -> None:

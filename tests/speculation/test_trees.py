@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.attention import CHUNK, Branches, attend, attend_reference, pack_kv, row_keeper, unpack_kv
+from compile.attention import TreeAttentionMask, attend, attend_reference
 from compile.decoder_stack import NativeStack
+from compile.kv_compact import kv_compactor
+from compile.kv_layout import CHUNK, pack_kv, unpack_kv
 from compile.linear import pack_linears
-from sharesd.config import SamplingParams
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.ngram.table import NgramTable
@@ -27,10 +28,11 @@ from sharesd.drafters.suffix.table import SuffixTable
 from sharesd.engine.outputs import Completion
 from sharesd.models.decoder import Decoder
 from sharesd.sampling.acceptance import accept_tree, accept_tree_reference
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_proposal import Guess, best_chain, merge, weave
-from sharesd.speculation.draft_tree import PLAIN, Shape, chain, chains, looking_back, pack, shapes_of
+from sharesd.speculation.draft_proposal import Guess, best_chain, fill_up, merge
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain, chains, pack, shapes_of, with_windows
 from tests.helpers.oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -67,7 +69,7 @@ def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torc
     for length in (0, 5, 31, 32, 50, CHUNK - 3, CHUNK, 2 * CHUNK - 9):
         guess = random_tree(dice, 12)
         tree = pack([guess], 12, "")
-        assert tree.branches is not None
+        assert tree.tree_mask is not None
         q, k, v = (torch.randn(1, 13, heads, 16, generator=noise).to(dtype) for heads in (6, 2, 2))
         caches = pack_kv(*(torch.randn(1, 2, 3 * CHUNK, 16, generator=noise).to(dtype) for _ in range(2)))
         lengths = torch.tensor([length])
@@ -75,12 +77,12 @@ def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torc
         def fresh(caches: tuple[Tensor, Tensor] = caches) -> list[Tensor]:
             return [cache.clone() for cache in caches]
 
-        out = attend(q, k, v, *fresh(), lengths, scale=0.25, branches=tree.branches, **options)
+        out = attend(q, k, v, *fresh(), lengths, scale=0.25, tree_mask=tree.tree_mask, **options)
         for row, path in enumerate(paths_of(guess)):
             alone = attend(q[:, path], k[:, path], v[:, path], *fresh(), lengths, scale=0.25, **options)
             assert torch.equal(out[:, row], alone[:, -1])
         wide = [x.double() for x in (q, k, v, *unpack_kv(*fresh(), 16))]
-        want = attend_reference(*wide, lengths, scale=0.25, branches=tree.branches, **options)
+        want = attend_reference(*wide, lengths, scale=0.25, tree_mask=tree.tree_mask, **options)
         tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
         torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
 
@@ -96,7 +98,7 @@ def test_kept_rows_are_moved_together() -> None:
         layers = [pack_kv(*pair) for pair in before]
         lengths, num = torch.tensor([7, 40]), torch.tensor([3, 1])
         path = torch.tensor([[0, 2, 5, 6, 6], [0, 4, 4, 4, 4]])
-        row_keeper([k for k, _ in layers], [v for _, v in layers], sizes)(lengths, path, num)
+        kv_compactor([k for k, _ in layers], [v for _, v in layers], sizes)(lengths, path, num)
         for pair, old, size in zip(layers, before, sizes, strict=True):
             for cache, was in zip(unpack_kv(*pair, size), old, strict=True):
                 was[0, :, 7:10] = was[0, :, [7, 9, 12]]
@@ -106,9 +108,9 @@ def test_kept_rows_are_moved_together() -> None:
 def native_decoder(dtype: torch.dtype) -> Decoder:
     model = tiny_decoder(3, dtype=dtype)
     pack_linears(model)
-    ropes = [kind.rope for kind in model.config.layers]
+    ropes = [kind.rope for kind in model.config.layer_types]
     model.run_stack = NativeStack(
-        model.blocks, tables=model.rope_tables, norm=model.norm, ropes=ropes, activation=model.config.activation
+        model.blocks, tables=model.rope_tables, norm=model.norm, ropes=ropes, hidden_act=model.config.hidden_act
     )
     return model
 
@@ -126,11 +128,11 @@ def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
         model.forward(torch.tensor([text]), cache)
         cache.lengths += length
         rows = torch.cat([torch.tensor([[1]]), tree.tokens], 1)
-        logits = model.forward(rows, cache, branches=tree.branches)
+        logits = model.forward(rows, cache, tree_mask=tree.tree_mask)
         for row, path in enumerate(paths_of(guess)):
             alone = model.forward(rows[:, path], cache)
             assert torch.equal(logits[0, row], alone[0, -1])
-            model.forward(rows, cache, branches=tree.branches)
+            model.forward(rows, cache, tree_mask=tree.tree_mask)
 
 
 # ---- acceptance
@@ -144,11 +146,11 @@ def test_acceptance_walks_as_a_loop_would() -> None:
         guesses = [random_tree(dice, dice.randrange(1, num + 1), vocab=num + 2) for _ in range(3)]
         num = max(len(guess.tokens) for guess in guesses)
         tree = pack(guesses, num, "")
-        if tree.branches is None:
+        if tree.tree_mask is None:
             continue
         target = torch.tensor([[dice.randrange(num + 2) for _ in range(num + 1)] for _ in guesses])
         verdict = accept_tree(tree, target)
-        for ours, theirs in zip(verdict, accept_tree_reference(tree, tree.branches, target), strict=True):
+        for ours, theirs in zip(verdict, accept_tree_reference(tree, tree.tree_mask, target), strict=True):
             assert torch.equal(ours, theirs)
         for b, guess in enumerate(guesses):
             path, node = [0], -1
@@ -167,10 +169,10 @@ def test_acceptance_walks_as_a_loop_would() -> None:
 def test_chains_are_packed_without_branches_and_rows_are_padded() -> None:
     chain = Guess([4, 5, 6], [-1, 0, 1], [0.9, 0.8, 0.7])
     tree = pack([chain, Guess([], [], [])], 2, "x")
-    assert tree.branches is None and tree.tokens.tolist() == [[4, 5], [-1, -1]] and tree.depth == 2
+    assert tree.tree_mask is None and tree.tokens.tolist() == [[4, 5], [-1, -1]] and tree.depth == 2
     tree = pack([Guess([4, 5, 6], [-1, -1, 1], [0.9, 0.8, 0.7]), chain], 3, "x")
-    assert isinstance(tree.branches, Branches) and tree.depth == 3
-    assert tree.branches.depth_BT.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
+    assert isinstance(tree.tree_mask, TreeAttentionMask) and tree.depth == 3
+    assert tree.tree_mask.depth_BT.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
 
 
 def test_merging_and_the_best_chain() -> None:
@@ -265,7 +267,7 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
     engine, naive = new_engine(model, drafter, auto_length=True), new_engine(model)
     text = list(PROMPTS[2])
     for _ in range(3):  # turns of a chat; its text repeats itself, so that tables and model take turns
-        engine.way(params).policy.use(Costs({1: 1.0, 5: 1.1}, 0.6))
+        engine.variant(params).policy.reset(Costs({1: 1.0, 5: 1.1}, 0.6))
         [want], [got] = naive.generate([text], params), engine.generate([text], params, reuse=True)
         assert got.token_ids == want.token_ids
         text = [*text, *got.token_ids, 5, 5, 5]
@@ -279,14 +281,16 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
 def test_tables_fill_up_a_models_draft(
     name: str, tree: Any, sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def every_third(policy: Policy, may_try: bool = True, beside: float | None = None) -> Shape:
-        return PLAIN if next(rounds) % 3 else policy.shapes[0]  # the smallest, which leaves room for tables
+    def every_third(policy: Policy, may_explore: bool = True, beside: float | None = None) -> DraftShape:
+        return NO_DRAFT if next(rounds) % 3 else policy.shapes[0]  # the smallest, which leaves room for tables
 
     rounds, turns = count(), count()
     monkeypatch.setattr(Policy, "next_shape", every_third)
-    learnt: list[Shape] = []
-    monkeypatch.setattr(LiveCosts, "learn", lambda _, shape, *times: learnt.append(shape))
-    monkeypatch.setattr(Policy, "looks", lambda _: next(turns) % 4 > 0)  # rounds without any draft between
+    learnt: list[DraftShape] = []
+    monkeypatch.setattr(LiveCosts, "record", lambda _, shape, *times: learnt.append(shape))
+    monkeypatch.setattr(
+        Policy, "should_query_tables", lambda _: next(turns) % 4 > 0
+    )  # rounds without any draft between
     plain = tiny_decoder(3)
     model, switch = switched(plain, 0.1)
     params = SamplingParams(max_new_tokens=30, **SAMPLINGS[sampling])
@@ -294,16 +298,16 @@ def test_tables_fill_up_a_models_draft(
     futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
     shapes = (*(shapes_of(*tree)[-1:] if tree else [chain(2)]), chain(9))
     recent = 4 if name == "share" else 0
-    shapes = looking_back(shapes, [recent])  # which are all: steps look back by whole chunks
+    shapes = with_windows(shapes, [recent])  # which are all: steps look back by whole chunks
     cache = model.new_cache(batch, 128)
     inner = (
-        ShareDrafter(model, cache, switch, shapes=shapes, low_bytes=0, top=2)
+        ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=2)
         if name == "share"
-        else ClassicDrafter(tiny_decoder(3), batch=batch, slots=128, shapes=shapes, weight_bytes=0, top=2)
+        else ClassicDrafter(tiny_decoder(3), batch=batch, slots=128, shapes=shapes, weight_bytes=0, branching=2)
     )
     drafter = HybridDrafter("hybrid", [OracleTable(futures, 1)], inner, num_nodes=9, trees=True)
     engine = new_engine(model, drafter, batch=batch, cache=cache, auto_length=True)
-    engine.way(params).policy.use(Costs({1: 1.0, 10: 1.01}, 0.2, 0.2))
+    engine.variant(params).policy.reset(Costs({1: 1.0, 10: 1.01}, 0.2, 0.2))
     together = 0
     for _ in range(3):
         done = [Completion() for _ in PROMPTS]
@@ -312,17 +316,17 @@ def test_tables_fill_up_a_models_draft(
             together += {name, "oracle"} <= set(chunk.drafters)
         assert [c.token_ids for c in done] == [c.token_ids for c in naive]
     assert together > 1, "rounds in which nodes of both were accepted"
-    assert {shape.recent for shape in learnt if shape.nodes} == {recent}, "what came of drafts is learnt of their shape"
+    assert {shape.window for shape in learnt if shape.nodes} == {recent}, "what came of drafts is learnt of their shape"
 
 
 def test_weaving_keeps_the_models_nodes_and_adds_what_they_leave_open() -> None:
     model = Guess([1, 2], [-1, 0], [0.8, 0.6])
     root = Guess([1, 9, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.35, 0.2])  # 1: the model has said what comes there
     after = Guess([3, 4, 5], [-1, -1, 0], [0.9, 0.1, 0.5])
-    woven = weave(model, [(-1, root), (1, after)])
+    woven = fill_up(model, [(-1, root), (1, after)])
     assert woven.tokens == [1, 2, 3, 5, 7, 4, 8] and woven.parents == [-1, 0, 1, 2, -1, 1, 4]
     assert woven.scores == pytest.approx([0.8, 0.6, 0.54, 0.3, 0.07, 0.06, 0.04])
-    assert weave(model, []) == model
+    assert fill_up(model, []) == model
 
 
 def test_recycling_learns_from_plain_steps_too() -> None:
@@ -331,7 +335,7 @@ def test_recycling_learns_from_plain_steps_too() -> None:
     drafter = HybridDrafter("recycle", [table], num_nodes=4, trees=True)
     engine = new_engine(model, drafter, auto_length=True)
     params = SamplingParams(max_new_tokens=6)  # few: where looking takes long beside steps, it is done seldom later on
-    engine.way(params).policy.use(Costs({1: 1.0, 5: 99.0}))  # nothing is worth a draft
+    engine.variant(params).policy.reset(Costs({1: 1.0, 5: 99.0}))  # nothing is worth a draft
     [done] = engine.generate([PROMPTS[0]], params)
     assert engine.stats.drafted_tokens == 0
     logits = logits_of(model, [*PROMPTS[0], *done.token_ids])

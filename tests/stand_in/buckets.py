@@ -10,7 +10,8 @@ import time
 from functools import cache
 from typing import Any
 
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode
+from sharesd.sampling_params import SamplingParams
 from tests.stand_in.decoding import PROMPT, joined, load
 from tests.stand_in.plausible import install
 
@@ -55,7 +56,7 @@ def decoded(config: EngineConfig, mode: Mode, each_kind: bool = False) -> dict[s
 
     install(), note_grids()
     runtime = load(config, (mode,))
-    graphs, before, started = runtime._graphs, Graphs.num_captures, time.perf_counter()
+    graphs, before, started = runtime._steps.graphs, Graphs.num_captures, time.perf_counter()
     assert graphs is not None
     bytes_before = graphs.nbytes
     engine = runtime.engine(mode, warm=PARAMS, each_kind=each_kind)
@@ -67,8 +68,8 @@ def decoded(config: EngineConfig, mode: Mode, each_kind: bool = False) -> dict[s
     found["of one"] = {*_replayed}
     _replayed.clear()
     joined(engine, PARAMS, min(config.max_batch + 2, 7))
-    rows = {grid[0] for launches in _replayed for name, grid in launches if name == "note_round_of"}
-    return found | {"rows": sorted(rows), "after": Graphs.num_captures - before, "sizes": engine.sizes}
+    rows = {grid[0] for launches in _replayed for name, grid in launches if name == "commit_round_kernel"}
+    return found | {"rows": sorted(rows), "after": Graphs.num_captures - before, "sizes": engine.batch_sizes}
 
 
 def main() -> None:

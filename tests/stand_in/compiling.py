@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from sharesd.config import EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode
+from sharesd.sampling_params import SamplingParams
 from tests.stand_in.decoding import load
 from tests.stand_in.plausible import counts, install
 
@@ -45,7 +46,7 @@ def compiled(config: EngineConfig, mode: Mode) -> dict[str, int]:
 
 def launched(config: EngineConfig, mode: Mode) -> dict[str, int]:
     """Kernels of a prompt of each size of pieces, and of the first and a further step of a chain of drafts."""
-    from sharesd.engine.warmup import _model_drafter
+    from sharesd.engine.cost_profiler import model_drafter_of
     from sharesd.models.prefill import PIECES, prefill
 
     install()
@@ -55,9 +56,9 @@ def launched(config: EngineConfig, mode: Mode) -> dict[str, int]:
     with torch.inference_mode():
         for size in PIECES:
             found[f"prompt of {size}"] = _kernels(partial(prefill, runtime.step, runtime.cache, [[0] * size], [0]))
-        drafter = _model_drafter(engine)
+        drafter = model_drafter_of(engine)
         if drafter is not None:
-            chain = engine.way(params).round().drafting.kept[drafter]._chain
+            chain = engine.variant(params).round().context.generators[drafter]._chain
             found |= {"first draft step": _kernels(chain._first), "draft step": _kernels(chain._next)}
     return found
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, Mode, OffloadConfig
+from sharesd.sampling_params import SamplingParams
 from tests.stand_in.plausible import counts, driver, in_rounds, install
 
 if TYPE_CHECKING:
-    from multigpu.data_parallel import Numbered, Tasks
+    from multigpu.data_parallel import Numbered, TaskQueue
     from sharesd.runtime import Runtime
 
 Counted = dict[str, float]
@@ -54,17 +55,17 @@ def decode(
 
 def decode_on_replicas(*arguments: Any, **options: Any) -> Counted:
     """`decode` in two processes at once, each with a GPU of its own; of both the worse numbers."""
-    from multigpu.data_parallel import spread, start
+    from multigpu.data_parallel import run_tasks, start
     from multigpu.device_assignment import environments
 
     with tempfile.TemporaryDirectory() as folder:
         replicas = start("tests.stand_in.decoding:replica", (folder, arguments, options), environments(2, "cuda"))
-        both = [found for _, found in spread(enumerate("ab"), replicas, at_once=1)]
+        both = [found for _, found in run_tasks(enumerate("ab"), replicas, max_assigned=1)]
     least = {name: min(found[name] for found in both) for name in ("captures", "replayed", "drafted")}
     return {name: max(found[name] for found in both) for name in both[0]} | least
 
 
-def replica(work: tuple[str, tuple, dict[str, Any]], tasks: Tasks) -> Iterator[Numbered]:
+def replica(work: tuple[str, tuple, dict[str, Any]], tasks: TaskQueue) -> Iterator[Numbered]:
     """What `decode` finds in a process, once both have something to do."""
     folder, arguments, options = work
     while (task := tasks.take(wait=True)) is not None:
@@ -125,7 +126,7 @@ def count(
     first = counts() - warmed
     before, seen, seen_in_rounds = Graphs.num_captures, counts(), in_rounds.copy()
     if joins:
-        engine.stats = engine._new_stats()
+        engine._outputs.begin_call(engine._new_stats())
         requests = joined(engine, params, most)
         assert all(request.finish_reason or request.cancelled for request in requests)
     else:

@@ -60,11 +60,11 @@ class Times:
             self.replay.append(self._replay_s)
             return chunks
 
-        def timed_collect(engine: Any, flight: Any) -> Any:
-            self._reads = engine._flight is None
-            if engine._flight is not None:
+        def timed_collect(engine: Any, in_flight: Any) -> Any:
+            self._reads = engine._in_flight is None
+            if engine._in_flight is not None:
                 self.idle.append(0.0)
-            return collect(engine, flight)
+            return collect(engine, in_flight)
 
         def timed_call(replayed: Any) -> Any:
             began = time.perf_counter()
@@ -115,11 +115,11 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def shapes_of(policy: Any) -> dict[str, Any]:
     """Cases: shapes of the policy, plain rounds, drafts of four tokens and of a tree, as far as the mode has them."""
-    from sharesd.speculation.draft_tree import PLAIN
+    from sharesd.speculation.draft_tree import NO_DRAFT
 
     chains = [shape for shape in policy.shapes if not shape.is_tree and shape.nodes == 4]
     trees = [shape for shape in policy.shapes if shape.is_tree]
-    found = {"whatever the policy takes": None, "plain": PLAIN}
+    found = {"whatever the policy takes": None, "plain": NO_DRAFT}
     if chains:
         found["chain of 4"] = chains[-1]
     if trees:
@@ -171,7 +171,7 @@ def main() -> None:
 
     from sharesd import EngineConfig, SamplingParams
     from sharesd.runtime import Runtime
-    from sharesd.speculation.draft_tree import PLAIN
+    from sharesd.speculation.draft_tree import NO_DRAFT
 
     modes = args.modes.split(",")
     runtime = Runtime(EngineConfig(device="cuda", max_batch=args.batch), modes)
@@ -180,12 +180,12 @@ def main() -> None:
             max_new_tokens=args.rounds, ignore_eos=True, temperature=args.temperature, logprobs=args.logprobs
         )
         engine = runtime.engine(mode, warm=params)
-        policy = engine.way(params).policy
+        policy = engine.variant(params).policy
         for name, shape in shapes_of(policy).items():
             if shape is None and mode == "naive":
                 continue
             policy.pinned = shape
-            num = args.rounds * (1 if shape == PLAIN else 3)  # some rounds bring several tokens
+            num = args.rounds * (1 if shape == NO_DRAFT else 3)  # some rounds bring several tokens
             found = run_case(engine, replace(params, max_new_tokens=num), args.batch, times, args.profile)
             print(f"{mode}, {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
     print("violations:", counts()["violations"])

@@ -7,8 +7,9 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from sharesd.config import EngineConfig, Mode, SamplingParams, SplitConfig
+from sharesd.config import EngineConfig, Mode, PipelineConfig
 from sharesd.data import grammar_spec as grammar
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.covering import covering
 from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_tokenizer import WORDS, make_backend
@@ -51,10 +52,10 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "rows differ": (1, {"device": "cuda"}),
     "offload": (1, {"device": "cuda"}),
     "second": (4, {"device": "cuda:1"}),
-    "2 stages": (4, {"split": SplitConfig(devices=("cuda:0", "cuda:1"))}),
-    "4 stages": (4, {"split": SplitConfig(devices=("cuda:0", "cuda:1", "cuda:2", "cuda:3"))}),
+    "2 stages": (4, {"split": PipelineConfig(devices=("cuda:0", "cuda:1"))}),
+    "4 stages": (4, {"split": PipelineConfig(devices=("cuda:0", "cuda:1", "cuda:2", "cuda:3"))}),
     "draft elsewhere": (4, {"device": "cuda", "draft_device": "cuda:1"}),
-    "draft behind stages": (4, {"split": SplitConfig(devices=("cuda:0", "cuda:1")), "draft_device": "cuda:2"}),
+    "draft behind stages": (4, {"split": PipelineConfig(devices=("cuda:0", "cuda:1")), "draft_device": "cuda:2"}),
     "2 ranks": (4, {"device": "cuda", "tensor_parallel": 2}),
     "4 ranks": (4, {"device": "cuda", "tensor_parallel": 4}),
     "2 replicas": (4, {"device": "cuda"}),

@@ -12,7 +12,8 @@ import traceback
 
 import sharesd.config as config_of
 from quant.config import QuantConfig
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
+from sharesd.sampling_params import SamplingParams
 from tests.stand_in.decoding import decode, load
 from tests.stand_in.plausible import counts, install
 

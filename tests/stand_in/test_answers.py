@@ -75,9 +75,7 @@ def test_without_a_compiler_torchs_own_kernels_are_replayed(tmp_path: Path) -> N
     said(lines, "our kernels do not run on cuda:0 .*no compiler.*; torch's own do")
 
 
-PROBE = (
-    "from sharesd.devices.selection import device_of, opened; print('took', opened(device_of({name!r}), auto={auto}))"
-)
+PROBE = "from sharesd.devices import selection as s; print('took', s.open_device(s.device_of({name!r}), auto={auto}))"
 
 
 def took(name: str, **settings: str) -> tuple[int, list[str]]:

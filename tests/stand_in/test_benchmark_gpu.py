@@ -11,8 +11,13 @@ from tests.stand_in.run_step import run_step
 from tests.stand_in.worker import Outcome, run
 
 QUICK = ("machine", "1b-costs", "135m")
-LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages")
-"""The same code at 7B apart, and steps that start processes of their own: kernels of these would do nothing, too."""
+LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages", "kernels", "tiles", "gemlite", "starts")
+"""All but the same code at 7B, and the tests, whose kernels would do nothing."""
+TABLES = {
+    "kernels": {"linears": 1, "attention": 8, "low-bit linears": 2, "dependent launch": 1},
+    "gemlite": {"products": 4},
+}
+"""Rows of tables in tiny sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +36,14 @@ def test_a_step_runs_to_its_end(name: str, outcomes: dict[str, Outcome]) -> None
     found: dict[str, Any] = outcome.value
     assert found["device"].startswith("Stand-in") and not found.get("parts that failed"), outcome.log
     assert all(row["captures later"] == 0 for row in found.get("modes", ()))
+    for table, rows in TABLES.get(name, {}).items():
+        assert len(found[table]) == rows, found
+    if name == "gemlite":
+        assert found["chosen"] in ("own", "gemlite")
+    if name == "tiles":
+        assert found["measured"] == 2 and sum(row["by rule"] for row in found["tiles"]) == 2, found
+    if name == "starts":
+        assert all(isinstance(found[f"{caches}_s"], float) for caches in ("as_found", "warm", "cold")), found
     if name == "1b-costs":
         assert [row["mode"] for row in found["drafts that hold"]] == ["share", "eagle"]
         assert found["plain step"][-1]["what"] == "whole steps, torch's kernels" and len(found["plain step"]) == 4

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, OffloadConfig
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.shared_runtimes import Shared
 from tests.stand_in.decoding import decode
 from tests.stand_in.points import Point

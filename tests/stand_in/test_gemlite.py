@@ -9,8 +9,8 @@ def packed() -> tuple[int, list[str]]:
     """Current device and devices of the tensors of a linear that is packed on the second of two GPUs."""
     import torch
 
-    from quant.hqq import QuantizedWeight
-    from quant.quantized_linear import GemliteLinear
+    from quant.formats.hqq.gemlite import GemliteLinear
+    from quant.quantized_weight import QuantizedWeight
 
     codes, table = torch.zeros(64, 128, dtype=torch.uint8, device="cuda:1"), torch.ones(64, 2, device="cuda:1")
     weight = QuantizedWeight(q=codes, scale=table, zero=table, bits=4, group_size=64)

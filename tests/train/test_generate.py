@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.data.prompt_files import conversation, read_prompts, records
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import SPECIAL, WORDS
@@ -286,10 +287,10 @@ def test_a_killed_process_loses_and_doubles_nothing(num_kills: int, model: str, 
 WRITER = """
 import sys
 from pathlib import Path
-from train.data.shards import Shard, lines_of
+from train.data.shards import Shard, read_lines
 folder = Path(sys.argv[1])
 with Shard(folder, 0, 1) as shard:
-    done = {record["index"] for _, record in lines_of(shard.path)}
+    done = {record["index"] for _, record in read_lines(shard.path)}
     for index in range(len(done), 4000):
         assert index not in done
         shard.add({"index": index, "sample": 0, "sequences": ["x" * (index * 37 % 9000)]})

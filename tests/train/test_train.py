@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 
 from multigpu.journal import Journal
-from sharesd.config import EMBEDDED_CORPUS, EMBEDDED_HEADS, EMBEDDED_TABLE, EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.data.prompt_files import read_prompts
+from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.recycle.table import RecycleTable
-from sharesd.drafters.suffix.table import build_datastore, open_datastore
+from sharesd.drafters.selection import EMBEDDED, file_of, head_of, second_model
+from sharesd.drafters.suffix import EMBEDDED_CORPUS
+from sharesd.drafters.suffix.datastore import build_datastore, open_datastore
+from sharesd.loading.combinations import check_options
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint
 from train.__main__ import main
 
@@ -57,7 +62,7 @@ def test_a_filled_table_knows_what_the_model_says(
     table = RecycleTable.filled(out)
     known = table.successors[table.successors[:, 0] >= 0]
     assert len(known) > 10 and (np.sort(known, 1)[:, 1:] != np.sort(known, 1)[:, :-1]).all()
-    config = EngineConfig(target=model, mode="recycle", max_context=128, recycle_table=str(out))
+    config = EngineConfig(target=model, mode="recycle", max_context=128, drafter_options={"recycle_table": str(out)})
     engine = Runtime(config, ("recycle",)).engine("recycle")
     [done] = engine.generate(["the cat and the mat 3"])
     hits = sum(b in table.successors[a] for a, b in zip(done.token_ids, done.token_ids[1:], strict=False))
@@ -147,7 +152,7 @@ def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["corpus", "--texts", str(text), str(answers), "--target", model, "--out", str(out)]) == 0
     assert "of 2 texts" in capsys.readouterr().out
     before = engine.stats.steps
-    engine = Runtime(replace(config, corpus=str(out)), ("suffix",)).engine("suffix")
+    engine = Runtime(replace(config, drafter_options={"corpus": str(out)}), ("suffix",)).engine("suffix")
     [again] = engine.generate(["why is the sky"])
     assert again.token_ids == said.token_ids and engine.stats.steps < before
     assert main(["corpus", "--texts", str(answers), "--target", model, "--out", "x.txt"]) == 2
@@ -155,8 +160,8 @@ def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["corpus", "--texts", str(answers), "--target", model, "--out", str(out)]) == 2
     assert "answers-naive.jsonl:2 is no JSON record" in capsys.readouterr().err
     build_datastore([1, 2, 10_000], out)
-    with pytest.raises(ValueError, match="holds token id 10000 and the target knows 384"):
-        Runtime(replace(config, corpus=str(out)), ("suffix",))
+    with pytest.raises(ValueError, match="holds token id 10000 and the target has 384"):
+        Runtime(replace(config, drafter_options={"corpus": str(out)}), ("suffix",))
 
 
 def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +173,7 @@ def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys:
     config = EngineConfig(target=model, mode="suffix", max_context=128, num_draft=4)
     rounds = []
     for corpus in (None, str(out)):
-        engine = Runtime(replace(config, corpus=corpus), ("suffix",)).engine("suffix")
+        engine = Runtime(replace(config, drafter_options={"corpus": corpus}), ("suffix",)).engine("suffix")
         engine.generate([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
         rounds.append(engine.stats.rounds)
     assert rounds[1] < 0.5 * rounds[0], "it has seen the very answer"
@@ -182,20 +187,24 @@ def test_the_embedded_models_table_and_corpus_ship() -> None:
     assert EMBEDDED_TABLE.stat().st_size < 2_000_000
     table = RecycleTable.filled(EMBEDDED_TABLE)
     assert table.successors.shape == (49152, 8) and (table.successors[:, 0] >= 0).sum() > 4000
-    assert EngineConfig().table_file == EMBEDDED_TABLE and EngineConfig(recycle_table="empty").table_file is None
+    assert file_of(EngineConfig(), "recycle") == EMBEDDED_TABLE
+    assert file_of(EngineConfig(drafter_options={"recycle_table": "empty"}), "recycle") is None
     assert EMBEDDED_CORPUS.stat().st_size < 2_000_000
     corpus = open_datastore(EMBEDDED_CORPUS)
     assert corpus.nbytes == 8 * corpus.num_tokens and corpus.num_tokens > 200_000 and corpus.largest < 49152
-    assert EngineConfig().corpus_file == EMBEDDED_CORPUS and EngineConfig(corpus="empty").corpus_file is None
-    assert EngineConfig(target="elsewhere").table_file is EngineConfig(target="elsewhere").corpus_file is None
+    assert file_of(EngineConfig(), "suffix") == EMBEDDED_CORPUS
+    assert file_of(EngineConfig(drafter_options={"corpus": "empty"}), "suffix") is None
+    assert not any(file_of(EngineConfig(target="elsewhere"), table) for table in ("recycle", "suffix"))
 
 
 def test_the_embedded_models_heads_ship() -> None:
-    assert not (EngineConfig(target="other").head_of("eagle") or EngineConfig().head_of("parallel"))
-    assert EngineConfig(heads=("mine",)).head_of("eagle") == "mine"
+    assert not (head_of(EngineConfig(target="other"), "eagle") or head_of(EngineConfig(), "parallel"))
+    assert head_of(EngineConfig(heads=("mine",)), "eagle") == "mine"
     sizes = []
-    folders = {mode: EngineConfig(mode=mode).head_of(mode) for mode in ("eagle", "glide")}
-    for folder in map(Path, filter(None, (*folders.values(), EngineConfig(mode="classic", draft="small").draft_model))):
+    folders = {mode: head_of(EngineConfig(mode=mode), mode) for mode in ("eagle", "glide")}
+    for folder in map(
+        Path, filter(None, (*folders.values(), second_model(EngineConfig(mode="classic", draft="small"))))
+    ):
         card = (folder / "README.md").read_text(encoding="utf-8")
         assert all(word in card for word in ("python -m train", "steps", "tau", "SmolLM2-135M-Instruct", "4-bit"))
         assert json.loads((folder / "config.json").read_text())["vocab_size"] == 49152
@@ -204,8 +213,8 @@ def test_the_embedded_models_heads_ship() -> None:
 
 
 def test_the_small_decoder_is_for_the_embedded_model() -> None:
-    assert EngineConfig(mode="classic", draft="small").draft_model == str(EMBEDDED_HEADS / "classic")
-    assert EngineConfig(mode="classic").draft_model is None
-    assert EngineConfig(mode="classic", target="other", draft="mine").draft_model == "mine"
+    assert second_model(EngineConfig(mode="classic", draft="small")) == str(EMBEDDED / "classic")
+    assert second_model(EngineConfig(mode="classic")) is None
+    assert second_model(EngineConfig(mode="classic", target="other", draft="mine")) == "mine"
     with pytest.raises(ValueError, match="draft is 'small', which is for the embedded model alone"):
-        EngineConfig(mode="classic", target="other", draft="small")
+        check_options(EngineConfig(mode="classic", target="other", draft="small"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.train.test_train_heads import TEXTS, curve, data, teacher_of, train
 from train.heads.draft_decoder import initial_draft, save_draft
 from train.heads.evaluate import acceptance
@@ -28,7 +29,7 @@ def test_a_draft_of_all_layers_is_the_target(data: Path, tmp_path: Path) -> None
     target = load_decoder(data / "model", dtype=torch.float64)
     target.head.weight.copy_(target.embed.weight)
     draft, teacher = initial_draft(data / "model", target, layers=4, hidden_size=None), teacher_of(target, None)
-    assert draft.decoder.config.hidden_size == 64 and draft.decoder.config.tied
+    assert draft.decoder.config.hidden_size == 64 and draft.decoder.config.tie_word_embeddings
     save_draft(draft, tmp_path)
     again = load_decoder(tmp_path, dtype=torch.float64)
     text = TEXTS["token_ids"][None, :12]

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sharesd.config import SamplingParams
 from sharesd.drafters.eagle.head_eagle3 import Eagle3
 from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.drafters.heads.head import Head
 from sharesd.drafters.heads.unrolled_attention import attend_chains
 from sharesd.models.loader import load_decoder
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from tests.drafters.test_eagle import features_of
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
@@ -294,7 +294,7 @@ def chains_by_hand(head: Head, target: Any, text: list[int], said: list[bool], l
                 break
             cache.lengths.fill_(root + k)
             read = torch.tensor([[guess]])
-            logits = head.go_on(read, *((cache, memory) if isinstance(head, Glide) else (states, cache)))
+            logits = head.step(read, *((cache, memory) if isinstance(head, Glide) else (states, cache)))
     return found
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sharesd.config import SamplingParams
 from sharesd.drafters.parallel.head import Parallel
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.oracle import new_engine, tiny_decoder
 from tests.helpers.tiny_heads import random_head
 from tests.train.test_train_heads import IDS, RAW, TEXTS, data, row, teacher_of, train

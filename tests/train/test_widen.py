@@ -17,22 +17,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmark.__main__ import main
-from benchmark.questions.job import EMBEDDED, model_name
-from benchmark.studies import widening
-from benchmark.studies.wide_shapes import SHAPES, Shape
-from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
-from quant.hqq import solve
-from sharesd.config import EngineConfig, SamplingParams
+from quant.formats.hqq.solver import solve
+from sharesd.config import EngineConfig
 from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.models import widening
 from sharesd.models.checkpoint import read_config, weight_files
 from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.names import EMBEDDED, model_name
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.models.wide_shapes import SHAPES, Shape
+from sharesd.models.widening import GROUP, describe, wide_tensors, widen, widen_head
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_heads import logits_of as logits_of_head
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
-WIDE = Shape(hidden_size=192, mlp_size=320, num_heads=12, num_kv_heads=6, num_layers=5)
+WIDE = Shape(hidden_size=192, intermediate_size=320, num_attention_heads=12, num_key_value_heads=6, num_layers=5)
 FOURFOLD = replace(WIDE, hidden_size=256)
 TOKENS = list(range(3, 90, 4))
 
@@ -64,14 +65,18 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_stay(real: Path, tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+def test_logits_stay(real: Path, tmp_path: Path, tie_word_embeddings: bool) -> None:
     def in_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        wide = {name: tensor.double() for name, tensor in tensors.items() if not (tied and name == "lm_head.weight")}
+        wide = {
+            name: tensor.double()
+            for name, tensor in tensors.items()
+            if not (tie_word_embeddings and name == "lm_head.weight")
+        }
         return {name: tensor * 1.3 if name.endswith("norm.weight") else tensor for name, tensor in wide.items()}
 
     edit_weights(real, in_float64)
-    edit_config(real, tie_word_embeddings=tied)
+    edit_config(real, tie_word_embeddings=tie_word_embeddings)
     widen(real, tmp_path / "wide", WIDE, name="wide")
     before, after = logits_of(real, torch.float64), logits_of(tmp_path / "wide", torch.float64)
     assert before.abs().max() > 1
@@ -197,10 +202,14 @@ def test_the_folder_is_a_whole_checkpoint(real: Path, tmp_path: Path) -> None:
         ({"attention_bias": True}, {}, "with biases cannot be widened"),
         ({}, {"hidden_size": 0}, "hidden size is 64 already, and the shape asks for 0"),
         ({}, {"num_layers": 1}, "number of layers is 2 already"),
-        ({}, {"mlp_size": 160}, r"MLP size is 160 \(160 columns\), not a multiple of 64"),
+        ({}, {"intermediate_size": 160}, r"MLP size is 160 \(160 columns\), not a multiple of 64"),
         ({"intermediate_size": 96}, {}, r"MLP size is 96 \(96 columns\), not a multiple of 64"),
         ({"num_attention_heads": 2, "head_dim": 16}, {}, r"query heads is 2 \(32 columns\), not a multiple of 64"),
-        ({}, {"num_kv_heads": 4}, "4 query heads on 2 key/value heads, and the shape 12 on 4, which is another ratio"),
+        (
+            {},
+            {"num_key_value_heads": 4},
+            "4 query heads on 2 key/value heads, and the shape 12 on 4, which is another ratio",
+        ),
         ({"intermediate_size": 192}, {}, r"mlp.gate_proj.weight has shape \[128, 64\] where config.json asks for"),
     ],
 )
@@ -272,8 +281,13 @@ def test_the_command_names_its_result(
 
 
 def test_shapes_have_the_sizes_that_they_are_named_for() -> None:
-    sizes = {to: shape.num_parameters(vocab_size=49152, head_dim=64, tied=True) / 1e9 for to, shape in SHAPES.items()}
+    sizes = {
+        to: shape.num_parameters(vocab_size=49152, head_dim=64, tie_word_embeddings=True) / 1e9
+        for to, shape in SHAPES.items()
+    }
     assert sizes == pytest.approx({"1b": 1.01, "7b": 6.73, "13b": 12.87}, abs=0.01)
     for shape in SHAPES.values():
-        assert shape.num_heads == 3 * shape.num_kv_heads
-        assert all(size % 128 == 0 for size in (shape.hidden_size, shape.mlp_size, 64 * shape.num_heads))
+        assert shape.num_attention_heads == 3 * shape.num_key_value_heads
+        assert all(
+            size % 128 == 0 for size in (shape.hidden_size, shape.intermediate_size, 64 * shape.num_attention_heads)
+        )

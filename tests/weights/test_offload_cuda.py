@@ -15,16 +15,18 @@ from benchmark.gpu import offloaded as agenda
 from benchmark.gpu import widened
 from benchmark.gpu.offloaded import Case
 from benchmark.gpu.worker import FAILED, Job, NotHere
-from benchmark.studies.widening import describe
 from compile import inductor
 from compile.attention import MAX_STEP
 from offload.pinned_transfer import CudaLink, PinnedMemory, _EventCopy, link_rate
 from offload.planner import DoesNotFit
 from quant.config import QuantConfig
-from sharesd import runtime, sampling
+from sharesd import sampling
 from sharesd.config import EngineConfig, Mode, OffloadConfig
+from sharesd.execution.step_compiler import StepCompiler
+from sharesd.loading import resolve, target
 from sharesd.models.decoder import call_block
 from sharesd.models.loader import decoder_config
+from sharesd.models.widening import describe
 from sharesd.runtime import Runtime
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.offload_planner import plan_for
@@ -47,13 +49,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> LateDevice:
     """Models are computed there, and nothing but them takes memory."""
     dice = random.Random(0)
     device = LateDevice(lambda: dice.choice([0.1, 1.0, 10.0]) * dice.random())
-    for module in (runtime, offload_planner):
-        monkeypatch.setattr(module, "home_of", device.home)
+    for module in (resolve, target, offload_planner):
+        monkeypatch.setattr(module, "backend_for", device.home)
     for name in ("RUNTIME_BYTES", "DEVICE_BYTES", "SOLVING_BYTES"):
         monkeypatch.setattr(memory_estimate, name, 0)
     monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
-    monkeypatch.setattr(memory_estimate.OnGpu, "link_rate", lambda home: 1e6)
-    monkeypatch.setattr(memory_estimate.OnGpu, "seconds", lambda home, calls: 1e-6)
+    monkeypatch.setattr(memory_estimate.CudaBackend, "link_rate", lambda home: 1e6)
+    monkeypatch.setattr(memory_estimate.CudaBackend, "time_calls", lambda home, calls: 1e-6)
     return device
 
 
@@ -71,12 +73,12 @@ def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> in
 
 def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:
     """Have the device know which slots computation reads."""
-    streamed, records = runtime.streamed, runtime._placed._records._records  # type: ignore[union-attr]
+    streamed, records = runtime.streamed, runtime._target.placed._storage._records  # type: ignore[union-attr]
     blocks = list(runtime.target.blocks)  # type: ignore[union-attr]
 
     def run(block: torch.nn.Module, *tensors: torch.Tensor, recent: int) -> torch.Tensor:
         number = blocks.index(block)
-        if number in streamed.stream.blocks and not runtime._switch.low:
+        if number in streamed.stream.blocks and not runtime._loader.switch.quantized:
             slot = streamed.stream.slots[streamed._slot_of[number]]
             gpu.run(slot.data_ptr(), records[number].tensor.data_ptr())
         return call_block(block, *tensors, recent=recent)
@@ -153,13 +155,13 @@ def test_drafts_are_captured_and_passes_are_not(
     tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_the_way_of_cuda(monkeypatch)
-    monkeypatch.setattr(runtime.Steps, "noise", lambda steps, on_cpu: sampling.gumbel)
+    monkeypatch.setattr(StepCompiler, "noise", lambda steps, on_cpu: sampling.gumbel)
     options: dict[str, Any] = {"mode": "share", "dtype": "float32", "num_draft": 6}
     whole = Runtime(config_of(tiny, **options))
     graphs = RecordedGraphs()
     offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
-    offloaded._graphs = graphs
+    offloaded._steps.graphs = graphs  # type: ignore[assignment]
     offloaded._engines["share"] = offloaded._engine("share")
     passes = count_passes(offloaded)
     for way in WAYS:
@@ -215,13 +217,13 @@ def test_memory_that_cannot_be_pinned_ends_the_start_and_nothing_stays_pinned(
     tiny: Path, gpu: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = limit_for(tiny, 2, "naive")
-    new = memory_estimate.OnGpu.pinned
+    new = memory_estimate.CudaBackend.pinned
 
     def refuses_the_third(home: Any, num_bytes: int) -> PinnedMemory:
         gpu._refuses = 2 if len(gpu.pinned) == 2 else 0
         return new(home, num_bytes)
 
-    monkeypatch.setattr(memory_estimate.OnGpu, "pinned", refuses_the_third)
+    monkeypatch.setattr(memory_estimate.CudaBackend, "pinned", refuses_the_third)
     with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\); raise the limit"):
         Runtime(config_of(tiny, limit, mode="naive"))
     assert not gpu.pinned
@@ -232,7 +234,7 @@ def test_a_model_that_fits_the_device_has_no_plan(tiny: Path, gpu: LateDevice) -
     gpu.free = limit_for(tiny, 3, "naive")
     found = planned(config_of(tiny, mode="naive"))
     assert found.plan.offloads and found.plan.device_bytes <= 0.95 * gpu.free
-    assert len(found.plan.from_host) == len(found.plan.travelling)
+    assert len(found.plan.from_host) == len(found.plan.offloaded)
 
 
 def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,8 +256,8 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice, caplog: py
         assert "no effect" in caplog.text
     gpu.free = limit - 1
     refused("--gpu-memory-limit is .* free; give less, or end", device_memory=limit)
-    with pytest.raises(ValueError, match="compile is 'full', and blocks that travel run one by one; take regional"):
-        plan_for(config_of(tiny, limit, compile="full"), ("share",))
+    with pytest.raises(ValueError, match="compile is 'full', and offloaded blocks run one by one; take regional"):
+        resolve.resolve_config(config_of(tiny, limit, compile="full"), ("share",))
 
 
 def test_the_agenda_of_a_gpu_compares_limits(

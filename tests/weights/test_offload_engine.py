@@ -15,11 +15,13 @@ from rich.console import Console
 from offload.transfer import LinkError
 from quant.config import QuantConfig
 from sharesd.cli.display import stats_dict, stats_table
-from sharesd.config import EngineConfig, Mode, SamplingParams
-from sharesd.engine import warmup
+from sharesd.config import EngineConfig, Mode
+from sharesd.engine import cost_profiler
+from sharesd.loading.target import BlockSource
 from sharesd.models.loader import decoder_config
-from sharesd.runtime import Offload, Runtime
-from sharesd.speculation.draft_tree import ladder
+from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.draft_tree import coarse_chains
 from tests.helpers.offloaded import PROMPTS, WAYS, packed_weights, spill, texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
@@ -35,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS, context=1024)
 
 
-def from_file(path: Path, blocks: Sequence[int], **options: Any) -> Offload:
+def from_file(path: Path, blocks: Sequence[int], **options: Any) -> BlockSource:
     return lambda decoder: spill(decoder, blocks, path, **{"direct": False} | options)
 
 
@@ -132,7 +134,7 @@ class Passes:
 def test_only_the_target_moves_weights_and_prompts_take_one_pass(
     tiny: Path, tmp_path: Path, close_after: list[Runtime], mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "SECONDS", 0.0)  # as where one pass takes longer than that
+    monkeypatch.setattr(cost_profiler, "SECONDS", 0.0)  # as where one pass takes longer than that
     config = config_of(tiny, mode=mode, max_context=1024, num_draft=None, max_draft=64)
     runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3, 4)))
     close_after.append(runtime)
@@ -180,9 +182,9 @@ def test_requests_that_join_are_read_in_one_pass(tiny: Path, tmp_path: Path, clo
 
 
 def test_depths_come_from_a_coarse_ladder() -> None:
-    assert [shape.nodes for shape in ladder(64)] == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
-    assert [shape.nodes for shape in ladder(10)] == [1, 2, 4, 8, 10]
-    assert [shape.nodes for shape in ladder(1)] == [1]
+    assert [shape.nodes for shape in coarse_chains(64)] == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    assert [shape.nodes for shape in coarse_chains(10)] == [1, 2, 4, 8, 10]
+    assert [shape.nodes for shape in coarse_chains(1)] == [1]
 
 
 def test_a_disk_that_fails_ends_the_call_and_not_the_engine(

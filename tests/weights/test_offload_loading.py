@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
-from compile.cpp_extension import cache_root
 from offload.block_file import StoreError
 from offload.planner import DoesNotFit
 from quant.config import QuantConfig
-from sharesd.config import EngineConfig, Mode, OffloadConfig, SamplingParams
+from quant.formats import FORMATS
+from sharesd.config import EngineConfig, Mode, OffloadConfig
+from sharesd.loading.combinations import check_options
+from sharesd.loading.resolve import resolve_config
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.weights import block_storage, memory_estimate, offload_planner
-from sharesd.weights.memory_estimate import ASSUMED, ASSUMED_WEIGHT
+from sharesd.weights.memory_estimate import PRIOR_TOKENS
 from sharesd.weights.offload_planner import plan_for
+from sharesd_files import cache_root
 from tests.helpers.offloaded import LAYERS, PROMPTS, limit_leaving, planned, texts
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
@@ -109,7 +113,8 @@ def test_acceptance_is_measured_for_later_plans(tmp_path: Path, close_after: lis
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
     held = engine.stats.sources["accepted"]
     tries = held + engine.stats.sources["recovered"]
-    alpha = (ASSUMED_WEIGHT * ASSUMED[4] + held) / (ASSUMED_WEIGHT + tries)  # one answer does not decide alone
+    assumed = FORMATS["hqq"].acceptance[4]
+    alpha = (PRIOR_TOKENS * assumed + held) / (PRIOR_TOKENS + tries)  # one answer does not decide alone
     assert tries > 0 and f"{alpha:.1%} (assumed, and {tries} seen)" in drafts()
     for file in (cache_root() / "settings").glob("acceptance-*.json"):
         file.write_text('{"tries": 1}')
@@ -169,10 +174,11 @@ def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monke
     assert (found.plan.bits, found.config.quant.spec) == (8, "hqq:8:64,head=8")
     assert found.config.max_draft == found.plan.depth > 8
     hardly_ever = {0: 1.0} | dict.fromkeys(memory_estimate.TREE_TOPS, 0.01)
-    monkeypatch.setattr(memory_estimate, "TREE_MISSES", dict.fromkeys((4, 8), hardly_ever))
+    form = replace(FORMATS["hqq"], tree_misses=dict.fromkeys((4, 8), hardly_ever))
+    monkeypatch.setitem(FORMATS, "hqq", form)
     found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
-    assert found.config.given_tree is not None and found.plan.nodes == 64
-    top, depth, nodes = found.config.given_tree
+    assert found.config.explicit_tree is not None and found.plan.nodes == 64
+    top, depth, nodes = found.config.explicit_tree
     assert top in memory_estimate.TREE_TOPS and f"trees of {top}" in found.plan.drafter
     assert (depth, nodes) == (found.plan.depth, min(64, top + (depth - 1) * top**2))
     kept = replace(config_of(tiny, limit).offload, choose_bits=False, choose_depth=False)
@@ -192,9 +198,9 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit, match="--cpu-memory-limit of at least"):
         plan_for(config_of(tiny, 1000), ("share",))
     with pytest.raises(ValueError, match="compile is 'off'; offloaded blocks run in the CPU kernel"):
-        plan_for(config_of(tiny, 10**9, compile="off"), ("share",))
+        resolve_config(config_of(tiny, 10**9, compile="off"), ("share",))
     with pytest.raises(ValueError, match="offload is off, and a limit"):
-        OffloadConfig(when="off", host_memory=10**9)
+        check_options(EngineConfig(offload=OffloadConfig(when="off", host_memory=10**9)))
 
 
 @pytest.mark.subprocess
@@ -204,7 +210,8 @@ def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path)
     folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=20)
     code = f"""
 import threading, time
-from sharesd.config import EngineConfig, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, OffloadConfig
+from sharesd.sampling_params import SamplingParams
 from sharesd.runtime import Runtime
 from sharesd.devices.host_memory import own_memory
 from sharesd.weights.offload_planner import plan_for
@@ -228,6 +235,6 @@ runtime.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    travelling, limit, peak, block = map(int, done.stdout.split())
-    assert travelling >= 12 and peak <= limit + 64 * 10**6
+    offloaded, limit, peak, block = map(int, done.stdout.split())
+    assert offloaded >= 12 and peak <= limit + 64 * 10**6
     assert peak > limit - 12 * block, "the plan asks for much more than is used"

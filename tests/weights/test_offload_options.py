@@ -55,7 +55,7 @@ def test_the_plan_chooses_what_nobody_gave() -> None:
     ("args", "message"),
     [
         (("--offload", "off", "--cpu-memory-limit", "1GB"), "offload is off, and a limit or a folder for it is given"),
-        (("--cpu-memory-limit", "1MB"), "the model does not fit, even with all blocks travelling"),
+        (("--cpu-memory-limit", "1MB"), "the model does not fit, even with all blocks offloaded"),
     ],
 )
 def test_mistakes_cost_one_line(
@@ -70,7 +70,7 @@ def test_mistakes_cost_one_line(
     ("given", "warning"),
     [
         ({"device_memory": GB}, "--gpu-memory-limit: no effect on a CPU"),
-        ({"folder": "here"}, "--offload-dir: no effect, all of the model stays in memory"),
+        ({"folder": "here"}, "--offload-dir: no effect, the whole model is resident"),
         ({"folder": "here", "host_memory": 50 * GB}, "--offload-dir: no effect"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_plan_alone(
 ) -> None:
     monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
     folder = make_checkpoint(tmp_path / "tiny")
-    monkeypatch.setattr("sharesd.runtime.load_model", None)  # not called
+    monkeypatch.setattr("sharesd.loading.target.load_model", None)  # not called
     assert program("--target", str(folder), "--device", "cpu", "--offload", "plan-only") == 0
     out = capsys.readouterr().out
     assert out.startswith("plan") and "2 of 2 blocks" in out and "tok/s" in out

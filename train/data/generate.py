@@ -1,4 +1,4 @@
-"""`generate`: the target's answers to prompts, with the tokens that are its own: what draft heads are trained on."""
+"""`generate`: answers of the target, on which draft heads are trained."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu.data_parallel import Numbered, Tasks, start
+from multigpu.data_parallel import Numbered, TaskQueue, start
 from multigpu.device_assignment import environments
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli import options
 from sharesd.cli.console import console, set_up_logging, warn
 from sharesd.cli.offline import answering
-from sharesd.config import MODES, EngineConfig, Mode, SamplingParams
+from sharesd.config import EngineConfig, Mode
 from sharesd.data.prompt_files import Message, conversation, records
-from sharesd.engine.batch_runner import CHUNK, converse
-from sharesd.models.progress import Progress, silent
-from train.data.multi_turn import Dialogue, Unfit, questions_of, seed_of
+from sharesd.drafters import registry
+from sharesd.engine.batch_runner import CHUNK, run_conversations
+from sharesd.models.checkpoint import Progress, silent
+from sharesd.sampling_params import SamplingParams
+from train.data.multi_turn import Conversation, Unusable, prompts_of, seed_of
 from train.data.shards import Shard, answers_in, keep_settings
 
 Key = tuple[int, int]
@@ -38,16 +40,16 @@ class Wanted(NamedTuple):
     number: int
     source: str
     talk: tuple[list[Message], list[Message]] | None
-    """What the system says, and the user; None where it is left out."""
+    """System and user messages; None if the conversation is skipped."""
     reason: str = ""
-    """Why it is left out."""
+    """Reason for which it is skipped."""
 
 
 WORK = "train.data.generate:answer"
 
 
 class Work(NamedTuple):
-    """What whoever answers is told."""
+    """Settings of the worker that generates answers."""
 
     config: EngineConfig
     mode: Mode
@@ -86,7 +88,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each record")
     group.add_argument("--seed", type=int, default=0, help="each answer has a seed made of this one and its number")
     group = parser.add_argument_group("decoding (which changes no answer)")
-    group.add_argument("--mode", default="hybrid", help=", ".join(MODES))
+    group.add_argument("--mode", default="hybrid", help=", ".join(registry.modes()))
     group.add_argument("--max-batch", type=int, default=8, metavar="N", help="conversations that are had at once")
     options.add_replicas_option(group)
     group.add_argument(
@@ -112,12 +114,12 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     keep_settings(folder, _settings(args, config, temperatures))
 
-    def dialogue(record: Wanted, sample: int) -> Dialogue:
+    def dialogue(record: Wanted, sample: int) -> Conversation:
         assert record.talk is not None
         temperature = temperatures[(record.number + sample) % len(temperatures)]
         seed = seed_of(args.seed, record.number, sample)
         sampling = replace(params, temperature=temperature, seed=seed, top_p=args.top_p if temperature else 1.0)
-        return Dialogue(record.number, sample, record.source, *record.talk, sampling)
+        return Conversation(record.number, sample, record.source, *record.talk, sampling)
 
     with Shard(folder, rank, world) as shard:
         before = written(folder, keys)
@@ -149,19 +151,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(
     work: Work,
-    dialogues: list[tuple[int, Dialogue]],
+    dialogues: list[tuple[int, Conversation]],
     places: list[dict[str, str]],
     shard: Shard,
     skipped: Counter[str],
     failed: Counter[str],
 ) -> str:
-    """Have the dialogues, here or in replicas, and write them down; returns a line that says how fast."""
+    """Generate and write all conversations; return a summary line."""
     num_tokens, replicas = 0, start(WORK, work, places) if places else None
-    with answering(WORK, work, dialogues, replicas, at_once=work.config.max_batch) as results:
+    with answering(WORK, work, dialogues, replicas, max_assigned=work.config.max_batch) as results:
         started = time.perf_counter()
         for _, result in results:
             if isinstance(result, ValueError):
-                (skipped if isinstance(result, Unfit) else failed)[str(result)] += 1
+                (skipped if isinstance(result, Unusable) else failed)[str(result)] += 1
             else:
                 shard.add(result)
                 spans = (span for sequence in result["sequences"] for span in sequence["loss_spans"])
@@ -171,10 +173,10 @@ def _answer(
     return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, {what} included"
 
 
-def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterator[Numbered]:
-    """Load the engine, and have the dialogues that are the tasks: records, or why the first question is not asked.
+def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
+    """Load the engine and generate the conversations in `tasks`.
 
-    Without `progress` it is a replica that does so.
+    Yields a record, or the reason why a conversation is skipped. In a replica `progress` is None.
     """
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
@@ -182,30 +184,30 @@ def answer(work: Work, tasks: Tasks, progress: Progress | None = None) -> Iterat
 
     runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
     engine = runtime.engine(work.mode, warm=work.warm, each_kind=True)
-    return ((number, reason or talk.record()) for number, talk, reason in converse(engine, tasks.take))
+    return ((number, reason or talk.record()) for number, talk, reason in run_conversations(engine, tasks.take))
 
 
-def read(files: Sequence[str], most: int | None, seed: int) -> list[Wanted]:
-    """Records of the files, each numbered by its place in all of them; of each file at most so many, drawn at random.
+def read(files: Sequence[str], limit: int | None, seed: int) -> list[Wanted]:
+    """Read numbered records, at most `limit` of each file, drawn at random.
 
-    Those that cannot be asked, or ask the same as an earlier one, have a reason instead. Whatever is drawn, a record
-    has the same number and reason, and more of them hold all that fewer hold.
+    Records that are unusable or repeat an earlier prompt have a reason instead of messages. Numbers and reasons do not
+    depend on the draw, and a larger draw contains every smaller one.
     """
     drawn, seen, numbers = [], set[str](), count()
     for name in files:
         here = [_wanted(number, *found, seen) for found, number in zip(records(Path(name)), numbers, strict=False)]
-        if most is not None:
+        if limit is not None:
             random.Random(seed).shuffle(here)
-        drawn += sorted(here[:most], key=lambda record: record.number)
+        drawn += sorted(here[:limit], key=lambda record: record.number)
     if not drawn:
         raise ValueError(f"{', '.join(files)}: no records; give files that hold some")
     return drawn
 
 
 def _wanted(number: int, where: str, record: Any, seen: set[str]) -> Wanted:
-    """`seen`: what was asked so far; gets what this one asks."""
+    """Return a record's messages or the reason against it; updates `seen`."""
     try:
-        talk = questions_of(conversation(record))
+        talk = prompts_of(conversation(record))
     except ValueError as error:
         return Wanted(number, where, None, str(error))
     key = json.dumps(talk)
@@ -216,7 +218,7 @@ def _wanted(number: int, where: str, record: Any, seen: set[str]) -> Wanted:
 
 
 def written(folder: Path, wanted: set[Key]) -> set[Key]:
-    """Those of the answers that the shards hold."""
+    """Return the numbers of answers already in the shards."""
     return {(record["index"], record["sample"]) for _, _, record in answers_in(folder)} & wanted
 
 
@@ -268,7 +270,7 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> str:
 
 
 def _settings(args: argparse.Namespace, config: EngineConfig, temperatures: list[float]) -> dict[str, Any]:
-    """What the answers depend on."""
+    """Return the settings that answers depend on."""
     return {
         "target": config.target,
         "dtype": config.dtype,

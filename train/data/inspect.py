@@ -1,4 +1,4 @@
-"""`inspect`: a conversation with the tokens in colour that are in the loss."""
+"""`inspect`: show a conversation with its loss tokens in colour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sharesd.cli.console import console
 from sharesd.data.prompt_files import conversation, records
 from sharesd.models.tokenizer import Tokenizer
 from train.data.loss_mask import Example, masked
-from train.data.shards import SETTINGS, SHARDS, lines_of, settings_of
+from train.data.shards import SETTINGS, SHARDS, read_lines, settings_of
 
 IN_LOSS = "bold green"
 MARKS = ("⟦", "⟧")
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Show it; returns the exit status."""
     path = Path(args.file)
     is_shard = path.match(SHARDS)
-    found = [(f"{path}:{i}", one) for i, (_, one) in enumerate(lines_of(path), 1)] if is_shard else records(path)
+    found = [(f"{path}:{i}", one) for i, (_, one) in enumerate(read_lines(path), 1)] if is_shard else records(path)
     if not 0 <= args.index < len(found):
         raise ValueError(f"--index is {args.index} and {path} holds {len(found)} conversations; count from 0")
     where, record = found[args.index]
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(tokenizer: Tokenizer, example: Example, *, marks: tuple[str, str] = ("", "")) -> Text:
-    """The text of all tokens, special ones included; those in the loss in colour and between the marks."""
+    """Return the text of all tokens, loss tokens coloured and marked."""
     text, done = Text(), 0
     for start, end in example.loss_spans:
         text.append(tokenizer.decode(example.token_ids[done:start], skip_special_tokens=False))

@@ -1,11 +1,10 @@
-"""Which tokens of a conversation are the assistant's: what it says, and the end of turn behind that.
+"""Loss masks: the assistant's tokens of a conversation, ends of turn included.
 
-Each answer is looked at behind the prompt that the target would read before it gives that answer, whatever the chat
-template makes of earlier turns later on. So nothing is guessed: where a template shows an answer in other words, or
-without an end, the conversation is refused.
+Each answer follows the prompt that the target would have read for it, whatever the chat template makes of earlier turns
+later on. If a template changes an answer or omits its end, the conversation is refused.
 
-Without `{% generation %}` markers an answer is what follows the template's generation prompt. White space which the
-template puts around it counts as said, since the target has to say it.
+Without `{% generation %}` markers an answer is the text after the template's generation prompt. White space that the
+template adds counts as part of the answer, since the target has to generate it.
 """
 
 from __future__ import annotations
@@ -51,8 +50,10 @@ class Example(NamedTuple):
 
 
 def join(turns: Iterable[Turn]) -> list[Example]:
-    """Every answer in the loss once: in one sequence as long as each prompt goes on where the answer before ended, else
-    in a further one. (Templates that drop thoughts of earlier turns change what is read before the next answer.)
+    """Return sequences in which every answer is in the loss once.
+
+    Answers share a sequence if each prompt continues the one before. Templates that drop reasoning of earlier turns
+    break that, and start another sequence.
     """
     examples: list[Example] = []
     for prompt_ids, answer_ids in turns:
@@ -67,9 +68,9 @@ def join(turns: Iterable[Turn]) -> list[Example]:
 
 
 def masked(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Example]:
-    """The conversation in the chat template; text behind its last answer is left out.
+    """Return the templated conversation with its mask, cut after the last answer.
 
-    ValueError, with the reason, where it is not sure which tokens are the assistant's, and where none is.
+    Raises ValueError with the reason if the assistant's tokens cannot be determined, or if there are none.
     """
     examples = join(_encoded(tokenizer, *texts) for texts in _answers(tokenizer, messages))
     if not examples:
@@ -78,7 +79,7 @@ def masked(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Example]:
 
 
 def _answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[tuple[str, str, int]]:
-    """Of each answer: the text before it, its own with the end of turn, and its number from 1."""
+    """Yield text before, text with end of turn, and number of answers."""
     is_marked = bool(MARKER.search(tokenizer.chat_template or ""))
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     for number, place in enumerate(answers, 1):
@@ -101,7 +102,7 @@ def _answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[tupl
 
 
 def _marked(tokenizer: Tokenizer, messages: Sequence[Message], text: str, number: int) -> tuple[int, int]:
-    """Where the last answer begins and ends, by the template's own marks."""
+    """Return begin and end of the last answer by the template's markers."""
     from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
 
     found: Any = render_jinja_template(

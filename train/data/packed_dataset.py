@@ -1,8 +1,8 @@
-"""What `train generate` wrote, as rows for a trainer: conversations packed into sequences of one length.
+"""Training rows: conversations of `train generate`, packed to one length.
 
-Which conversations are held out, how they are shuffled and which of them share a row depends on the answers' texts and
-lengths, the seed and the epoch alone: neither on the number of processes that wrote them nor on the order in which they
-did. So a place in training is two numbers, the epoch and the row.
+The held-out split, the order and the packing are functions of texts, lengths, seed and epoch alone. They depend neither
+on the number of processes that wrote the answers nor on their order. So a position in training is two numbers, epoch
+and row.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PADDING = -1
 """Segment of places that hold no token."""
 
 
-class Place(NamedTuple):
-    """Where a sequence lies, and how long it is."""
+class SequencePosition(NamedTuple):
+    """Location and length of a sequence on disk."""
 
     number: int
     """Number of its record in the input of `train generate`."""
     sample: int
     part: int
-    """Which of the record's sequences."""
+    """Index of the sequence in its record."""
     shard: Path
     offset: int
     """Bytes before its line."""
@@ -44,25 +44,24 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Sequences to train on, and others, of other prompts, to measure with; both in the order of the input."""
+    """Training and held-out sequences, of different prompts, in input order."""
 
-    train: list[Place]
-    held_out: list[Place]
+    train: list[SequencePosition]
+    held_out: list[SequencePosition]
 
 
 def read_split(folder: Path, max_length: int, held_out: float = 0.05) -> Split:
-    """The sequences of a folder, without those that have no token in the loss within `max_length`.
+    """Read the sequences that have a loss token within `max_length`.
 
-    Whether a conversation is held out is a function of what its user says first: about a share of `held_out` is, all
-    answers to a prompt together, whatever else the folder holds. ValueError for a folder without sequences, and one
-    that holds an answer twice.
+    A share of `held_out` is held out, by a hash of the first user message: answers to one prompt stay together.
+    Raises ValueError for a folder without sequences, or with an answer twice.
     """
-    parts: dict[bool, list[Place]] = {False: [], True: []}
+    parts: dict[bool, list[SequencePosition]] = {False: [], True: []}
     for shard, offset, record in answers_in(folder):
         asked = next(message["content"] for message in record["messages"] if message["role"] == "user")
         for part, example in enumerate(map(Example.of, record["sequences"])):
             if (cut := example.cut(max_length)).num_in_loss:
-                place = Place(record["index"], record["sample"], part, shard, offset, len(cut.token_ids))
+                place = SequencePosition(record["index"], record["sample"], part, shard, offset, len(cut.token_ids))
                 parts[_draw(asked) < held_out].append(place)
     if not any(parts.values()):
         raise ValueError(
@@ -72,15 +71,20 @@ def read_split(folder: Path, max_length: int, held_out: float = 0.05) -> Split:
 
 
 class PackedRows(Dataset[dict[str, Tensor]]):
-    """Rows of `max_length` tokens, each with one conversation or several, for one epoch after the other.
+    """Rows of `max_length` tokens with one or more conversations, epoch by epoch.
 
     A row is a dict of tensors [max_length]: `token_ids` (int64), `position_ids` (int64, from 0 in each segment),
     `segment_ids` (int64: tokens attend within theirs alone; -1 = padding) and `loss_mask` (bool: the token is the
-    assistant's, so it is to be foretold).
+    assistant's, so it is a target of the loss).
     """
 
-    def __init__(self, places: Sequence[Place], max_length: int, *, seed: int = 0, shuffle: bool = True) -> None:
-        """Epoch 0; `places` are those of a `Split` made for the same length. Without `shuffle` all epochs are alike."""
+    def __init__(
+        self, places: Sequence[SequencePosition], max_length: int, *, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        """Start at epoch 0 with `places` of a `Split` of equal length.
+
+        Without `shuffle` all epochs are equal.
+        """
         self._places, self._max_length, self._seed, self._shuffle = list(places), max_length, seed, shuffle
         longest = max((place.length for place in self._places), default=0)
         if longest > max_length:
@@ -98,7 +102,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         self._rows = [[order[i] for i in row] for row in self._rows]
 
     def __len__(self) -> int:
-        """Rows of this epoch, which may differ a little from one to the next."""
+        """Return the rows of this epoch; packing varies slightly between epochs."""
         return len(self._rows)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -107,7 +111,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Which sequences share a row: each, in order, goes to the first of the rows being filled that has room for it."""
+    """Return the sequences of each row, by first fit in order."""
     closed: list[list[int]] = []
     rows: list[tuple[list[int], int]] = []
     for number, length in enumerate(lengths):
@@ -144,7 +148,7 @@ def row_of(examples: Sequence[Example], max_length: int) -> dict[str, Tensor]:
     return row
 
 
-def _read(place: Place) -> Example:
+def _read(place: SequencePosition) -> Example:
     with place.shard.open("rb") as file:
         file.seek(place.offset)
         return Example.of(json.loads(file.readline())["sequences"][place.part])

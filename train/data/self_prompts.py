@@ -1,24 +1,25 @@
-"""`prompts`: what users may ask the target, as it foretells itself (Magpie: Xu et al. 2024, arXiv 2406.08464).
+"""`prompts`: user prompts sampled from the target (Magpie).
 
-A model that was trained on conversations knows both sides of them: where a user would speak, it says what users say. So
-there are as many prompts as answers are wanted, and of the kinds that the model was made for.
+A chat model also predicts the user's turn. Sampling it gives any number of prompts of the kinds that the model was
+trained for. Xu et al. 2024, arXiv 2406.08464.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multigpu.journal import Journal, keep_settings, lines_of
+from multigpu.journal import Journal, keep_settings, read_lines
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
-from sharesd.config import EngineConfig, SamplingParams
-from sharesd.engine.batch_runner import converse
+from sharesd.config import EngineConfig
+from sharesd.engine.batch_runner import run_conversations
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling_params import SamplingParams
+from sharesd_files import atomic_write
 
 if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
@@ -73,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
     keep_settings(settings, _settings(config, params, args.num_prompts), FLAG)
     if not out.exists():
         with Journal(part, FLAG) as journal:
-            _have_said(config, params, args.num_prompts, journal)
+            _sample_prompts(config, params, args.num_prompts, journal)
             _write_kept(out, part)
         part.unlink()
     console.print(
-        f"{out}: {sum(1 for _ in lines_of(out)):,} different prompts of {args.num_prompts:,} that were said",
+        f"{out}: {sum(1 for _ in read_lines(out)):,} different prompts of {args.num_prompts:,} that were said",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -85,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _have_said(config: EngineConfig, params: SamplingParams, num: int, journal: Journal) -> None:
-    """Write down what is said, as it comes; what the journal has already is not said again."""
-    done = {json.loads(line)["index"] for _, line in lines_of(journal.path)}
+def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, journal: Journal) -> None:
+    """Sample the prompts that the journal lacks, and append them."""
+    done = {json.loads(line)["index"] for _, line in read_lines(journal.path)}
     left = iter([index for index in range(num) if index not in done])
     with loading_bars() as progress:
         from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
@@ -100,7 +101,7 @@ def _have_said(config: EngineConfig, params: SamplingParams, num: int, journal: 
             return None if index is None else (index, _Prompt(begin, params, index))
 
         progress("prompts", len(done), num)
-        for number, (index, prompt, mistake) in enumerate(converse(engine, take), 1 + len(done)):
+        for number, (index, prompt, mistake) in enumerate(run_conversations(engine, take), 1 + len(done)):
             if mistake is not None:
                 raise mistake
             journal.add({"index": index, "text": prompt.said.text, "ended": prompt.said.finish_reason == "stop"})
@@ -108,16 +109,14 @@ def _have_said(config: EngineConfig, params: SamplingParams, num: int, journal: 
 
 
 def _write_kept(out: Path, journal: Path) -> None:
-    """Those that ended, differ and are not too short, in the order of their numbers."""
-    said = sorted((json.loads(line) for _, line in lines_of(journal)), key=lambda one: one["index"])
+    """Write finished, distinct prompts of sufficient length, in order of number."""
+    said = sorted((json.loads(line) for _, line in read_lines(journal)), key=lambda one: one["index"])
     kept = dict.fromkeys(text for one in said if one["ended"] and len(text := one["text"].strip()) >= SHORTEST)
-    draft = out.with_name(f".{out.name}.draft")
-    draft.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept), encoding="utf-8")
-    os.replace(draft, out)
+    atomic_write(out, "".join(json.dumps({"prompt": text}) + "\n" for text in kept))
 
 
 class _Prompt:
-    """One that is being said. What it says depends on its number and the seed alone."""
+    """A prompt being sampled; its text depends on number and seed alone."""
 
     goes_on = False
 
@@ -135,7 +134,7 @@ class _Prompt:
 
 
 def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[str, Any]:
-    """What is said depends on these."""
+    """Return the settings on which prompts depend."""
     return {
         "num_prompts": num,
         "target": config.target,
@@ -148,7 +147,7 @@ def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[st
 
 
 def before_user(tokenizer: Tokenizer) -> list[int]:
-    """The tokens of the chat template before what the user says first. ValueError where there are none."""
+    """Return the template's tokens before the first user message; ValueError without any."""
     mark = "<what the user says>"
     text = tokenizer.render_chat([{"role": "user", "content": mark}])
     before = tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)

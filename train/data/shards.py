@@ -1,7 +1,7 @@
-"""Answers on disk: a folder of JSON Lines, one shard per process, to which whole lines are added one by one.
+"""Answers on disk: a folder of JSON Lines, one shard per process.
 
-A line counts once it ends. So a process may be killed at any moment: what its last line lacks is cut off by the next
-one, and its conversation is answered anew.
+A line counts once it ends with a newline. After a killed process the incomplete last line is cut off, and its
+conversation is generated again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multigpu import journal
 from multigpu.journal import Journal, lock
 
 SETTINGS = "settings.json"
-"""What the answers depend on, beside the shards."""
+"""File of the settings on which answers depend."""
 SHARDS = "answers-*.jsonl"
 FLAG = "--out-dir"
 """Names another folder."""
@@ -27,12 +27,12 @@ def shards_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(SHARDS))
 
 
-def lines_of(shard: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Where each line begins (bytes), and its record; a last one that was cut off is left out.
+def read_lines(shard: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield byte offset and record of each complete line.
 
-    ValueError for a line that is no record.
+    Raises ValueError for a line that is no record.
     """
-    for number, (offset, line) in enumerate(journal.lines_of(shard), 1):
+    for number, (offset, line) in enumerate(journal.read_lines(shard), 1):
         try:
             record = json.loads(line)
             record["index"], record["sample"], record["sequences"]
@@ -42,10 +42,10 @@ def lines_of(shard: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def answers_in(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Of every answer: its shard, where its line begins, and its record. ValueError for one that is there twice."""
+    """Yield shard, byte offset and record of every answer; ValueError for duplicates."""
     found = set[tuple[int, int]]()
     for shard in shards_in(folder):
-        for offset, record in lines_of(shard):
+        for offset, record in read_lines(shard):
             key = record["index"], record["sample"]
             if key in found:
                 raise ValueError(
@@ -59,7 +59,10 @@ class Shard(Journal):
     """A shard that this process alone adds to."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
-        """ValueError where another process writes it, or other shards for another number of processes."""
+        """Open a shard for writing.
+
+        Raises ValueError if another process writes it, or if shards of another number of processes exist.
+        """
         for other in {*shards_in(folder)} - {*folder.glob(f"answers-*-of-{world:05d}.jsonl")}:
             with other.open("rb") as file:
                 lock(file, other, fcntl.LOCK_SH, FLAG)
@@ -67,12 +70,12 @@ class Shard(Journal):
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write down what the answers depend on; ValueError where those that are there depend on something else."""
+    """Store the settings of the answers; ValueError if existing answers have others."""
     journal.keep_settings(folder / SETTINGS, settings, FLAG)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What the answers of this folder depend on; ValueError where there are none."""
+    """Return the settings of a folder's answers; ValueError without any."""
     try:
         return journal.settings_of(folder / SETTINGS)
     except ValueError as error:

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sharesd.models.progress import Progress, silent
+from sharesd.models.checkpoint import Progress, silent
 
 if TYPE_CHECKING:
-    from sharesd.config import SamplingParams
     from sharesd.engine.engine import Engine
+    from sharesd.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ BATCH = 8
 
 
 def add_prompt_options(group: Any, *, required: bool) -> None:
-    """Which prompts are answered, and how long the answers are."""
+    """Options for prompts and lengths of the target's answers."""
     group.add_argument("--prompts", nargs="+", required=required, metavar="FILE", help="JSON or JSON Lines")
     group.add_argument(
         "--num-prompts",

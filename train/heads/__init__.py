@@ -1,3 +1,4 @@
-"""`sharesd train eagle`, `eagle3`, `parallel`, `glide` and `draft`: what drafts learns from the frozen target's
-hidden states, keys and values, and choices.
+"""Training of draft heads and draft decoders on a frozen target.
+
+The teacher's signals are hidden states, keys and values, and the distribution over draft tokens.
 """

@@ -1,4 +1,4 @@
-"""`eagle`, `eagle3`, `parallel`, `glide`: train a head for a target, on the target's own answers."""
+"""`eagle`, `eagle3`, `parallel`, `glide`, `draft`: train on the target's answers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.parse_types import DTYPES
+from sharesd.drafters import registry
 from train.data.shards import settings_of
 
 if TYPE_CHECKING:
     from sharesd.speculation.cost_model import Costs
-    from train.heads.training_run import Session
+    from train.heads.training_run import TrainingRun
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle": ("train an EAGLE head", {"draft_vocab": None, "feature_weight": 0.1}),
-    "eagle3": ("train an EAGLE-3 head", {"draft_vocab": 8192, "feature_weight": 0.0}),
-    "glide": ("train a GLIDE head", {"draft_vocab": 8192, "feature_weight": 0.0}),
-    "parallel": (
-        "train a head that guesses in one pass",
-        {"draft_vocab": 8192, "feature_weight": 0.0, "unroll": "5"},
-    ),
+    **{head.layout: (head.help, dict(head.training)) for head in registry.head_specs()},
     "draft": (
         "train a small decoder for mode classic",
         {"draft_vocab": None, "init": None, "unroll": "1", "decay": 1.0, "feature_weight": 0.0},
     ),
 }
 FREED = 2**31 - 1
-"""Bytes of freed memory that are kept: what a step frees the next one takes."""
+"""Bytes of freed memory kept for the next step."""
 SAMPLE = 3
-"""Steps that a dry run takes, the first of which is not timed."""
+"""Steps of a dry run; the first is not timed."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -180,21 +175,21 @@ def run(args: argparse.Namespace) -> int:
         )
     states = None if args.states is None else Path(args.states)
     with loading_bars(enabled=rank == 0) as progress:
-        from compile.adaptive_threads import CREW
+        from compile.adaptive_threads import STEP_THREADS
         from compile.cpp_extension import keep_freed_memory  # torch takes seconds, mistakes should not
-        from train.heads.distributed import ALONE, join, launched_in_vain
+        from train.heads.distributed import ALONE, accelerate_started_one, join
         from train.heads.trainer import Recipe, steps_of
-        from train.heads.training_run import Session, Task
+        from train.heads.training_run import Task, TrainingRun
 
-        if launched_in_vain():
+        if accelerate_started_one():
             said = (
                 "accelerate launch has started one process; where there are no GPUs it starts several with --multi_gpu"
             )
             err_console.print(said, highlight=False, soft_wrap=True)
         processes = join(rank, world, args.device) if world > 1 else ALONE
         processes.wait()  # all have found --out-dir empty before one writes there
-        threads = args.threads or CREW.available
-        CREW.fix(threads)
+        threads = args.threads or STEP_THREADS.available
+        STEP_THREADS.fix(threads)
         keep_freed_memory(FREED)
         task = Task(
             kind=args.kind,
@@ -233,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
                 bf16=args.precision == "bf16",
             )
 
-        session = Session(task, recipe, progress, processes)
+        session = TrainingRun(task, recipe, progress, processes)
     if rank == 0:
         _say(_plan(session))
         if states is not None:
@@ -249,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_states(session: Session, folder: Path) -> None:
+def _check_states(session: TrainingRun, folder: Path) -> None:
     from train.heads.hidden_state_cache import check_room
 
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -257,7 +252,7 @@ def _check_states(session: Session, folder: Path) -> None:
     check_room(folder, session.states_bytes - stored)
 
 
-def _train(session: Session, check_every: int) -> None:
+def _train(session: TrainingRun, check_every: int) -> None:
     """All steps that are left."""
     trainer, total, first = session.trainer, session.recipe.steps, session.processes.first
     if first:
@@ -294,7 +289,7 @@ def _found(record: dict[str, Any], total: int) -> str:
     )
 
 
-def _plan(session: Session) -> str:
+def _plan(session: TrainingRun) -> str:
     task, recipe, split = session.task, session.recipe, session.split
     parameters = sum(parameter.numel() for parameter in session.head.parameters()) / 1e6
     tokens, held_out = (sum(place.length for place in places) for places in (split.train, split.held_out))
@@ -307,8 +302,8 @@ def _plan(session: Session) -> str:
     )
 
 
-def _sample(session: Session) -> str:
-    """What a few steps tell about all."""
+def _sample(session: TrainingRun) -> str:
+    """Return the estimate of a dry run for the whole training."""
     import psutil
 
     session.trainer.advance()
@@ -367,7 +362,7 @@ def _costs(args: argparse.Namespace) -> Costs | None:
         raise ValueError(f"--costs is {args.costs!r}; give two numbers, for example 0.1,1.5") from None
     if not (draft > 0 and verify > 0):
         raise ValueError(f"--costs is {args.costs!r}; both must be above 0")
-    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft, at_once=args.kind == "parallel")
+    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft, single_pass=args.kind == "parallel")
 
 
 def _numbers(args: argparse.Namespace, name: str, example: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Processes of a launcher (torchrun, accelerate launch) that train one head together.
+"""Data-parallel training under a launcher (torchrun, accelerate launch).
 
-Each has the whole head with its optimizer, reads its share of a step's rows, and steps by the gradients of all. Process
-0 alone writes. One process by itself waits for nobody, and needs neither accelerate nor torch.distributed.
+Each process has the whole head and optimizer, reads its share of a step's rows, and applies the gradients of all.
+Process 0 alone writes. A single process needs neither accelerate nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from multigpu.launch import local_device
 from sharesd.devices.selection import device_of
 
 PATIENCE = timedelta(minutes=30)
-"""What process 0 does while others wait, such as measuring costs, takes minutes. Launchers end who waits in vain."""
+"""Timeout of collectives; process 0 may measure costs for minutes meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """How many train together, and which one this is. All must call `sums`, `totals`, `follow_first` and `wait` in the
-    same order; RuntimeError there where another one has ended.
+    """World size and rank.
+
+    All processes must call `sums`, `totals`, `follow_first` and `wait` in the same order. Raises RuntimeError there if
+    another process has ended.
     """
 
     index: int = 0
     number: int = 1
     device: str = "cpu"
-    """Of this process."""
+    """Rank of this process."""
 
     @property
     def first(self) -> bool:
-        """Whether this one writes."""
+        """True if this process writes."""
         return self.index == 0
 
     def share(self, items: range) -> range:
@@ -43,8 +45,9 @@ class Processes:
         return items[self.index :: self.number]
 
     def sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Over all processes, to the same bits in each. Each gives as many, of the same shapes and dtypes, on its
-        device.
+        """Sum tensors over all processes, with the same bits in each.
+
+        Every process passes equal numbers, shapes and dtypes, on its own device.
         """
         if self.number == 1:
             return tensors
@@ -54,7 +57,7 @@ class Processes:
             return reduce(list(tensors), "sum")
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
-        """Sums of whole numbers over all processes, each of which gives as many."""
+        """Sum integers over all processes; all pass equally many."""
         if self.number == 1:
             return list(numbers)
         return self.sums([torch.tensor(numbers, dtype=torch.int64, device=self.device)])[0].tolist()
@@ -76,7 +79,7 @@ class Processes:
                 PartialState().wait_for_everyone()
 
     def leave(self) -> None:
-        """At the end, once all are there. A process that fails just ends: others may never come."""
+        """Leave the group once all processes have arrived; failed processes skip this."""
         if self.number > 1:
             from accelerate import PartialState
 
@@ -88,9 +91,10 @@ ALONE = Processes()
 
 
 def join(index: int, number: int, device: str) -> Processes:
-    """Meet the other processes of the launcher, on a GPU of its own each where `device` (auto, cpu, cuda) is that.
+    """Join the launcher's processes, on CUDA with one GPU each.
 
-    ValueError for a device that is not there or is one of several GPUs, and without accelerate.
+    `device`: auto, cpu or cuda. Raises ValueError for a missing device, for one GPU out of several, and without
+    accelerate.
     """
     given = device_of(device)
     if given.index is not None:
@@ -104,8 +108,8 @@ def join(index: int, number: int, device: str) -> Processes:
     return Processes(index, number, str(own))
 
 
-def launched_in_vain() -> bool:
-    """Whether accelerate launch was asked for several processes and has started one, as it does without GPUs."""
+def accelerate_started_one() -> bool:
+    """Return True if accelerate launch started one process instead of several."""
     return {"MASTER_ADDR", "ACCELERATE_USE_CPU"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
 
 

@@ -1,8 +1,8 @@
-"""A small decoder of its own that learns to say what the target says, for mode `classic`.
+"""A small decoder distilled from the target, for mode `classic`.
 
-It begins as some of the target's layers. Where it is narrower, it sees them through the directions in which the
-target's embedding varies most: for P, the leading eigenvectors of E'E, its embedding is E P, and its weights W read and
-write that part of the residual stream, W diag(norm) P and P' W.
+It starts as some of the target's layers. If it is narrower, weights are projected onto the main directions of the
+target's embedding: with P, the leading eigenvectors of E'E, its embedding is E P, and its weights W become
+W diag(norm) P and P' W.
 
 Legend: N tokens of a text, T of them that are read, D hidden size, d that of the draft, V vocabulary.
 """
@@ -25,7 +25,7 @@ from sharesd.drafters.heads.head import Head, qkv
 from sharesd.models.checkpoint import read_config
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.loader import decoder_slots
+from sharesd.models.weight_mapping import decoder_tensors
 from train.heads.teacher import Lesson
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
@@ -34,7 +34,7 @@ BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.j
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """What the trainer asks of a head's config."""
+    """Config fields that the trainer reads."""
 
     draft_vocab_size: int
     kind: str = "draft"
@@ -61,12 +61,13 @@ class Draft(nn.Module):
         return self.decoder.head
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
-        """What the LM head is given."""
+        """Return the input of the LM head."""
         return self.decoder.norm(states_BTD)
 
     def unroll(self, lesson: Lesson, steps: int = 1) -> list[Tensor]:
-        """States [1, T, d] as `Head.unroll` places them. It reads its own guesses as it reads a text, so they are the
-        same in all steps.
+        """Return states [1, T, d] as `Head.unroll` does.
+
+        A decoder reads its own drafts like text, so the states are equal in all steps.
         """
         x_1TD = self.decoder.embed(lesson.text_N[None, :-1])
         place_T = torch.arange(x_1TD.shape[1], device=x_1TD.device)
@@ -81,11 +82,11 @@ class Draft(nn.Module):
 
 
 Learner = Head | Draft
-"""What is trained."""
+"""A head or a draft decoder."""
 
 
 def unroll(learner: Learner, lesson: Lesson, steps: int) -> list[Tensor]:
-    """States [1, T, D] of a text and of chains behind each place of it, see `Head.unroll`."""
+    """Return states [1, T, D] of a text and its chains."""
     if isinstance(learner, Draft):
         return learner.unroll(lesson, steps)
     return learner.unroll(lesson.tokens_1T, lesson.features_1TF, steps)
@@ -93,14 +94,19 @@ def unroll(learner: Learner, lesson: Lesson, steps: int) -> list[Tensor]:
 
 @torch.no_grad()
 def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: int | None) -> Draft:
-    """In the target's dtype: so many of its layers, evenly spread, narrower with another hidden size than its own.
+    """Return a draft decoder of evenly spread target layers, projected if narrower.
 
-    Call it while the target has its plain linears. ValueError for architectures that it does not know.
+    The target must have its plain linears. Raises ValueError for unknown architectures.
     """
     c = target.config
     d, num = hidden_size or max(64, c.hidden_size // 128 * 64), len(target.blocks)
-    if c.gemma_norm or c.sandwich_norms or c.embed_scale != 1 or any(kind != c.layers[0] for kind in c.layers):
-        raise ValueError(f"drafts for architecture {c.architecture!r} are not supported; give a target like Llama")
+    if (
+        c.gemma_norm
+        or c.sandwich_norms
+        or c.embedding_multiplier != 1
+        or any(kind != c.layer_types[0] for kind in c.layer_types)
+    ):
+        raise ValueError(f"drafts for architecture {c.model_type!r} are not supported; give a target like Llama")
     if not (1 <= layers <= num and 1 <= d <= c.hidden_size):
         raise ValueError(
             f"--layers is {layers} and --hidden-size {d}; the target has {num} and {c.hidden_size}, give no more"
@@ -146,7 +152,7 @@ def save_draft(draft: Draft, folder: Path) -> None:
     """An ordinary checkpoint: weights, config and the target's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draft.raw, indent=2) + "\n")
-    tensors = {name: slot.detach().cpu().contiguous() for name, slot in decoder_slots(draft.decoder)}
+    tensors = {name: slot.detach().cpu().contiguous() for name, slot in decoder_tensors(draft.decoder)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for path in (path for pattern in (*BESIDE, "generation_config.json") for path in draft.target.glob(pattern)):
         shutil.copyfile(path, folder / path.name)

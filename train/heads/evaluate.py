@@ -1,4 +1,4 @@
-"""How far a head's chains would be accepted on texts that it was not trained on, and what that would gain."""
+"""Acceptance of a head's chains on held-out texts, and the resulting speedup."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from train.heads.teacher import ROWS, FrozenTarget, Lesson
 
 @dataclass(slots=True)
 class Acceptance:
-    """Of chains of the likeliest guesses, one from each place: how many came to each position, and what was accepted
-    there, since the target finds the same token likeliest.
+    """Greedy chains from each token: attempts and acceptances by position.
 
-    Behind an accepted guess a chain is followed only where the text goes on with it, too: in sampled answers others go
-    off into texts that nobody has.
+    A draft token is accepted if it is the target's likeliest. After an accepted token a chain is followed only if the
+    text continues with that token: no hidden states exist for other continuations.
     """
 
     reached: list[int]
@@ -35,13 +34,13 @@ class Acceptance:
 
     @property
     def taus(self) -> list[float]:
-        """Tokens per round of chains of 1, 2, ... guesses, where rounds begin at all places alike."""
+        """Return tokens per round of chains of 1, 2, ... draft tokens."""
         return list(accumulate(accumulate(self.rates, mul), initial=1.0))[1:]
 
 
 @torch.no_grad()
 def acceptance(head: Learner, frozen: FrozenTarget, rows: Iterable[dict[str, Tensor]], length: int) -> Acceptance:
-    """Of chains of this length, on packed rows."""
+    """Return the acceptance of chains of `length` on packed rows."""
     found = Acceptance([0] * length, [0] * length)
     for row in rows:
         for lesson in frozen.lessons(row):
@@ -57,7 +56,7 @@ def _add(found: Acceptance, head: Learner, frozen: FrozenTarget, lesson: Lesson)
     for step, states_1TD in enumerate(unrolled):
         reached_T = alive_T & lesson.counted(step)
         guesses_T = torch.full_like(choices_T, -1)
-        guesses_T[reached_T] = _guesses(head, frozen, states_1TD[0, reached_T])
+        guesses_T[reached_T] = _drafts(head, frozen, states_1TD[0, reached_T])
         accepted_T = guesses_T == choices_T
         found.reached[step] += int(reached_T.sum())
         found.accepted[step] += int(accepted_T.sum())
@@ -65,7 +64,7 @@ def _add(found: Acceptance, head: Learner, frozen: FrozenTarget, lesson: Lesson)
         alive_T[0] = False
 
 
-def _guesses(head: Learner, frozen: FrozenTarget, states_ND: Tensor) -> Tensor:
+def _drafts(head: Learner, frozen: FrozenTarget, states_ND: Tensor) -> Tensor:
     """The likeliest tokens [N], by their ids in the target."""
     hidden_ND = head.before_logits(states_ND)
     if head.lm_head is None:
@@ -75,7 +74,7 @@ def _guesses(head: Learner, frozen: FrozenTarget, states_ND: Tensor) -> Tensor:
 
 
 def best_chain(taus: list[float], costs: Costs) -> tuple[int, float]:
-    """The length of the chains that decode fastest, and how many times as fast as plainly; 0 and 1.0: none pays."""
+    """Return the best chain length and its speedup; 0, 1.0: none pays."""
     plain = costs.of_step(1)
     gains = [1.0]
     for length, tau in enumerate(taus, 1):

@@ -1,7 +1,7 @@
-"""Hidden states of texts on disk, so that the target reads each text once and not in every epoch.
+"""Hidden states on disk: the target reads each text only once.
 
-A folder of safetensors shards, which are memory-mapped: [N, F] for each text of N tokens, in the target's dtype, under
-a digest of its tokens. So they are found again whatever the order and the split, and more answers may join them.
+A folder of memory-mapped safetensors shards: [N, F] for each text of N tokens, in the target's dtype, under a digest of
+its tokens. So entries do not depend on order or split, and more answers may be added.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from torch import Tensor
 from train.data.shards import keep_settings
 
 SHARD = 2**27
-"""Bytes of a shard, about: so many are in memory until they are written."""
+"""Approximate bytes of a shard, held in memory until written."""
 
 
 class StateStore:
     """States that were stored, and those that are added."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        """`settings`: what states depend on beside the tokens. ValueError where those in the folder depend on something
-        else, or cannot be read.
+        """Open the folder; `settings` are what states depend on besides tokens.
+
+        Raises ValueError if the folder has other settings, or cannot be read.
         """
         folder.mkdir(parents=True, exist_ok=True)
         keep_settings(folder, settings)
@@ -39,12 +40,12 @@ class StateStore:
         self.find()
 
     def find(self) -> None:
-        """What other processes have written, too."""
+        """Open the shards of all processes."""
         for path in sorted(self._folder.glob("states-*.safetensors")):
             self._open(path)
 
     def __contains__(self, tokens_N: Tensor) -> bool:
-        """Whether states of a text are known."""
+        """Return True if a text has stored states."""
         key = _key(tokens_N)
         return key in self._stored or key in self._new
 

@@ -1,6 +1,7 @@
-"""What a head begins with: the target's last block, which reads the deepest features as they are; GLIDE, which reads
-tokens, looks into each layer as that does. EAGLE begins as a linear map (`closed_form.py`): its block reads as the
-last one does, and adds nothing yet.
+"""Initial weights of heads, copied from the target.
+
+Heads start as the target's last block, which reads the deepest hidden states. GLIDE's cross-attentions start as those
+of their layers. EAGLE starts as a linear map (`least_squares_init.py`): its block adds nothing yet.
 
 Legend: N tokens, D hidden size, K draft tokens, V vocabulary.
 """
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sharesd.drafters.eagle.head_eagle3 import Eagle3
-from sharesd.drafters.glide.head import Glide
+from sharesd.drafters.glide.head import GLIDE, GLIDE_LAYERS, Glide
 from sharesd.drafters.heads.checkpoint import new_head
-from sharesd.drafters.heads.config import ARCHITECTURES, GLIDE, GLIDE_LAYERS, LAYER_IDS, HeadConfig, Kind
+from sharesd.drafters.heads.config import ARCHITECTURES, LAYER_IDS, HeadConfig, Kind
 from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.drafters.parallel.head import Parallel
 from sharesd.models.decoder import Block, Decoder
@@ -32,11 +33,11 @@ def initial_head(
     taps: tuple[int, ...] = (),
     **changes: Any,
 ) -> Head:
-    """A head in the target's dtype, with the draft tokens `ids` (None: all) and, but for EAGLE-1, other depths than
-    usual, or for GLIDE other layers. `changes` of the config.
+    """Return a new head with the draft tokens `ids` (None: all).
 
-    The embedding of the next token has no weight yet, and masks differ from the root's place by their position alone.
-    Call it while the target has its plain linears.
+    `changes` override config fields: depths of hidden states (not EAGLE-1), or layers (GLIDE). The next token's
+    embedding starts with zero weight. Masks differ from the root by position alone. The target must have its plain
+    linears.
     """
     if taps:
         changes |= {GLIDE: {GLIDE_LAYERS: list(taps)}} if kind == "glide" else {LAYER_IDS: list(taps)}
@@ -68,7 +69,7 @@ def initial_head(
         block.mlp_norm.weight.copy_(mlp_norm_D)
         head.norm.weight.copy_(target.norm.weight)
     else:
-        dice, values = torch.Generator().manual_seed(0), block.attn.num_kv_heads * block.attn.head_dim
+        dice, values = torch.Generator().manual_seed(0), block.attn.num_key_value_heads * block.attn.head_dim
         block.attn.qkv.weight.copy_(last.attn.qkv.weight * attn_norm_D)  # there is no norm to hold these
         for weight in (block.attn.qkv.weight[-values:], block.mlp.gate_up.weight):
             weight.copy_(torch.randn(weight.shape, generator=dice) * D**-0.5)
@@ -81,8 +82,9 @@ def initial_head(
 
 @torch.no_grad()
 def with_masks(head: Eagle3, target: Decoder, draft_length: int) -> Parallel:
-    """An EAGLE-3 head that guesses so many tokens in one pass: its guesses of the next one are what they were, and
-    masks differ from the root's place by their position alone.
+    """Return an EAGLE-3 head extended to draft several tokens in one pass.
+
+    Its first draft token is unchanged. Masks differ from the root by position alone.
     """
     raw = {**head.config.raw, "architectures": [ARCHITECTURES["parallel"]], "draft_length": draft_length}
     config = HeadConfig.of(raw, "parallel", target.config)
@@ -96,8 +98,10 @@ def with_masks(head: Eagle3, target: Decoder, draft_length: int) -> Parallel:
 
 
 def _begin_as_layers(head: Glide, target: Decoder) -> None:
-    """Self-attention is that of the first block, which reads embeddings, too; all else is the last block's, and each
-    cross-attention that of its layer.
+    """Copy weights of target layers into a GLIDE head.
+
+    Self-attention comes from the first block, which reads embeddings; each cross-attention from its layer; the rest
+    from the last block.
     """
     first, last, block = target.blocks[0], target.blocks[-1], head.block
     assert isinstance(first, Block) and isinstance(last, Block)
@@ -120,9 +124,9 @@ def _begin_as_layers(head: Glide, target: Decoder) -> None:
 
 
 def most_frequent(rows: Iterable[dict[str, Tensor]], vocab_size: int, num: int) -> Tensor:
-    """Ids [num], ascending, of the tokens that the assistant says most often in packed rows; of equals the lower ones.
+    """Return ids [num], ascending, of the assistant's most frequent tokens.
 
-    ValueError for more than there are.
+    Ties go to lower ids. Raises ValueError for more than exist.
     """
     if not 0 < num <= vocab_size:
         raise ValueError(f"--draft-vocab is {num} and the target knows {vocab_size} tokens; give 1 to {vocab_size}")

@@ -1,5 +1,7 @@
-"""What EAGLE begins with: the linear map from an embedding and the features before it to the hidden state that comes of
-them, by least squares. It is found in seconds, and spares the steps in which a block would learn as much.
+"""Least-squares start of EAGLE heads.
+
+The linear map from embedding and previous hidden state to the next hidden state is solved in seconds, and replaces the
+training steps in which a block would learn it.
 
 Legend: T places of a text, D hidden size, E inputs (2 D).
 """
@@ -17,9 +19,9 @@ from train.heads.teacher import Lesson
 
 @torch.no_grad()
 def begin_linear(head: Eagle, lessons: Iterable[Lesson], ridge: float = 1e-3) -> None:
-    """Have fc foretell the target's hidden states of these texts as well as a linear map can, at the places that count.
+    """Set fc to the best linear prediction of the target's hidden states.
 
-    `ridge`: what is added to the variance of each input, as a share of it.
+    `ridge` is added to the variance of each input, as a share of it.
     """
     inputs, outputs = head.fc.in_features, head.fc.out_features
     moments = torch.zeros(inputs + 1, inputs + 1 + outputs, dtype=torch.float64)
@@ -35,8 +37,9 @@ def begin_linear(head: Eagle, lessons: Iterable[Lesson], ridge: float = 1e-3) ->
 
 
 def solved(squares_EE: Tensor, products_ED: Tensor, ridge: float) -> Tensor:
-    """The weights [E, D] of least squares from sums of x x' and of x y'. The last input is 1, and its weight is not
-    held down; that of an input that is always 0 is 0.
+    """Return weights [E, D] from sums of x x' and x y'.
+
+    The last input is the constant 1, without ridge. Inputs that are always 0 get weight 0.
     """
     sizes_E = squares_EE.diagonal().sqrt()
     scale_E = torch.where(sizes_E > 0, 1 / sizes_E, 0)

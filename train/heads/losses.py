@@ -1,10 +1,11 @@
-"""What a head is trained to lower: how far its guesses are from the target's, and its states from the target's.
+"""Losses of heads: divergence of draft distributions, distance of hidden states.
 
-The LM head over a large vocabulary costs several times what the head's block does. So logits are made only where they
-count, in blocks, and never kept: the gradient of the divergence is known in closed form (guess minus target), and is
-taken block by block with the values.
+The LM head over a large vocabulary costs several times the head's block. So logits are computed only for positions in
+the loss, in blocks, and never kept. The divergence's gradient is known in closed form (draft minus target) and is
+accumulated block by block.
 
-Legend: S unrolled steps, N places that count, M states of a block (S * its places), D hidden size, K draft tokens.
+Legend: S unrolled steps, N positions in the loss, M states of a block (S * its positions), D hidden size, K draft
+tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from torch.nn import functional as F
 from sharesd.drafters.heads.head import FeatureHead
 from sharesd.drafters.parallel.head import Parallel
 from train.heads.draft_decoder import Draft, Learner, unroll
-from train.heads.mask_anchors import guesses
+from train.heads.mask_anchors import draft_states
 from train.heads.teacher import Lesson
 
 LOGITS = 2**22
-"""Logits of the head that are made at a time, at most: what a large cache holds, since they are gone through often."""
+"""Maximum logits per block, sized for a large processor cache."""
 WHOLE = 64
-"""Places are filled up to whole numbers of so many: libraries build a product anew for each shape that they meet."""
+"""Multiple to which positions are padded: libraries prepare products per shape."""
 
 
 class Teacher(NamedTuple):
-    """How the target chooses among the draft tokens."""
+    """The target's distribution over the draft tokens."""
 
     weight_KD: Tensor
     """Their rows of its LM head, in the dtype of matrix products."""
@@ -37,7 +38,7 @@ class Teacher(NamedTuple):
     """Cap of its logits; 0 = none."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, K] of hidden states behind its last norm."""
+        """Return logits [N, K] of hidden states after the last norm."""
         logits_NK = hidden_ND @ self.weight_KD.T
         return self.softcap * torch.tanh(logits_NK / self.softcap) if self.softcap else logits_NK
 
@@ -46,11 +47,11 @@ class Losses(NamedTuple):
     """Sums over places, weighted."""
 
     divergence: Tensor
-    """Kullback-Leibler, from the target's choice among the draft tokens to the head's, in nats."""
+    """KL(target || head) over the draft tokens, in nats."""
     feature: Tensor
-    """Smooth L1 between states and the target's hidden states, mean over their entries."""
+    """Smooth L1 to the target's hidden states, mean over entries."""
     rejection: Tensor
-    """Total variation: probability that a token which the head draws is rejected, among the draft tokens."""
+    """Total variation: probability that a sampled draft token is rejected."""
 
 
 def losses(
@@ -62,8 +63,9 @@ def losses(
     feature: bool = True,
     rejection: bool = False,
 ) -> Losses:
-    """Of as many unrolled steps as there are weights; `step_weights` are those of each place of a step. Without
-    `feature` or `rejection` that one is 0, and takes no time.
+    """Return the losses of unrolled steps, one per weight.
+
+    `step_weights` weigh each position of a step. Without `feature` or `rejection` that loss is 0 and is not computed.
     """
     states_SND, teacher_ND, weights_SN = _made(head, lessons, step_weights)
     own = teacher.weight_KD if head.lm_head is None else head.lm_head.weight
@@ -83,11 +85,12 @@ def losses(
 
 
 def _made(head: Learner, lessons: Sequence[Lesson], step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """States [S, N, D], the target's hidden states [N, D] that choose what they foretell, and weights [S, N], 0 where
-    they do not count.
+    """Return states [S, N, D], target [N, D], weights [S, N].
+
+    Weights are 0 outside of the loss.
     """
     if isinstance(head, Parallel):
-        found = [guesses(head, lesson, step_weights) for lesson in lessons]
+        found = [draft_states(head, lesson, step_weights) for lesson in lessons]
         states_ND, weights_N = torch.cat([one[0] for one in found]), torch.cat([one[2] for one in found])
         teacher = [lesson.teacher_TD[at_N] for lesson, (_, at_N, _) in zip(lessons, found, strict=True)]
         return states_ND[None].to(teacher[0].dtype), torch.cat(teacher), weights_N[None]
@@ -101,7 +104,7 @@ def _made(head: Learner, lessons: Sequence[Lesson], step_weights: Sequence[float
 
 
 def _unrolled(head: Learner, lessons: Sequence[Lesson], steps: int) -> list[Tensor]:
-    """States [1, T, D] of all texts, one behind the other, step by step."""
+    """Yield states [1, T, D] of all texts concatenated, step by step."""
     if not isinstance(head, FeatureHead):
         each = [unroll(head, lesson, steps) for lesson in lessons]
         return [torch.cat(states, 1) for states in zip(*each, strict=True)]
@@ -113,7 +116,7 @@ def _unrolled(head: Learner, lessons: Sequence[Lesson], steps: int) -> list[Tens
 
 
 class _Distances(torch.autograd.Function):
-    """Sums over steps and places of weight * KL(target || head), and of weight * total variation."""
+    """Weighted sums of KL(target || head) and of total variation."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -137,16 +140,16 @@ class _Distances(torch.autograd.Function):
             weights = weights_SN[:, part]
             target_NK = teacher.logits(teacher_ND[part]).log_softmax(1, dtype=wide)
             prob_NK = target_NK.exp()
-            guess_SNK = (states_MD @ weight_KD.T).log_softmax(1, dtype=wide).unflatten(0, (S, -1))
-            divergence_SN = (target_NK * prob_NK).sum(1) - (guess_SNK * prob_NK).sum(2)
+            draft_SNK = (states_MD @ weight_KD.T).log_softmax(1, dtype=wide).unflatten(0, (S, -1))
+            divergence_SN = (target_NK * prob_NK).sum(1) - (draft_SNK * prob_NK).sum(2)
             totals[0] += (divergence_SN * weights).sum()
-            guess_SNK.exp_()
+            draft_SNK.exp_()
             if rejection:
-                kept_SNK = torch.where(guess_SNK < prob_NK, guess_SNK, 0)
+                kept_SNK = torch.where(draft_SNK < prob_NK, draft_SNK, 0)
                 kept_SN = kept_SNK.sum(2)
-                totals[1] += ((1 - torch.minimum(guess_SNK, prob_NK).sum(2)) * weights).sum()
-                gradients[1].add(part, guess_SNK * kept_SN[..., None] - kept_SNK, states_MD, weight_KD, weights)
-            gradients[0].add(part, guess_SNK.sub_(prob_NK), states_MD, weight_KD, weights)
+                totals[1] += ((1 - torch.minimum(draft_SNK, prob_NK).sum(2)) * weights).sum()
+                gradients[1].add(part, draft_SNK * kept_SN[..., None] - kept_SNK, states_MD, weight_KD, weights)
+            gradients[0].add(part, draft_SNK.sub_(prob_NK), states_MD, weight_KD, weights)
         ctx.save_for_backward(*(tensor for gradient in gradients for tensor in (gradient.states, gradient.weight)))
         return totals[0], totals[1]
 
@@ -161,14 +164,14 @@ class _Distances(torch.autograd.Function):
 
 
 class _Gradient:
-    """With respect to the states, and to the LM head where that one learns."""
+    """Gradient accumulator for the states, and for a trained LM head."""
 
     def __init__(self, states_SND: Tensor, weight_KD: Tensor, learns: bool) -> None:
         self.states = torch.empty_like(states_SND)
         self.weight = torch.zeros_like(weight_KD) if learns else None
 
     def add(self, part: slice, grad_SNK: Tensor, states_MD: Tensor, weight_KD: Tensor, weights: Tensor) -> None:
-        """What a block's gradient with respect to its logits, times the places' weights, amounts to."""
+        """Add a block's gradient with respect to its logits, weighted by position."""
         grad_MK = grad_SNK.to(states_MD.dtype).flatten(0, 1)
         self.states[:, part] = (grad_MK @ weight_KD).unflatten(0, (weights.shape[0], -1)) * weights[..., None]
         if self.weight is not None:

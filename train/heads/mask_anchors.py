@@ -1,7 +1,8 @@
-"""Where a head that guesses in one pass is trained: at all places of a text the next token, and behind some of them,
-its anchors, masks for those after it.
+"""Training positions of parallel heads.
 
-Legend: T places of a text, A anchors, G guesses, D hidden size.
+The next token is trained at every position. Masks for further tokens follow a random share of positions, the anchors.
+
+Legend: T positions of a text, A anchors, G draft tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from train.heads.teacher import Lesson
 
 
 def with_anchors(lesson: Lesson, share: float, dice: torch.Generator) -> Lesson:
-    """The lesson with so large a share, drawn at random, of the places behind which at least one mask counts."""
+    """Return the lesson with masks after a random share of eligible positions."""
     begun_A = lesson.counted(1).nonzero()[:, 0] - 1
     drawn = torch.randperm(len(begun_A), generator=dice)[: math.ceil(share * len(begun_A))]
     return lesson._replace(anchors_A=begun_A[drawn.sort().values.to(begun_A.device)])
 
 
-def guesses(head: Parallel, lesson: Lesson, step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """All guesses that count: the head's states [G, D], the places [G] whose tokens are foretold, and weights [G]."""
+def draft_states(head: Parallel, lesson: Lesson, step_weights: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return states [G, D], positions [G] and weights [G] of draft tokens."""
     assert lesson.anchors_A is not None
     anchors_A, T = lesson.anchors_A, len(lesson.foretold_T)
     states_1TD, masks_1AMD = head.foresee(lesson.tokens_1T, lesson.features_1TF, anchors_A, len(step_weights) - 1)

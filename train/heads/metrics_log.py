@@ -1,4 +1,4 @@
-"""What every step of a training found, as JSON Lines, for TensorBoard where that is installed, and as a picture."""
+"""Metrics of training steps: JSON Lines, TensorBoard if installed, and a plot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharesd.cli.pictures import can_draw
+from sharesd_files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,23 +19,20 @@ SMOOTH = 0.9
 """Weight of the running mean of training losses."""
 
 
-class Journal:
-    """Records of steps, {"step": how many were done, ...}: those of training have a `loss`, those of held-out texts
-    `rates` (by position), `tau` and `speed_up`.
+class MetricsLog:
+    """Log of records {"step": steps done, ...}.
+
+    Training records have a `loss`; held-out records have `rates` (by position), `tau` and `speed_up`.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Goes on after so many steps (-1: from nothing). What the folder holds of later ones is dropped: they are done
-        again.
-        """
+        """Resume after `step` steps (-1: none); later records are dropped."""
         self._path, self._curves = folder / LOG, folder / CURVES
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         self.records: list[dict[str, Any]] = [record for line in lines if (record := _whole(line))]
         self.records = [record for record in self.records if record["step"] <= step]
         text = "".join(f"{json.dumps(record)}\n" for record in self.records)
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(self._path)
+        atomic_write(self._path, text)
         self._board = _tensorboard(folder / TENSORBOARD, step)
         self._draws = can_draw(CURVES)
 

@@ -1,6 +1,6 @@
-"""The target that a head learns from: frozen, in its own dtype, through the kernels that decode, or as it was stored.
+"""The frozen target as teacher, computed or from stored states.
 
-Legend: N tokens of a text, T places of it, F features, D hidden size, K key/value heads, d head size, V vocabulary.
+Legend: N tokens of a text, T positions, F features, D hidden size, K key/value heads, d head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.cpp_extension import prepare
-from compile.decoder_stack import NativeStack, Unsuited
+from compile.decoder_stack import KernelUnsupported, NativeStack
 from compile.huge_pages import weights_on_huge_pages
 from compile.linear import pack_linears
 from sharesd.models.decoder import Decoder
@@ -26,27 +26,28 @@ ROWS = 256
 
 
 class Lesson(NamedTuple):
-    """One text as a head reads it. Place t has the target's features of token t, and the token behind it; what is to be
-    foretold there is token t + 2.
+    """One text as a head reads it.
+
+    Position t has the target's features of token t and the token t + 1; its label is token t + 2.
     """
 
     tokens_1T: Tensor
-    """The tokens behind the places."""
+    """Tokens t + 1 of the positions t."""
     features_1TF: Tensor
     teacher_TD: Tensor
-    """The target's hidden states behind its last norm, of the tokens behind the places: what its LM head reads to
-    choose what is to be foretold."""
+    """Hidden states of tokens t + 1 after the last norm."""
     foretold_T: Tensor
     said_N: Tensor
-    """Which tokens of the whole text are the assistant's."""
+    """Mask of the assistant's tokens in the whole text."""
     text_N: Tensor
     """All of its tokens."""
     anchors_A: Tensor | None = None
     """Places at which longer chains begin, ascending; None: all."""
 
     def counted(self, step: int) -> Tensor:
-        """Places [T] at which a chain's guess after `step` others counts: the token that it goes on from and all that
-        it foretells are the assistant's, as they are in decoding.
+        """Return the positions [T] in the loss of chain step `step`.
+
+        The chain's start token and all its labels must be the assistant's, as in decoding.
         """
         T, device = len(self.foretold_T), self.said_N.device
         if step >= T:
@@ -59,28 +60,29 @@ class Lesson(NamedTuple):
 
 
 class FrozenTarget:
-    """Reads one text at a time, so that no text sees another and nothing is padded."""
+    """A frozen target that reads one text at a time, without padding."""
 
     def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int, layers: tuple[int, ...] = ()) -> None:
-        """`taps`, and `layers` whose keys and values are features, are those of the head. What needs the decoder's
-        plain linears comes before.
+        """Prepare the target for a head's `taps` and `layers`.
+
+        Keys and values of `layers` are features. Call it after everything that needs the plain linears.
         """
         self.decoder, self._layers, c = decoder, layers, decoder.config
         self.dtype = torch.promote_types(decoder.embed.weight.dtype, torch.float32)
-        """Of lessons."""
-        num_kept = len(layers) * 2 * c.num_kv_heads * c.head_dim
+        """Device of lessons."""
+        num_kept = len(layers) * 2 * c.num_key_value_heads * c.head_dim
         self._num_features = len(taps) * c.hidden_size + num_kept
         if decoder.embed.weight.device.type == "cpu":
             _decode_natively(decoder)
         depths = sorted({*taps, decoder.normed_depth})
         self._cache = decoder.new_cache(1, max_length, depths)
         self.bytes_per_token = (len(depths) * c.hidden_size + num_kept) * decoder.embed.weight.element_size()
-        """Of hidden states, and of keys and values."""
+        """Dtype of hidden states, keys and values."""
         self.store: StateStore | None = None
-        """Where hidden states are kept and found again."""
+        """Store of hidden states, if any."""
 
     def lessons(self, row: dict[str, Tensor]) -> list[Lesson]:
-        """Of every text of a packed row that is long enough to foretell something."""
+        """Return the lessons of a packed row's texts that have labels."""
         return [self._lesson(row["token_ids"][here], row["loss_mask"][here]) for here in _texts(row)]
 
     def keep(self, row: dict[str, Tensor]) -> None:
@@ -115,7 +117,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def _read(self, tokens_N: Tensor) -> Tensor:
-        """Keys and values in layers that are looked into, and hidden states [N, F] of a text, in the target's dtype."""
+        """Return keys and values of tapped layers, and states [N, F]."""
         cache, keep_11 = self._cache, torch.zeros(1, 1, dtype=torch.int64, device=tokens_N.device)
         for first in range(0, len(tokens_N), CHUNK):
             cache.lengths.fill_(first)
@@ -128,7 +130,7 @@ class FrozenTarget:
 
 
 def _texts(row: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Where the texts of a packed row lie that are long enough to foretell something: masks like `segment_ids`."""
+    """Yield masks of a packed row's texts that have a label."""
     segments = (row["segment_ids"] == i for i in range(int(row["segment_ids"].max()) + 1))
     return (here for here in segments if here.sum() > 2)
 
@@ -139,11 +141,11 @@ def _decode_natively(decoder: Decoder) -> None:
     pack_linears(decoder)
     weights_on_huge_pages(decoder)
     config = decoder.config
-    with suppress(Unsuited):  # then its blocks run one by one
+    with suppress(KernelUnsupported):  # then its blocks run one by one
         decoder.run_stack = NativeStack(
             decoder.blocks,
             tables=decoder.rope_tables,
-            ropes=[kind.rope for kind in config.layers],
-            activation=config.activation,
+            ropes=[kind.rope for kind in config.layer_types],
+            hidden_act=config.hidden_act,
             norm=decoder.norm,
         )

@@ -1,7 +1,6 @@
-"""The steps of a training, each a function of the one before: what a checkpoint holds is all that the next one needs.
+"""Training steps, each a function of the checkpoint before.
 
-Heads begin as the target's last block, and the order of the data is a function of the seed and the epoch. The learning
-rate is a function of the step, and so is whatever is drawn at random.
+The order of data is a function of seed and epoch. Learning rate and random draws are functions of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from train.heads.teacher import FrozenTarget, Lesson
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How a head is trained."""
+    """Hyperparameters of a training."""
 
     steps: int
     batch: int
@@ -35,25 +34,25 @@ class Recipe:
     lr: float
     """Highest learning rate."""
     warmup: float = 0.05
-    """Share of the steps in which it rises; then it falls to a tenth, along a cosine."""
+    """Share of warm-up steps; a cosine to a tenth follows."""
     clip: float = 0.5
     """Largest norm of a step's gradient."""
     weight_decay: float = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     unroll: tuple[int, ...] = (3,)
-    """Steps of a chain that are trained: numbers that follow each other, each for an equal share of the steps."""
+    """Unrolled chain steps; each number holds for an equal share of training."""
     decay: float = 0.8
     """Weight of each of them, relative to the one before."""
     kl_weight: float = 1.0
     feature_weight: float = 0.0
     anchors: float = 1.0
-    """Share of places behind which a head that guesses in one pass has masks, drawn anew in each step."""
+    """Parallel heads: share of positions with masks, drawn in each step."""
     rejection_weight: float = 0.0
     bf16: bool = False
-    """Matrix products in bfloat16; weights and their averages stay in the dtype of lessons."""
+    """Matrix products in bfloat16; weights and moments keep the lessons' dtype."""
 
     def lr_at(self, step: int) -> float:
-        """Of a step, from 0."""
+        """Return the learning rate of a step, counted from 0."""
         rising = max(1, round(self.warmup * self.steps))
         if step < rising:
             return self.lr * (step + 1) / rising
@@ -66,7 +65,7 @@ class Recipe:
 
 
 class Trainer:
-    """A head on its way. Of several processes each has one, and all of these advance together."""
+    """A head in training; all processes advance together."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Trainer:
         return found | {"places": counts[0]}
 
     def _learn(self, lessons: list[Lesson], weights: list[float]) -> Sequence[Tensor]:
-        """Gradients of the loss, and its value with that of its parts, over the lessons of all processes."""
+        """Compute loss, parts and gradients over all processes' lessons."""
         recipe, head, processes = self.recipe, self.head, self._processes
         device = head.get_buffer("cos").device
         parts: Sequence[Tensor] = [torch.zeros((), dtype=self._frozen.dtype, device=device)] * 4
@@ -158,7 +157,7 @@ class Trainer:
 
 
 def _optimizers(head: Learner, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """AdamW for all parameters, or Muon for the matrices between embedding and LM head and AdamW for the others."""
+    """Return AdamW, or Muon for inner matrices with AdamW for the rest."""
     outer = set() if head.lm_head is None else set(head.lm_head.parameters())
     outer |= {head.mask_embeds, head.mask_states} if isinstance(head, Parallel) else set()
     matrices, others = list[Parameter](), list[Parameter]()
@@ -173,7 +172,7 @@ def _optimizers(head: Learner, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 
 def steps_of(rows: PackedRows, epochs: int, batch: int) -> int:
-    """How many steps so many epochs take."""
+    """Return the steps of `epochs`."""
     total = 0
     for epoch in range(epochs):
         rows.set_epoch(epoch)

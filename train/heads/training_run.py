@@ -1,4 +1,4 @@
-"""A training from its folder of answers to its folder of heads: everything put together."""
+"""A training run: from a folder of answers to heads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, Literal
 
 import torch
 
-from sharesd.config import DType, EngineConfig, Mode, SamplingParams
-from sharesd.devices.selection import device_of, warn_untried
+from sharesd.config import DType, EngineConfig, Mode
+from sharesd.devices.selection import device_of, warn_untested
 from sharesd.drafters.eagle.head import Eagle
 from sharesd.drafters.eagle.head_eagle3 import Eagle3
 from sharesd.drafters.heads.checkpoint import load_head, new_head
 from sharesd.drafters.heads.config import Kind, mode_of
-from sharesd.models.checkpoint import read_config
+from sharesd.models.checkpoint import Progress, read_config
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import load_decoder
-from sharesd.models.progress import Progress
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from train.data.packed_dataset import PackedRows, read_split
 from train.data.shards import keep_settings
@@ -34,7 +34,7 @@ from train.heads.hidden_state_cache import StateStore
 from train.heads.init_weights import initial_head, most_frequent, with_masks
 from train.heads.least_squares_init import begin_linear
 from train.heads.losses import Teacher
-from train.heads.metrics_log import Journal
+from train.heads.metrics_log import MetricsLog
 from train.heads.teacher import FrozenTarget, Lesson
 from train.heads.trainer import Recipe, Trainer
 
@@ -44,15 +44,15 @@ FITTED = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What is trained, on what, and how it is measured."""
+    """Head, data and evaluation of a training run."""
 
     kind: Kind | Literal["draft"]
     init: Path | None = None
-    """A trained head that it begins as, with its draft tokens and taps; None = the target's last block."""
+    """Head to start from, with draft tokens and taps; None: last block."""
     data: Path
     target: str | None
     dtype: DType = "auto"
-    """Of the target, and of the heads that are written."""
+    """Dtype of target and heads."""
     device: str = "auto"
     threads: int
     """Always the same ones, on which the bits of sums depend."""
@@ -61,7 +61,7 @@ class Task:
     draft_vocab: int | None = None
     """Tokens that the head can guess; None = all."""
     taps: tuple[int, ...] = ()
-    """EAGLE-3: depths that it reads. GLIDE: layers of the target that it looks into. None = the usual ones."""
+    """Depths of hidden states (EAGLE-3) or target layers (GLIDE); None: defaults."""
     held_out: float = 0.05
     """Share of prompts to measure with."""
     chain: int = 5
@@ -74,10 +74,10 @@ class Task:
     """`draft`: None = half of the target's, in whole 64."""
 
 
-class Session:
-    """A trainer, and what measures and keeps its head. Each of several processes has one; process 0 writes."""
+class TrainingRun:
+    """Trainer, evaluation and checkpoints of one process; process 0 writes."""
 
-    journal: Journal
+    journal: MetricsLog
     """Process 0 alone has it, and `costs`."""
     costs: Costs
 
@@ -88,7 +88,10 @@ class Session:
         progress: Progress,
         processes: Processes = ALONE,
     ) -> None:
-        """`recipe` may depend on how many rows there are. Writes nothing. ValueError for what does not fit together."""
+        """Load everything, writing nothing; `recipe` may depend on the number of rows.
+
+        Raises ValueError for options that do not fit together.
+        """
         self.task, self.processes = task, processes
         self.split = read_split(task.data, task.max_length, task.held_out)
         for places, purpose, remedy in (
@@ -103,7 +106,7 @@ class Session:
         folder = resolve(task.target, progress=progress)
         dtype = torch.bfloat16 if task.dtype == "auto" else getattr(torch, task.dtype)
         device = device_of(task.device)
-        warn_untried(device)
+        warn_untested(device)
         target = load_decoder(folder, dtype=dtype, device=device, progress=progress)
         if task.max_length > target.max_context:
             raise ValueError(
@@ -115,7 +118,7 @@ class Session:
         weight_VD, ids_K = target.head.weight, None if self._written.ids is None else self._written.get_buffer("ids")
         products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
         weight_KD = (weight_VD if ids_K is None else weight_VD[ids_K]).to(products)
-        teacher = Teacher(weight_KD, target.config.final_softcap)
+        teacher = Teacher(weight_KD, target.config.final_logit_softcapping)
         head_config = self._written.config
         target_bytes = sum(parameter.nbytes for parameter in target.parameters())
         self.frozen = FrozenTarget(target, head_config.taps, task.max_length, head_config.target_layers)
@@ -151,15 +154,15 @@ class Session:
 
     @property
     def states_bytes(self) -> int:
-        """Of the target's hidden states of all texts."""
+        """Return the bytes of the hidden states of all texts."""
         tokens = sum(place.length for places in (self.split.train, self.split.held_out) for place in places)
         return tokens * self.frozen.bytes_per_token
 
     def begin(self, out: Path, costs: Costs | None, states: Path | None = None) -> None:
-        """Go on with the training in a folder, or begin it there: then the head is measured as it is. `costs` of rounds
-        are measured where they are not given. Hidden states are kept in `states`, if given.
+        """Resume the training in a folder, or start it with an evaluation.
 
-        ValueError where the training depends on something else, the number of processes included.
+        `costs` of rounds are measured unless given. Hidden states are stored in `states`, if given. Raises ValueError
+        if the folder's settings differ, the number of processes included.
         """
         first = self.processes.first
         if states is not None:
@@ -173,7 +176,7 @@ class Session:
             self._go_on(state)
         self._agree(-1 if state is None else self.trainer.step)
         if first:
-            self.journal = Journal(out, -1 if state is None else self.trainer.step)
+            self.journal = MetricsLog(out, -1 if state is None else self.trainer.step)
             if state is None:
                 if isinstance(self.head, Eagle) and self.task.init is None:
                     begin_linear(self.head, self._first_lessons())
@@ -184,7 +187,7 @@ class Session:
             self.check()
 
     def _open_states(self, folder: Path) -> None:
-        """Of several processes each first reads its share of all texts, so that none is read and kept twice."""
+        """Read this process's share of all texts; none is stored twice."""
         depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
         depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
         if self.head.config.target_layers:
@@ -230,7 +233,7 @@ class Session:
         return found
 
     def check(self) -> None:
-        """Measure with the held-out texts, of which each process takes its share, and write a checkpoint."""
+        """Evaluate on this process's share of held-out texts and write a checkpoint."""
         rows = map(self._held_out.__getitem__, self.processes.share(range(len(self._held_out))))
         found = acceptance(self.head, self.frozen, rows, self.task.chain)
         found = Acceptance(self.processes.totals(found.reached), self.processes.totals(found.accepted))
@@ -269,14 +272,14 @@ class Session:
         write_head(self._written, folder)
 
     def _settings(self) -> dict[str, Any]:
-        """What the trained head depends on."""
+        """Return the settings on which the trained head depends."""
         task = {name: value for name, value in asdict(self.task).items() if name not in ("device", "chain")}
         task["init"] = None if self.task.init is None else str(self.task.init)
         sizes = {"answers": len(self.split.train), "held_out_answers": len(self.split.held_out)}
         return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe)}
 
     def _measured_costs(self) -> Costs:
-        """Of rounds with this head on this machine, as the engine measures them."""
+        """Return costs of rounds with this head, as the engine measures."""
         task, trained = self.task, str(self._out / LAST)
         mode: Mode = "classic" if task.kind == "draft" else mode_of(task.kind)
         config = EngineConfig(
@@ -290,7 +293,7 @@ class Session:
             max_draft=task.chain,
         )
         params = SamplingParams()
-        return Runtime(config).engine(mode, warm=params).way(params).policy.costs
+        return Runtime(config).engine(mode, warm=params).variant(params).policy.costs
 
 
 def _twin(head: Learner, target: Any) -> Learner:

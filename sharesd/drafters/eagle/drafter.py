@@ -1,13 +1,12 @@
-"""A trained head drafts step by step, from the hidden states that the target keeps beside its KV (EAGLE, EAGLE-2 and
-EAGLE-3).
+"""Drafter of EAGLE, EAGLE-2 and EAGLE-3, with a trained head.
 
-Place t of the head's own cache holds what it makes of the target's features of token t and of the token behind it. All
-that is known of a text the head has read from the target's own features, whoever drafted meanwhile; what it wrote above
-while it guessed, from states of its own, is overwritten by the first step of the next draft. So its cache needs no
-rollback, and nothing moves with an accepted path.
+The head reads the hidden states that the target keeps beside its KV. Slot t of the head's cache holds the KV of the
+target's features of token t and of the token after it. KV of committed tokens always comes from target features; KV
+written while drafting is overwritten by the first step of the next draft. So the cache needs no rollback, and nothing
+moves with an accepted path.
 
-Legend: B rows, R places of a draft's first step, S slots, F features, P states that guesses may go on from, D hidden
-size, V vocabulary.
+Legend: B rows, R places of a draft's first step, S slots, F features, P states from which guesses may continue, D
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,48 +17,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
-from compile.state_update import note_text
-from sharesd.devices.host_buffers import write
-from sharesd.drafters.base import NOTHING, Drafting
-from sharesd.drafters.draft_stepper import Guesser
+from compile.attention import TreeAttentionMask
+from compile.state_update import append_tokens
+from sharesd.devices.host_buffers import upload
+from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter, num_bytes
+from sharesd.drafters.draft_stepper import DraftStepper
 from sharesd.drafters.heads.head import FeatureHead, Head
-from sharesd.drafters.tree_draft import ModelDraft
+from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import CHUNK
 from sharesd.speculation.draft_policy import HEAD_ALPHAS
-from sharesd.speculation.draft_tree import DraftTree, Shape, Verdict
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict
 
 
-class EagleDrafter:
-    """A head, with a KV cache of its own. Of the tokens that its cache `held` it has read all places but the last."""
+class EagleDrafter(Drafter):
+    """Drafter of a head with a KV cache of its own.
+
+    Of the tokens in `cached_ids` of its cache, all places but the last are read.
+    """
 
     name = "eagle"
-    on_host = False
-    reads = False  # a pass of one block over the missed tokens
-    ahead = True
-    follows = True  # it reads the tokens of all rounds
+    supports_async = True
+    commits_plain_rounds = True  # it reads the tokens of all rounds
     first_alphas = HEAD_ALPHAS
-    at_once = False
 
     def __init__(
-        self, head: Any, target: StaticKVCache, *, shapes: Sequence[Shape], weight_bytes: int, top: int = 1
+        self, head: Any, target: StaticKVCache, *, shapes: Sequence[DraftShape], weight_bytes: int, branching: int = 1
     ) -> None:
-        """`target` is the target's cache, with the features that the head reads. `top` is the number of nodes that a
-        tree expands on each level, and of their children.
+        """Allocate the head's cache.
+
+        Args:
+            head: the trained head.
+            target: the target's cache, with the features that the head reads.
+            shapes: drafts that may be requested, the largest last.
+            weight_bytes: bytes of the head's weights.
+            branching: nodes of a level that trees expand, and children of each.
         """
-        self.head, self.shapes, self._top, self._weight_bytes = head, shapes, top, weight_bytes
+        self.head, self.shapes, self._branching, self._weight_bytes = head, shapes, branching, weight_bytes
         self.trees = shapes[-1].is_tree
         self.cache, self._target = head.new_cache(target.batch, target.slots), target
         self._tokens_BS = torch.zeros(target.batch, target.slots, dtype=torch.int64, device=target.lengths.device)
-        """Each row's text: prompts are written by the host, and what comes out where it comes out."""
+        """Text of each row by slot.
+
+        Prompts are written by the host, emitted tokens on the device.
+        """
         self._new: set[int] = set()  # rows of whose text the host has written the prompt alone
         self._in_flight: set[int] = set()  # rows that the last draft has read further than the host knew
         self._most_lead = 1 + max(shape.nodes for shape in shapes)
         self._lead = min(2, self._most_lead)
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        shared = self.cache.shared(tokens) if reuse else [0] * self.cache.batch
+        shared = self.cache.shared_prefix_lengths(tokens) if reuse else [0] * self.cache.batch
         source = max(range(len(shared)), key=lambda other: (shared[other], other == row))
         self.cache.begin_row(row, tokens[: shared[source]], source)
         self._note(row, 0, tokens)
@@ -68,28 +76,28 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def read(self, row: int, tokens: list[int]) -> None:
-        held = self.cache.held[row]
+        cached_ids = self.cache.cached_ids[row]
         own, target = self.cache.rows(row, row + 1), self._target.rows(row, row + 1)
-        for first in range(max(0, len(held) - 1), len(tokens) - 1, CHUNK):
+        for first in range(max(0, len(cached_ids) - 1), len(tokens) - 1, CHUNK):
             end = min(first + CHUNK, len(tokens) - 1)
             own.lengths.fill_(first)
             self._read(self._tokens_BS[row : row + 1], target, end - first, own)
-        held += tokens[len(held) :]
+        cached_ids += tokens[len(cached_ids) :]
 
-    def missed(self, texts: Mapping[int, list[int]]) -> int:
-        missing = (len(text) - len(self.cache.held[row]) for row, text in texts.items())
+    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
+        missing = (len(text) - len(self.cache.cached_ids[row]) for row, text in texts.items())
         return sum(num - 1 for num in missing if num > self._most_lead)
 
     @torch.inference_mode()
-    def rehearse(self, drafting: Drafting, num: int) -> bool:
-        row, target = drafting.first, self._target.rows(drafting.first, drafting.first + 1)
-        ahead = self.cache.rows(row, row + 1).ahead()
+    def time_catch_up(self, context: DraftContext, num: int) -> bool:
+        row, target = context.first, self._target.rows(context.first, context.first + 1)
+        ahead = self.cache.rows(row, row + 1).draft_view()
         ahead.lengths.copy_(target.lengths.clamp(max=target.slots - num - 1))
         self._read(self._tokens_BS[row : row + 1], target, num, ahead)
         return True
 
     def _read(self, tokens_BS: Tensor, target: StaticKVCache, num: int, own: StaticKVCache) -> None:
-        """Have the head read so many places."""
+        """Read `num` places with the head."""
         assert target.features is not None
         self.head.read(tokens_BS, target.features, num, own)
 
@@ -102,27 +110,27 @@ class EagleDrafter:
     ) -> None:
         self._lead = 1
         for row, text in texts.items():
-            held, more = self.cache.held[row], coming.get(row, 0)
+            cached_ids, more = self.cache.cached_ids[row], coming.get(row, 0)
             if row in self._new:
-                self._note(row, len(held), text)
+                self._note(row, len(cached_ids), text)
                 self._new.discard(row)
             if row in self._in_flight and not idle:
-                held += text[len(held) :]  # the host knows by now what the last draft has read
-            if len(text) + more - len(held) > self._most_lead:
+                cached_ids += text[len(cached_ids) :]  # the host knows by now what the last draft has read
+            if len(text) + more - len(cached_ids) > self._most_lead:
                 self.read(row, text if more else text[:-1])
-            self._lead = max(self._lead, len(text) + more - len(held))
-            held += text[len(held) :]  # the draft's first step reads these
+            self._lead = max(self._lead, len(text) + more - len(cached_ids))
+            cached_ids += text[len(cached_ids) :]  # the draft's first step reads these
         self._in_flight = set(coming)
 
     def _note(self, row: int, first: int, tokens: list[int]) -> None:
-        """The tokens of a row's text, from the first new one on."""
-        write(self._tokens_BS[row, first : len(tokens)], tokens[first:])
+        """Upload the tokens of a row's text, from `first` on."""
+        upload(self._tokens_BS[row, first : len(tokens)], tokens[first:])
 
-    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
-        if self not in drafting.kept:
-            rows = drafting.first, drafting.end
-            replayed = drafting.graphs is not None  # and of one size, then
-            guesser = self._guesser(
+    def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        if self not in context.generators:
+            rows = context.first, context.end
+            replayed = context.graphs is not None  # and of one size, then
+            stepper = self._stepper(
                 replayed,
                 self.head,
                 self.cache.rows(*rows),
@@ -130,20 +138,17 @@ class EagleDrafter:
                 self._tokens_BS[slice(*rows)],
                 lambda: self._most_lead if replayed else self._lead,
             )
-            drafting.kept[self] = ModelDraft(guesser, drafting, shapes=self.shapes, top=self._top)
-        return drafting.kept[self].draft(shape)._replace(drafter=self.name)
+            context.generators[self] = DraftGenerator(stepper, context, shapes=self.shapes, branching=self._branching)
+        return context.generators[self].draft(shape)._replace(drafter=self.name)
 
-    def _guesser(self, replayed: bool, *reading: Any) -> Guesser:
-        """How the head guesses; `reading` is for `HeadGuesser`."""
-        return _StepGuesser(*reading, num_states=1 + (self._top * self.shapes[-1].depth if self.trees else 0))
+    def _stepper(self, replayed: bool, *reading: Any) -> DraftStepper:
+        """Create the stepper of the head; `reading` are arguments of `HeadStepper`."""
+        return _FeatureStepper(*reading, num_states=1 + (self._branching * self.shapes[-1].depth if self.trees else 0))
 
-    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
-        rows = slice(drafting.first, drafting.end)  # the target has kept the features
+    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+        rows = slice(context.first, context.end)  # the target has kept the features
         at_B = self._target.lengths[rows]
-        note_text(self._tokens_BS[rows], drafting.root_B, at_B, verdict.num_new, verdict.tokens)
-
-    def told(self, rows: list[list[int]]) -> None:
-        pass
+        append_tokens(self._tokens_BS[rows], context.root_B, at_B, verdict.num_new, verdict.tokens)
 
     def forget(self) -> None:
         self.cache.forget()
@@ -153,8 +158,8 @@ class EagleDrafter:
         return self._weight_bytes, self.cache.nbytes + (0 if features is None else features.nbytes)
 
 
-class HeadGuesser:
-    """What reads the last places of some rows, from the target's features, before it guesses."""
+class HeadStepper:
+    """Stepper that reads last places from the target's features, then drafts."""
 
     def __init__(
         self, head: Head, own: StaticKVCache, target: StaticKVCache, tokens_BS: Tensor, lead: Callable[[], int]
@@ -162,45 +167,60 @@ class HeadGuesser:
         """`lead`: how many of the last places the first step reads."""
         self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
         self.ids: Tensor | None = None if head.ids is None else head.get_buffer("ids")
-        self.spread: float | None = None
-        self._ahead = own.ahead()
-        self.root_at_B, self.next_at_B = target.lengths, torch.zeros_like(target.lengths)
+        self.logit_noise: float | None = None
+        self._ahead = own.draft_view()
+        self.root_pos_B, self.next_pos_B = target.lengths, torch.zeros_like(target.lengths)
 
     def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
-        """Tokens and features by slot, how many places are read, the cache from whose lengths on, and where they end:
-        what `FeatureHead.read` is given.
-        """
+        """Return the arguments of `FeatureHead.read`."""
         num = self._begin()
         assert self._target.features is not None
-        return self._tokens_BS, self._target.features, num, self._ahead, self.root_at_B
+        return self._tokens_BS, self._target.features, num, self._ahead, self.root_pos_B
 
     def _begin(self) -> int:
-        """How many places are read, from the lengths of `_ahead` on."""
+        """Return the number of places to read from `_ahead.lengths` on."""
         places_B, num = self._ahead.lengths, self._lead()
-        torch.sub(self.root_at_B, num, out=places_B)
+        torch.sub(self.root_pos_B, num, out=places_B)
         places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
-        torch.add(self.root_at_B, 1, out=self.next_at_B)
+        torch.add(self.root_pos_B, 1, out=self.next_pos_B)
         return num
 
 
-class _StepGuesser(HeadGuesser):
-    """A head as `draft_stepper.Guesser`: above the target's last features it continues from its own states."""
+class _FeatureStepper(HeadStepper):
+    """Stepper of heads that continue from their own states.
+
+    They start above the target's last features.
+    """
 
     def __init__(self, head: FeatureHead, *reading: Any, num_states: int) -> None:
         super().__init__(head, *reading)
         self._head, D = head.steps, head.config.block.hidden_size
-        self._states_BPD = torch.zeros(len(self.root_at_B), num_states, D, **head.place)
-        """Of the root, or of the last guess of a chain; and of the nodes of a tree, by where they are written."""
+        self._states_BPD = torch.zeros(len(self.root_pos_B), num_states, D, **head.place)
+        """State of the root, or of a chain's last guess.
+
+        Those of tree nodes follow, in the order of their slots.
+        """
 
     def start(self) -> Tensor:
         logits_B1K = self._head.read(*self._news(), self._states_BPD)
         assert logits_B1K is not None
-        self._ahead.lengths.copy_(self.root_at_B)
+        self._ahead.lengths.copy_(self.root_pos_B)
         return logits_B1K
 
-    def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        logits_BFK = self._head.go_on(tokens_BF, self._states_BPD, self._ahead, branches)
-        if branches is None:
+    def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
+        logits_BFK = self._head.step(tokens_BF, self._states_BPD, self._ahead, tree_mask)
+        if tree_mask is None:
             self._ahead.lengths += 1
-            self.next_at_B += 1
+            self.next_pos_B += 1
         return logits_BFK
+
+
+def build(inputs: BuildInputs) -> EagleDrafter:
+    """Build the drafter of mode eagle."""
+    return build_head_drafter(EagleDrafter, inputs)
+
+
+def build_head_drafter(drafter: type[EagleDrafter], inputs: BuildInputs) -> EagleDrafter:
+    """Build a drafter around the head of its mode."""
+    head = inputs.heads[drafter.name]
+    return drafter(head, inputs.cache, shapes=inputs.shapes, weight_bytes=num_bytes(head), branching=inputs.branching)

@@ -1,10 +1,12 @@
-"""EAGLE (Li et al. 2024, arXiv 2401.15077) and EAGLE-2 (2406.16858), which has the same head and drafts trees.
+"""EAGLE and EAGLE-2: one head, which drafts chains or trees.
 
-The state is a guess at the target's own hidden state behind its last norm, so that the target's LM head reads it.
+EAGLE: Li et al. 2024, arXiv 2401.15077. EAGLE-2: 2406.16858. The state predicts the target's own hidden state after its
+last norm, so that the target's LM head reads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +15,17 @@ from torch import Tensor
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.head import FeatureHead
 from sharesd.models.decoder import Decoder, empty_linear
+from sharesd.models.decoder_config import DecoderConfig
 
 
 class Eagle(FeatureHead):
-    """One block over fc([embedding; state]), without a norm in front of its attention."""
+    """Head of one block over fc([embedding; state]).
+
+    There is no norm in front of its attention.
+    """
+
+    OPTIONS = frozenset({"own_lm_head", "fc_bias"})
+    HAS_TARGET_WIDTH = True
 
     def __init__(
         self,
@@ -33,6 +42,10 @@ class Eagle(FeatureHead):
         super().__init__(config, target, inputs=D, ids_K=ids_K, own_embed=own_embed)
         self.fc = empty_linear(2 * D, D, bias=fc_bias, **self.place)
         self.add_lm_head(own_lm_head)
+
+    @classmethod
+    def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        return {"taps": (target.num_hidden_layers + 1,)}  # after the last norm
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         return features_BTF

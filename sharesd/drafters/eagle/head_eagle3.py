@@ -1,19 +1,30 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): hidden states of several depths fused, and tokens guessed directly."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+
+Hidden states of several depths are fused, and tokens guessed directly.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sharesd.drafters.heads.config import HeadConfig
+from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig, taps_of
 from sharesd.drafters.heads.head import FeatureHead
 from sharesd.models.decoder import Decoder, RMSNorm, empty_linear
+from sharesd.models.decoder_config import DecoderConfig
 
 
 class Eagle3(FeatureHead):
-    """One block whose queries see [norm(embedding); norm(state)], with a norm and an LM head of its own."""
+    """Head of one block with queries over [norm(embedding); norm(state)].
+
+    It has a norm and an LM head of its own.
+    """
+
+    OPTIONS = frozenset({"fc_bias"})
+    BLOCK_NAME = "midlayer"
 
     def __init__(
         self,
@@ -29,8 +40,26 @@ class Eagle3(FeatureHead):
         D = c.hidden_size
         super().__init__(config, target, inputs=2 * D, ids_K=ids_K, own_embed=own_embed)
         self.fc = empty_linear(len(config.taps) * config.target_hidden_size, D, bias=fc_bias, **self.place)
-        self.embed_norm, self.state_norm, self.norm = (RMSNorm(D, c.norm_eps, False, **self.place) for _ in range(3))
+        self.embed_norm, self.state_norm, self.norm = (
+            RMSNorm(D, c.rms_norm_eps, False, **self.place) for _ in range(3)
+        )
         self.add_lm_head(own=True)
+
+    @classmethod
+    def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        return {"taps": taps_of(raw, target.num_hidden_layers)}
+
+    @classmethod
+    def written_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        taps = taps_of(raw, target.num_hidden_layers)
+        inner = {"use_aux_hidden_state": True, LAYER_IDS: [tap - 1 for tap in taps]}
+        return {LAYER_IDS: list(taps), "eagle_config": inner}
+
+    def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().own_tensors()
+        yield "layers.0.input_layernorm.weight", self.embed_norm.weight.data
+        yield "layers.0.hidden_norm.weight", self.state_norm.weight.data
+        yield "norm.weight", self.norm.weight.data
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         return self.fc(features_BTF)

@@ -1,9 +1,7 @@
-"""A trained head drafts step by step, which looks into the target's KV (GLIDE).
+"""Drafter of GLIDE: a trained head that attends to the target's KV.
 
-It needs nothing of the target's that is not in its cache anyway. What it keeps of its own are keys and values of
-tokens, by the places that `EagleDrafter` has.
-
-Its paper adds candidates where the head is unsure (CaPE): here trees do, whose nodes are the likeliest of all.
+The head's own cache holds KV of tokens, in the slots that `EagleDrafter` uses. Instead of the paper's candidates for
+unsure tokens (CaPE) it drafts trees, whose nodes are the likeliest of all.
 
 Legend: B rows, S slots, F tokens that are read in one step.
 """
@@ -14,26 +12,27 @@ from typing import Any
 
 from torch import Tensor
 
-from compile.attention import Branches
-from sharesd.drafters.eagle.drafter import EagleDrafter, HeadGuesser
+from compile.attention import TreeAttentionMask
+from sharesd.drafters.base import BuildInputs
+from sharesd.drafters.eagle.drafter import EagleDrafter, HeadStepper, build_head_drafter
 from sharesd.drafters.glide.head import Glide
 from sharesd.kvcache.static import StaticKVCache
 
 
 class GlideDrafter(EagleDrafter):
-    """A head that reads tokens and looks into the target's KV."""
+    """Drafter around a GLIDE head."""
 
     name = "glide"
 
     def _read(self, tokens_BS: Tensor, target: StaticKVCache, num: int, own: StaticKVCache) -> None:
         self.head.read(tokens_BS, num, own)
 
-    def _guesser(self, replayed: bool, *reading: Any) -> _LookGuesser:
-        return _LookGuesser(*reading)
+    def _stepper(self, replayed: bool, *reading: Any) -> _CrossAttentionStepper:
+        return _CrossAttentionStepper(*reading)
 
 
-class _LookGuesser(HeadGuesser):
-    """The head as `draft_stepper.Guesser`: all steps attend to the target's KV below the root."""
+class _CrossAttentionStepper(HeadStepper):
+    """Stepper whose steps attend to the target's KV below the root."""
 
     def __init__(self, head: Glide, *reading: Any) -> None:
         super().__init__(head, *reading)
@@ -42,12 +41,17 @@ class _LookGuesser(HeadGuesser):
     def start(self) -> Tensor:
         logits_B1K = self._head.read(self._tokens_BS, self._begin(), self._ahead, self._target)
         assert logits_B1K is not None
-        self._ahead.lengths.copy_(self.root_at_B)
+        self._ahead.lengths.copy_(self.root_pos_B)
         return logits_B1K
 
-    def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        logits_BFK = self._head.go_on(tokens_BF, self._ahead, self._target, branches)
-        if branches is None:
+    def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
+        logits_BFK = self._head.step(tokens_BF, self._ahead, self._target, tree_mask)
+        if tree_mask is None:
             self._ahead.lengths += 1
-            self.next_at_B += 1
+            self.next_pos_B += 1
         return logits_BFK
+
+
+def build(inputs: BuildInputs) -> EagleDrafter:
+    """Build the drafter of mode glide."""
+    return build_head_drafter(GlideDrafter, inputs)

@@ -1,55 +1,62 @@
-"""GLIDE (Du et al. 2024, arXiv 2402.02082): a block that looks into the keys and values which the target has made.
+"""GLIDE (Du et al. 2024, arXiv 2402.02082): cross-attention into the target's KV.
 
-It reads tokens only: its own keys and values are those of embeddings, whatever the target knew when they were made. Of
-the target it sees, at every place of a draft, the tokens below the draft's root. So a step of training at which a place
-sees that much less of the target's is what drafting does there (the paper's block-wise mask, for all lengths at once).
+The head reads tokens only: its own keys and values are those of embeddings. At every place of a draft, the target's
+tokens below the draft's root are visible. Training unrolls this: each step hides one more of the target's tokens from
+each place (the paper's block-wise mask, for all lengths at once).
 
-Legend: as `head.py` has it, and H query heads, K key/value heads, d head size of the target; S its tokens.
+Legend: as `head.py`, and H query heads, K key/value heads, d head size of the target; S its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compile.attention import Branches, attend, turns
+from compile.attention import TreeAttentionMask, attend, position_angles
 from compile.fused_linear import project
 from compile.rotary import rotate
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.head import Head, each
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.decoder_config import DecoderConfig
+
+GLIDE, GLIDE_LAYERS = "glide_config", "target_layer_ids"
+"""Entry of config.json about the target, and its list of layers."""
 
 
 class CrossAttention(nn.Module):
-    """Queries at positions of their own, into one layer of the target as its own queries look into it.
+    """Cross-attention into one layer of the target, at own positions.
 
-    Each sees an entry of zeros besides, so that it may look at nothing: what a step writes behind the target's length,
-    where drafts may write.
+    Keys are masked as for the layer's own queries. A key of zeros is added, so that a place may attend to nothing: a
+    step writes it after the target's length, in slots that drafts may overwrite.
     """
 
     def __init__(self, config: HeadConfig, target: Decoder, layer: int, **place) -> None:
         super().__init__()
-        c, kind = target.config, target.config.layers[layer]
-        width = c.num_heads * c.head_dim
-        self.layer, self.num_kv_heads, self.head_dim = layer, c.num_kv_heads, c.head_dim
-        self.scale, self.window = c.attn_scale, kind.window
+        c, kind = target.config, target.config.layer_types[layer]
+        width = c.num_attention_heads * c.head_dim
+        self.layer, self.num_key_value_heads, self.head_dim = layer, c.num_key_value_heads, c.head_dim
+        self.scale, self.window = c.attention_multiplier, kind.window
         self.q = empty_linear(config.block.hidden_size, width, bias=False, **place)
         self.o = empty_linear(width, config.block.hidden_size, bias=False, **place)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, False, **place) if c.qk_norm else None
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, False, **place) if c.use_qk_norm else None
         self.rotary = target.rope_tables[kind.rope] if kind.rope >= 0 else None
 
-    def forward(self, x_BTD: Tensor, target: StaticKVCache, first_B: Tensor, branches: Branches | None) -> Tensor:
-        """What each place finds below the target's lengths [B, T, H, d]. `first` is the position of the first one, or
-        that of tree nodes which have none above them.
+    def forward(
+        self, x_BTD: Tensor, target: StaticKVCache, first_B: Tensor, tree_mask: TreeAttentionMask | None
+    ) -> Tensor:
+        """Return attention [B, T, H, d] over the target below its lengths.
+
+        `first_B` is the position of the first place, or of tree nodes without nodes above them.
         """
-        q_BTHd = self._queries(x_BTD, first_B, branches)
+        q_BTHd = self._queries(x_BTD, first_B, tree_mask)
         (B, T, _, d), at = q_BTHd.shape, self.layer
-        nothing_BTKd = q_BTHd.new_zeros(B, T, self.num_kv_heads, d)
+        nothing_BTKd = q_BTHd.new_zeros(B, T, self.num_key_value_heads, d)
         same_BT1 = target.lengths.new_zeros(B, T, 1)  # all of them in one slot
         return attend(
             q_BTHd,
@@ -60,11 +67,14 @@ class CrossAttention(nn.Module):
             target.lengths,
             scale=self.scale,
             window=self.window,
-            branches=Branches(same_BT1[..., 0], same_BT1),
+            tree_mask=TreeAttentionMask(same_BT1[..., 0], same_BT1),
         )
 
     def unrolled(self, x_BTD: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, steps: int) -> Iterator[Tensor]:
-        """The same [B, T, H, d] for whole texts, where each place sees one token less of the target's in each step."""
+        """Yield attention [B, T, H, d] over whole texts, for each step.
+
+        Each place sees one token less of the target's in each further step.
+        """
         place_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
         first_B = torch.ones(1, dtype=torch.int64, device=x_BTD.device)
         q_BHTd = self._queries(x_BTD, first_B, None).transpose(1, 2)
@@ -79,31 +89,53 @@ class CrossAttention(nn.Module):
             )
             yield found_BHTd.transpose(1, 2)
 
-    def _queries(self, x_BTD: Tensor, first_B: Tensor, branches: Branches | None) -> Tensor:
+    def _queries(self, x_BTD: Tensor, first_B: Tensor, tree_mask: TreeAttentionMask | None) -> Tensor:
         q_BTHd = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BTHd = self.q_norm(q_BTHd)
         if self.rotary is None:
             return q_BTHd
-        return rotate(q_BTHd, *turns(self.rotary, x_BTD.shape[1], first_B, branches))
+        return rotate(q_BTHd, *position_angles(self.rotary, x_BTD.shape[1], first_B, tree_mask))
 
 
 class GlideBlock(nn.Module):
-    """Self-attention, cross-attention into layers of the target side by side, and an MLP."""
+    """Self-attention, parallel cross-attention into target layers, and an MLP."""
 
     def __init__(self, config: HeadConfig, target: Decoder, **place) -> None:
         super().__init__()
         c = config.block
         self.attn_norm, self.cross_norm, self.mlp_norm = (
-            RMSNorm(c.hidden_size, c.norm_eps, False, **place) for _ in range(3)
+            RMSNorm(c.hidden_size, c.rms_norm_eps, False, **place) for _ in range(3)
         )
-        self.attn, self.mlp = Attention(c, c.layers[0], **place), MLP(c, **place)
+        self.attn, self.mlp = Attention(c, c.layer_types[0], **place), MLP(c, **place)
         self.attn_out_norm, self.mlp_out_norm = nn.Identity(), nn.Identity()
         self.cross = nn.ModuleList(CrossAttention(config, target, layer, **place) for layer in config.target_layers)
 
 
 class Glide(Head):
-    """Its features are keys and values [K * d] of each layer that it looks into, keys before values."""
+    """GLIDE head, with keys and values of target layers as features.
+
+    Features are [K * d] keys, then values, of each of its target layers.
+    """
+
+    OPTIONS = frozenset({"own_lm_head"})
+    HAS_TARGET_WIDTH = True
+
+    @classmethod
+    def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        return {"target_layers": _target_layers(raw, target)}
+
+    @classmethod
+    def written_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        return {GLIDE: {GLIDE_LAYERS: [target.num_hidden_layers - 1]} | raw.get(GLIDE, {}) | _sizes(target)}
+
+    def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for cross in self.block.cross:
+            for name, module in (("q_proj", cross.q), ("o_proj", cross.o), ("q_norm", cross.q_norm)):
+                if module is not None:
+                    yield f"layers.0.cross_attn.{cross.layer}.{name}.weight", module.weight.data
+        yield "layers.0.cross_attention_layernorm.weight", self.block.cross_norm.weight.data
+        yield "norm.weight", self.norm.weight.data
 
     def __init__(
         self,
@@ -118,52 +150,60 @@ class Glide(Head):
         super().__init__(config, target, ids_K=ids_K, own_embed=own_embed)
         c = config.block
         self.block = GlideBlock(config, target, **self.place)
-        self.norm = RMSNorm(c.hidden_size, c.norm_eps, False, **self.place)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, False, **self.place)
         self.add_lm_head(own_lm_head)
 
     def read(
         self, tokens_BS: Tensor, num: int, cache: StaticKVCache, target: StaticKVCache | None = None
     ) -> Tensor | None:
-        """Read `num` places of texts, from `cache.lengths` on; `tokens` lie by slot.
+        """Read `num` places of texts, from `cache.lengths` on.
 
-        With `target`, the logits [B, 1, K] behind the last place below its lengths are returned, over the draft tokens.
-        Places behind that mean nothing. Without, only keys and values are wanted.
+        `tokens_BS` is indexed by slot. With `target`, returns the logits [B, 1, K] of the draft tokens after the last
+        place below the target's lengths; later places are undefined. Without, only keys and values are written.
         """
         if self.native is not None:
             return self.native.read_tokens(tokens_BS, num, cache, target)
-        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
-        x_BTD = self._remember(tokens_BS.gather(1, places_BT + 1), cache)
+        kv_slots_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        x_BTD = self._remember(tokens_BS.gather(1, kv_slots_BT + 1), cache)
         if target is None:
             return None
         last_B1 = (target.lengths - 1 - cache.lengths).clamp(min=0)[:, None]
         states_B1D = self._look(x_BTD.gather(1, each(last_B1, x_BTD)), target, target.lengths)
         return self.draft_logits(states_B1D)
 
-    def go_on(
-        self, tokens_BF: Tensor, cache: StaticKVCache, target: StaticKVCache, branches: Branches | None = None
+    def step(
+        self, tokens_BF: Tensor, cache: StaticKVCache, target: StaticKVCache, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """Read guesses: the next one of a chain (F = 1), or nodes of a tree, which lie in slots lengths..lengths+F-1 of
-        the head's own cache, or as `branches` say. Logits [B, F, K] behind them, over the draft tokens.
+        """Read a chain's next guess (F = 1), or tree nodes.
+
+        They are in slots lengths..lengths+F-1 of the head's own cache, or as `tree_mask` gives them. Returns the logits
+        [B, F, K] of the draft tokens after them.
         """
         if self.native is not None:
-            return self.native.go_on_with_tokens(tokens_BF, cache, target, branches)
-        x_BFD = self._remember(tokens_BF, cache, branches)
-        return self.draft_logits(self._look(x_BFD, target, cache.lengths + 1, branches))
+            return self.native.step_tokens(tokens_BF, cache, target, tree_mask)
+        x_BFD = self._remember(tokens_BF, cache, tree_mask)
+        return self.draft_logits(self._look(x_BFD, target, cache.lengths + 1, tree_mask))
 
-    def _remember(self, tokens_BT: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
-        """Read tokens into the head's own cache. Returns what `_look` goes on with [B, T, D]."""
+    def _remember(self, tokens_BT: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None = None) -> Tensor:
+        """Read tokens into the head's own cache; return input of `_look`.
+
+        The result is [B, T, D].
+        """
         x_BTD, block = self._embed(tokens_BT), self.block
         tensors = (self.get_buffer("cos"), self.get_buffer("sin"), cache.k[0], cache.v[0], cache.lengths)
-        return block.attn(x_BTD, *tensors, *(branches or ()), norm=block.attn_norm, residual=x_BTD)
+        return block.attn(x_BTD, *tensors, *(tree_mask or ()), norm=block.attn_norm, residual=x_BTD)
 
-    def _look(self, x_BTD: Tensor, target: StaticKVCache, first_B: Tensor, branches: Branches | None = None) -> Tensor:
-        """States [B, T, D] of places with what the target has read below its lengths; their tokens lie at positions
-        `first` + 0, 1, ..., or as deep behind it as branches say.
+    def _look(
+        self, x_BTD: Tensor, target: StaticKVCache, first_B: Tensor, tree_mask: TreeAttentionMask | None = None
+    ) -> Tensor:
+        """Return states [B, T, D] with cross-attention below the target's lengths.
+
+        Tokens are at positions `first_B` + 0, 1, ..., or at `first_B` plus the depth in `tree_mask`.
         """
         block = self.block
         looks_BTD = block.cross_norm(x_BTD)
         for cross in block.cross:
-            found_BTHd = cross(looks_BTD, target, first_B, branches)
+            found_BTHd = cross(looks_BTD, target, first_B, tree_mask)
             x_BTD = project(cross.o, found_BTHd.flatten(2), residual=x_BTD)
         return block.mlp(x_BTD, block.mlp_norm, x_BTD)
 
@@ -171,10 +211,10 @@ class Glide(Head):
         return self.norm(states_BTD)
 
     def native_parts(self) -> dict[str, Any]:
-        return {"norm": self.norm, "looks": list(self.block.cross), "look_norm": self.block.cross_norm}
+        return {"norm": self.norm, "cross_attentions": list(self.block.cross), "cross_norm": self.block.cross_norm}
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """As `Head.unroll`."""
+        """Return states as `Head.unroll`."""
         x_BTD, block = self._embed(tokens_BT), self.block
         place_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
         q_BHTd, k_BKTd, v_BKTd = self.qkv(block.attn, block.attn_norm(x_BTD), place_T)
@@ -191,3 +231,44 @@ class Glide(Head):
             for step, found_BTHd in enumerate(cross.unrolled(looks_BTD, k_BKTd, v_BKTd, steps)):
                 unrolled[step] = unrolled[step] + cross.o(found_BTHd.flatten(2))
         return [block.mlp(x_BTD, block.mlp_norm, x_BTD) for x_BTD in unrolled]
+
+
+def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, ...]:
+    """Return the target layers of a GLIDE head's cross-attention.
+
+    Raises:
+        ValueError: the head's sizes or layers do not fit the target, or the target caps attention scores.
+    """
+    given = raw.get(GLIDE) or {}
+    for name, size in _sizes(target).items():
+        if given.get(name) != size:
+            raise ValueError(
+                f"{GLIDE} says {name} {given.get(name)} and the target's is {size}; give a head that was trained for "
+                "this target"
+            )
+    layer_types = tuple(given.get(GLIDE_LAYERS) or ())
+    if (
+        not layer_types
+        or not all(0 <= layer < target.num_hidden_layers for layer in layer_types)
+        or len(set(layer_types)) < len(layer_types)
+    ):
+        raise ValueError(
+            f"{GLIDE_LAYERS} is {list(layer_types)} and the target has {target.num_hidden_layers} layers; name at "
+            "least one, each once, from 0"
+        )
+    if target.attn_logit_softcapping:
+        raise ValueError(
+            "GLIDE heads do not look into targets that squash attention scores (here to "
+            f"{target.attn_logit_softcapping:g}); give an EAGLE head"
+        )
+    return layer_types
+
+
+def _sizes(target: DecoderConfig) -> dict[str, int]:
+    """Return the sizes of the target that a GLIDE head depends on."""
+    return {
+        "target_num_hidden_layers": target.num_hidden_layers,
+        "target_num_attention_heads": target.num_attention_heads,
+        "target_num_key_value_heads": target.num_key_value_heads,
+        "target_head_dim": target.head_dim,
+    }

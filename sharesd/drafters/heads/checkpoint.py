@@ -1,4 +1,4 @@
-"""Trained heads from and to checkpoint folders, in the layouts that serving engines read.
+"""Checkpoint folders of trained heads, in the layouts of serving engines.
 
 There are no public layouts of parallel heads and GLIDE; docs/reference/training.md has ours.
 """
@@ -15,31 +15,28 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sharesd.drafters.eagle.head import Eagle
-from sharesd.drafters.eagle.head_eagle3 import Eagle3
-from sharesd.drafters.glide.head import Glide
-from sharesd.drafters.heads.config import ARCHITECTURES, HeadConfig, Kind
-from sharesd.drafters.heads.head import FeatureHead, Head
-from sharesd.drafters.parallel.head import Parallel
-from sharesd.models import checkpoint as files
+from sharesd.drafters import registry
+from sharesd.drafters.heads.config import HeadConfig, Kind, head_class
+from sharesd.drafters.heads.head import Head
+from sharesd.models import checkpoint
 from sharesd.models.decoder import Decoder
-from sharesd.models.loader import block_slots, fill
-
-LAYER = {"eagle": "layers.0", "eagle3": "midlayer", "parallel": "layers.0", "glide": "layers.0"}
-"""What the first block is called in files that we write."""
+from sharesd.models.weight_mapping import block_tensors, copy_tensors
 
 
 @torch.no_grad()
 def load_head(folder: Path, target: Decoder) -> Head:
-    """A head for this target, on its device and in its dtype. Call it while the target has its plain linears.
+    """Return a head for this target, on its device.
 
-    Raises ValueError that names what is missing, not known, wrongly shaped, or meant for another target.
+    Its dtype is the target's. Call it while the target has its plain linears.
+
+    Raises:
+        ValueError: tensors or fields are missing, unknown, wrongly shaped, or for another target.
     """
-    raw = files.read_config(folder)
+    raw = checkpoint.read_config(folder)
     if "quantization_config" in raw:
         raise ValueError(f"{folder} is quantized; give the full-precision head")
     tensors = {}
-    for stored_name, tensor in chain.from_iterable(map(files.read_tensors, files.weight_files(folder))):
+    for stored_name, tensor in chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder))):
         name = stored_name.removeprefix("model.")
         name = f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
         if not name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
@@ -58,7 +55,7 @@ def load_head(folder: Path, target: Decoder) -> Head:
         fc_bias="fc.bias" in tensors,
     )
     stored = ((stored_name, name, tensor) for name, (stored_name, tensor) in tensors.items())
-    fill(dict(_slots(head)), stored, folder, f"a head of kind {config.kind}")
+    copy_tensors(dict(_slots(head)), stored, folder, f"a head of kind {config.kind}")
     return head.eval().requires_grad_(False)
 
 
@@ -71,25 +68,27 @@ def new_head(
     own_lm_head: bool = False,
     fc_bias: bool | None = None,
 ) -> Head:
-    """A head without values; see `Eagle`, `Glide`, and `Eagle3` and `Parallel`, which always have an LM head of their
-    own."""
+    """Return a head without values.
+
+    Options that heads of its kind do not take are ignored.
+    """
     if ids_K is not None:
         ids_K = ids_K.to(target.get_buffer("cos_0").device)
-    bias = {} if fc_bias is None else {"fc_bias": fc_bias}
-    if config.kind == "glide":
-        return Glide(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head)
-    if config.kind != "eagle":
-        kind = Eagle3 if config.kind == "eagle3" else Parallel
-        return kind(config, target, ids_K=ids_K, own_embed=own_embed, **bias)
-    return Eagle(config, target, ids_K=ids_K, own_embed=own_embed, own_lm_head=own_lm_head, **bias)
+    cls = head_class(config.kind)
+    given = {"own_lm_head": own_lm_head, **({} if fc_bias is None else {"fc_bias": fc_bias})}
+    options = {name: value for name, value in given.items() if name in cls.OPTIONS}
+    return cls(config, target, ids_K=ids_K, own_embed=own_embed, **options)
 
 
 def save_head(head: Head, folder: Path) -> None:
-    """Write config.json and model.safetensors, which `load_head` reads, and of EAGLE's kinds vLLM and SGLang."""
-    kind, vocab_size = head.config.kind, head.config.block.vocab_size
+    """Write config.json and model.safetensors of a head.
+
+    `load_head` reads them; vLLM and SGLang read those of EAGLE's kinds.
+    """
+    vocab_size = head.config.block.vocab_size
     tensors = {}
     for name, slot in _slots(head):
-        name = f"{LAYER[kind]}.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+        name = f"{head.BLOCK_NAME}.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
         tensors[name] = slot.detach().cpu().contiguous()
     if head.ids is not None:
         ids_K = head.get_buffer("ids").cpu()
@@ -101,21 +100,29 @@ def save_head(head: Head, folder: Path) -> None:
 
 
 def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:
-    """Which head has tensors of these names; ValueError for none that is known. (The names of architectures in public
-    folders tell less.)
+    """Return the kind of head with tensors of these names.
+
+    Architectures named in public folders say less.
+
+    Raises:
+        ValueError: no kind is known.
     """
-    if raw.get("architectures") == [ARCHITECTURES["glide"]]:
-        return "glide"
+    layouts = registry.head_specs()
+    for layout in layouts:
+        if not layout.is_public and raw.get("architectures") == [layout.architecture]:
+            return layout.layout
     if "fc.weight" not in tensors:
         raise ValueError("there is no tensor fc.weight; give the folder of a trained head")
-    if "mask_states" in tensors or raw.get("architectures") == [ARCHITECTURES["parallel"]]:
-        return "parallel"
-    return "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
+    return next((each.layout for each in reversed(layouts) if each.marks & tensors.keys()), layouts[0].layout)
 
 
 def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Tensor | None:
-    """The target's ids of the draft tokens, from d2t (what is to be added to a draft token's number) and t2d (which
-    tokens have one); None = all. Takes both away. ValueError where they do not fit.
+    """Return the target's ids of the draft tokens; None = all.
+
+    From d2t (offset of each draft token's id) and t2d (mask of tokens that have one); both are removed from `tensors`.
+
+    Raises:
+        ValueError: they do not fit each other or the config.
     """
     (_, d2t_K), (_, t2d_V) = (tensors.pop(name, ("", None)) for name in ("d2t", "t2d"))
     num, vocab_size = config.draft_vocab_size, config.block.vocab_size
@@ -135,28 +142,12 @@ def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Te
 
 
 def _slots(head: Head) -> Iterator[tuple[str, Tensor]]:
-    """Where each tensor goes: its name and a view of the parameter."""
+    """Yield tensor names with views of the parameters."""
     if head.embed is not None:
         yield "embed_tokens.weight", head.embed.weight.data
-    if isinstance(head, FeatureHead):
-        for part, parameter in head.fc.named_parameters():
-            yield f"fc.{part}", parameter.data
     for number, block in enumerate(head.blocks):
-        for name, tensor in block_slots(block, head.config.block):
+        for name, tensor in block_tensors(block, head.config.block):
             yield f"layers.{number}.{name}", tensor
-    if isinstance(head, Eagle3):
-        yield "layers.0.input_layernorm.weight", head.embed_norm.weight.data
-        yield "layers.0.hidden_norm.weight", head.state_norm.weight.data
-        yield "norm.weight", head.norm.weight.data
-    if isinstance(head, Glide):
-        for cross in head.block.cross:
-            for name, module in (("q_proj", cross.q), ("o_proj", cross.o), ("q_norm", cross.q_norm)):
-                if module is not None:
-                    yield f"layers.0.cross_attn.{cross.layer}.{name}.weight", module.weight.data
-        yield "layers.0.cross_attention_layernorm.weight", head.block.cross_norm.weight.data
-        yield "norm.weight", head.norm.weight.data
-    if isinstance(head, Parallel):
-        yield "mask_embeds", head.mask_embeds.data
-        yield "mask_states", head.mask_states.data
+    yield from head.own_tensors()
     if head.lm_head is not None and head.own_lm_head:
         yield "lm_head.weight", head.lm_head.weight.data

@@ -1,5 +1,7 @@
-"""What all trained heads are: a decoder block that reads, at each place, features that the target has made of a token
-and the embedding of the next one, and guesses the token after that from its own **state**.
+"""Trained heads: a decoder block over features of the target.
+
+At each place a head reads features that the target has made of a token, and the embedding of the next token. It
+predicts the token after that from its own **state**.
 
 Legend: B rows, T places, R kept places, F features (hidden states of all depths that are read, or keys and values), D
 hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
@@ -7,14 +9,14 @@ hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compile.attention import Branches
+from compile.attention import TreeAttentionMask
 from compile.fused_linear import project
 from compile.head_step import NativeHead
 from compile.inductor import CompiledMethods
@@ -24,42 +26,58 @@ from sharesd.drafters.heads.unrolled_attention import attend_chains_of_texts
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.decoder_config import DecoderConfig
 
 
 class HeadBlock(nn.Module):
-    """A decoder block whose attention is given inputs of its own, beside the residual stream."""
+    """Decoder block with attention inputs beside the residual stream."""
 
     def __init__(self, config: HeadConfig, inputs: int, **place) -> None:
         super().__init__()
         c = config.block
-        self.attn_norm, self.attn = nn.Identity(), Attention(c, c.layers[0], **place)
-        width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.attn_norm, self.attn = nn.Identity(), Attention(c, c.layer_types[0], **place)
+        width = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
         self.attn.qkv = empty_linear(inputs, width, bias=c.qkv_bias, **place)
-        self.mlp_norm, self.mlp = RMSNorm(c.hidden_size, c.norm_eps, False, **place), MLP(c, **place)
+        self.mlp_norm, self.mlp = RMSNorm(c.hidden_size, c.rms_norm_eps, False, **place), MLP(c, **place)
         self.attn_out_norm, self.mlp_out_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x_BTD: Tensor, inputs_BTE: Tensor, *tensors: Tensor) -> Tensor:
-        """The residual stream after the block; `tensors` are those of `Attention.forward`."""
+        """Return the residual stream; `tensors` as in `Attention.forward`."""
         x_BTD = self.attn(inputs_BTE, *tensors, residual=x_BTD)
         return self.mlp(x_BTD, self.mlp_norm, x_BTD)
 
 
 class Head(nn.Module):
-    """A head for one target, whose embedding and LM head it uses where it has none of its own."""
+    """Head for one target.
 
+    Uses the target's embedding and LM head if it has none of its own.
+    """
+
+    OPTIONS: ClassVar[frozenset[str]] = frozenset()
+    """Arguments of the constructor besides `ids_K` and `own_embed`."""
+    BLOCK_NAME: ClassVar[str] = "layers.0"
+    """Name of the first block in files that are written."""
+    HAS_TARGET_WIDTH: ClassVar[bool] = False
+    """Its hidden size is the target's."""
     block: Any
     lm_head: nn.Linear | None
     """None: the target's."""
     own_lm_head = True
-    """Whether that learns, and is in its file; else it is those rows of the target's that are about draft tokens."""
+    """True if the LM head is trained and saved with the head.
+
+    Else it holds the target's rows for the draft tokens.
+    """
     ids: Tensor | None
     native: NativeHead | None = None
-    """Its steps in one call of a CPU kernel each, where compilation puts that here."""
+    """Steps as one call of a CPU kernel each, set by compilation."""
     compiled: CompiledMethods | None = None
-    """Its methods as Inductor compiles them, where compilation puts that here."""
+    """Methods compiled by Inductor, set by compilation."""
 
     def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
-        """`ids_K`: the target's ids of the draft tokens; None = all. Parameters have no values yet."""
+        """Allocate a head without values.
+
+        `ids_K`: the target's ids of the draft tokens; None = all.
+        """
         super().__init__()
         self.config = config
         self._target = (target,)  # in a tuple, since it is no part of this module
@@ -67,14 +85,40 @@ class Head(nn.Module):
         self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
         table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
         self.embed = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
-        inv_freq_r, factor = rope.frequencies(c.ropes[0], c.head_dim, c.max_positions)
+        inv_freq_r, factor = rope.frequencies(c.rope_parameters[0], c.head_dim, c.max_position_embeddings)
         cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
         self.register_buffer("cos", cos_Pr, persistent=False)
         self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
 
+    @classmethod
+    def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        """Return fields of HeadConfig that this class reads from config.json.
+
+        `taps`, `target_layers`, ...
+
+        Raises:
+            ValueError: they do not fit the target.
+        """
+        return {}
+
+    @classmethod
+    def written_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        """Return fields of a new head's config.json besides common ones."""
+        return {}
+
+    def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names in files with views of further parameters.
+
+        Those of blocks, embedding and LM head are not among them.
+        """
+        yield from ()
+
     def add_lm_head(self, own: bool) -> None:
-        """One of its own, else the target's, or those rows of it that are about the draft tokens."""
+        """Add an LM head of its own, or use the target's.
+
+        If there are draft tokens, the target's rows for them are copied.
+        """
         self.lm_head, self.own_lm_head = None, own
         if own or self.ids is not None:
             self.lm_head = empty_linear(
@@ -85,44 +129,49 @@ class Head(nn.Module):
             self.lm_head.requires_grad_(False)
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
-        """What the LM head is given."""
+        """Return the LM head's input for these states."""
         raise NotImplementedError
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """States [B, T, D] of whole texts, of the first guess after each place and of those that follow in a chain of
-        `steps`: plain operations, without a cache, through which gradients flow.
+        """Return states [B, T, D] of whole texts, for each step.
 
-        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1. State t of step s
-        is that of a chain whose first s tokens were guessed, and happened to be those of the text; the first s places
-        of it mean nothing.
+        States of the first guess after each place, then of further ones in a chain of `steps`. Plain operations,
+        without a cache, through which gradients flow.
+
+        Place t has the target's features of token t, and `tokens_BT[:, t]` is token t + 1. State t of step s belongs to
+        a chain whose first s tokens were guessed and equal those of the text; the first s places of step s are
+        undefined.
         """
         raise NotImplementedError
 
     def native_parts(self) -> dict[str, Any]:
-        """What it does, as `compile.head_step.NativeHead` has it: the arguments that differ among heads."""
+        """Return arguments of `compile.head_step.NativeHead` that differ among heads."""
         raise NotImplementedError
 
     @property
     def steps(self) -> Any:
-        """Module whose methods are called in each draft. Texts have any length, and are read by the head's own."""
+        """Module whose methods are called in each draft.
+
+        Reading of texts, of any length, calls the head's own methods.
+        """
         return self.compiled or self
 
     @property
     def blocks(self) -> list[Any]:
-        """All blocks; only the first is given inputs of its own."""
+        """All blocks; only the first has inputs beside the residual stream."""
         return [self.block]
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
-        """An empty cache of the blocks' keys and values."""
-        shapes = [(self.config.block.num_kv_heads, self.config.block.head_dim)] * len(self.blocks)
+        """Return an empty KV cache for the blocks."""
+        shapes = [(self.config.block.num_key_value_heads, self.config.block.head_dim)] * len(self.blocks)
         return StaticKVCache(shapes=shapes, batch=batch, slots=slots, **self.place)
 
     def draft_logits(self, states_BTD: Tensor) -> Tensor:
-        """[B, T, K] over the draft tokens."""
+        """Return logits [B, T, K] of the draft tokens."""
         return project(self.unembedding, self.before_logits(states_BTD))
 
     def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `qkv`, of these places."""
+        """Return `qkv` of these places."""
         return qkv(attn, inputs_BTE, self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
@@ -130,18 +179,19 @@ class Head(nn.Module):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """Its own, or the target's."""
+        """Embedding: its own, or the target's."""
         return self.embed or self._target[0].embed
 
     @property
     def unembedding(self) -> nn.Module:
-        """The LM head: its own, or the target's."""
+        """LM head: its own, or the target's."""
         return self.lm_head or self._target[0].head
 
 
 class FeatureHead(Head):
-    """A head whose features are hidden states of the target. Its own state of a place stands in for those of the next
-    one, of which there are none yet: so a chain of guesses goes on.
+    """Head whose features are hidden states of the target.
+
+    In a chain of guesses, the head's own state replaces the features of places that the target has not read.
     """
 
     fc: nn.Linear
@@ -152,32 +202,45 @@ class FeatureHead(Head):
         super().__init__(config, target, **options)
         self.block = HeadBlock(config, inputs, **self.place)
 
+    def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for part, parameter in self.fc.named_parameters():
+            yield f"fc.{part}", parameter.data
+
     # ---- what differs between such heads
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
-        """The state [B, T, D] that the target's hidden states amount to."""
+        """Return the state [B, T, D] fused from the target's hidden states."""
         raise NotImplementedError
 
     def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the residual stream begins, [B, T, D], and the inputs of the queries, [B, T, E]."""
+        """Return the initial residual stream and the inputs of the queries.
+
+        Shapes [B, T, D] and [B, T, E].
+        """
         raise NotImplementedError
 
     # ---- what does not
 
     def forward(
-        self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+        self, tokens_BT: Tensor, states_BTD: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """States [B, T, D] of new places: each with the token behind it and the state, or fused features, before.
+        """Return states [B, T, D] of new places.
 
-        Places lie in slots lengths..lengths+T-1, or as `branches` say; `cache.lengths` is left alone.
+        Each place has its next token and the state, or fused features, before it. Places are in slots
+        lengths..lengths+T-1, or as `tree_mask` gives them; `cache.lengths` is unchanged.
         """
-        return self.run(*self.mix(states_BTD, self._embed(tokens_BT)), cache, branches)
+        return self.run(*self.mix(states_BTD, self._embed(tokens_BT)), cache, tree_mask)
 
-    def run(self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, branches: Branches | None = None) -> Tensor:
-        """States [B, T, D] of new places, from what `mix` made of them; see `forward`."""
+    def run(
+        self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None = None
+    ) -> Tensor:
+        """Return states [B, T, D] from the result of `mix`.
+
+        See `forward`.
+        """
         first, *upper = self.blocks
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
-        places = (cache.lengths, *(branches or ()))
+        places = (cache.lengths, *(tree_mask or ()))
         x_BTD = first(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], *places)
         for block, k_BKSd, v_BKSd in zip(upper, cache.k[1:], cache.v[1:], strict=True):
             x_BTD = block(x_BTD, *tables, k_BKSd, v_BKSd, *places)
@@ -192,12 +255,12 @@ class FeatureHead(Head):
         ends_B: Tensor | None = None,
         states_BPD: Tensor | None = None,
     ) -> Tensor | None:
-        """Read `num` places of texts, from `cache.lengths` on, from the target's features; those of `tokens` and
-        `features` lie by slot.
+        """Read `num` places of texts, from `cache.lengths` on.
 
-        With `states`, state 0 of each row becomes that of the last place before `ends`, and the logits [B, 1, K] behind
-        it are returned, over the draft tokens. Places at `ends` and behind mean nothing. Without, only keys and values
-        are wanted.
+        Places are read from the target's features; `tokens_BS` and `features_BSF` are indexed by slot. With
+        `states_BPD`, state 0 of each row becomes that of the last place before `ends_B`, and the logits [B, 1, K] of
+        the draft tokens after it are returned; places from `ends_B` on are undefined. Without, only keys and values are
+        written.
         """
         if self.native is not None:
             return self.native.read(tokens_BS, features_BSF, num, cache, ends_B, states_BPD)
@@ -211,39 +274,45 @@ class FeatureHead(Head):
     def new_places(
         self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache
     ) -> tuple[Tensor, Tensor]:
-        """The tokens behind `num` places of texts from `cache.lengths` on, and the states that their features are."""
-        places_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
-        features_BTF = features_BSF.gather(1, each(places_BT, features_BSF))
-        return tokens_BS.gather(1, places_BT + 1), self.fuse(features_BTF)
+        """Return next tokens and fused states of `num` places of texts.
 
-    def go_on(
-        self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, branches: Branches | None = None
+        The places start at `cache.lengths`.
+        """
+        kv_slots_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
+        features_BTF = features_BSF.gather(1, each(kv_slots_BT, features_BSF))
+        return tokens_BS.gather(1, kv_slots_BT + 1), self.fuse(features_BTF)
+
+    def step(
+        self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """Read guesses: the next one of a chain (F = 1), or nodes of a tree. Logits [B, F, K] behind them, over the
-        draft tokens.
+        """Read a chain's next guess (F = 1), or tree nodes.
 
-        `states` are those that others go on from, and are kept there: of the root, or the last guess of a chain, and
-        then of the nodes of a tree by the slots in which they lie, counted from the length.
+        Returns the logits [B, F, K] of the draft tokens after them. `states_BPD` holds the states from which guesses
+        continue, and is updated: first that of the root or of a chain's last guess, then those of tree nodes by slot,
+        counted from the length.
         """
         if self.native is not None:
-            return self.native.go_on(tokens_BF, states_BPD, cache, branches)
-        if branches is None:
+            return self.native.step(tokens_BF, states_BPD, cache, tree_mask)
+        if tree_mask is None:
             states_BPD[:, :1] = self(tokens_BF, states_BPD[:, :1], cache)
             return self.draft_logits(states_BPD[:, :1])
-        depth_BF, path_BFP = branches
+        depth_BF, path_BFP = tree_mask
         own_BF = path_BFP.gather(2, depth_BF[..., None])[..., 0] + 1
         above_BF = path_BFP.gather(2, (depth_BF - 1).clamp(min=0)[..., None])[..., 0] + 1
         above_BF = above_BF.where(depth_BF > 0, 0)
-        states_BFD = self(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), cache, branches)
+        states_BFD = self(tokens_BF, states_BPD.gather(1, each(above_BF, states_BPD)), cache, tree_mask)
         states_BPD.scatter_(1, each(own_BF, states_BPD), states_BFD)
         return self.draft_logits(states_BFD)
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """As `Head.unroll`: training-time test (EAGLE-3)."""
+        """Return states as `Head.unroll`: training-time test (EAGLE-3)."""
         return self.unroll_texts(tokens_BT, features_BTF, steps, (tokens_BT.shape[1],))
 
     def unroll_texts(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int, lengths: Sequence[int]) -> list[Tensor]:
-        """The same of texts of these lengths, which lie one behind the other and do not see each other."""
+        """Return the states of `unroll` for concatenated texts of these lengths.
+
+        Texts do not attend to one another.
+        """
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.cat([torch.arange(length, device=tokens_BT.device) for length in lengths])
         keys, values, unrolled = [], [], []
@@ -261,14 +330,19 @@ class FeatureHead(Head):
 
 
 def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
-    """Indices [B, X, Z] of whole entries."""
+    """Return indices [B, X, Z] of whole entries."""
     return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
 
 
 def qkv(attn: Attention, inputs_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [B, heads, T, d], in plain operations through which gradients flow."""
+    """Return queries, keys and values [B, heads, T, d].
+
+    Plain operations, through which gradients flow.
+    """
     heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
-    q_BTHd, k_BTKd, v_BTKd = heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=2)
+    q_BTHd, k_BTKd, v_BTKd = heads.split(
+        (attn.num_attention_heads, attn.num_key_value_heads, attn.num_key_value_heads), dim=2
+    )
     if attn.q_norm is not None and attn.k_norm is not None:
         q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
     q_BTHd, k_BTKd = rotate(q_BTHd, cos_BTr, sin_BTr), rotate(k_BTKd, cos_BTr, sin_BTr)

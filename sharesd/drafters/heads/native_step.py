@@ -7,11 +7,11 @@ from sharesd.drafters.heads.head import Head
 
 
 def native_head(head: Head) -> NativeHead:
-    """Once its linears are packed, and those of the target. Raises Unsuited."""
+    """Once its linears are packed, and those of the target. Raises KernelUnsupported."""
     return NativeHead(
         head.block,
         tables=(head.get_buffer("cos"), head.get_buffer("sin")),
-        activation=head.config.block.activation,
+        hidden_act=head.config.block.hidden_act,
         embed_VD=head.embedding.weight,
         lm_head=head.unembedding,
         **head.native_parts(),

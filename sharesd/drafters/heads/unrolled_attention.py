@@ -1,9 +1,9 @@
-"""Attention of chains of guesses that begin at every place of a text at once, as training unrolls them (training-time
-test, EAGLE-3).
+"""Attention of chains of guesses that begin at every place.
 
-In step s of a chain, place t sees the text up to t - s, where its chain began, and of each step e since the one place
-t - s + e. As one product over all of them with a mask, s of every s + 1 keys would be computed to be hidden. So the
-text is attended causally by the fused kernel, and what the steps since add is merged into its softmax.
+Training unrolls them at once (training-time test, EAGLE-3). In step s of a chain, place t sees the text up to t - s,
+the start of its chain, and of each step e since then the one place t - s + e. As one product over all of them with a
+mask, s of every s + 1 keys would be computed to be hidden. So the text is attended causally by the fused kernel, and
+the later steps are merged into its softmax.
 
 Legend: B texts, H query heads, K key/value heads, T places, d head size.
 """
@@ -21,15 +21,19 @@ from torch.nn import functional as F
 def attend_chains_of_texts(
     q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, lengths: Sequence[int]
 ) -> Tensor:
-    """`attend_chains` of texts of these lengths, which lie one behind the other and do not see each other."""
+    """Return `attend_chains` of concatenated texts of these lengths.
+
+    Texts do not attend to one another.
+    """
     texts = zip(*(x.split(list(lengths), 2) for x in (q_BHTd, *keys, *values)), strict=True)
     num = len(keys)
     return torch.cat([attend_chains(q, known[:num], known[num:], scale) for q, *known in texts], 2)
 
 
 def attend_chains(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-    """What the queries of the newest step find, [B, H, T, d], among keys and values [B, K, T, d] of all steps from 0.
-    The first s places of step s mean nothing.
+    """Return attention [B, H, T, d] of the newest step's queries.
+
+    Keys and values [B, K, T, d] are those of all steps from 0. The first s places of step s are undefined.
     """
     device = q_BHTd.device.type
     if torch.is_autocast_enabled(device):
@@ -56,8 +60,10 @@ def attend_chains(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tenso
 
 
 class _Merged(torch.autograd.Function):
-    """Causal attention over step 0, merged with one place of each later step: q, then keys, then values
-    [B, H, T, d], those of later steps shifted to where they are seen.
+    """Causal attention over step 0, merged with later steps.
+
+    Of each later step a query sees one place. Inputs are q, then keys, then values [B, H, T, d]; those of later steps
+    are shifted to the places that see them.
     """
 
     @staticmethod
@@ -96,6 +102,6 @@ class _Merged(torch.autograd.Function):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """[B, H, T] of [B, H, T, d], in float32 at least."""
+    """Return dot products [B, H, T], in float32 at least."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) * b).sum(-1)

@@ -1,1 +1,31 @@
-"""The best of several drafters in each round."""
+"""The best of several drafters, chosen for each round."""
+
+from sharesd.config import EngineConfig
+from sharesd.drafters.spec import DrafterSpec, Support
+
+PREFERRED = ("eagle", "share", "suffix")
+"""Drafters without `--hybrid-drafters`.
+
+The first if there is a head for it, else the second; and the third.
+"""
+
+
+def members(config: EngineConfig) -> tuple[str, ...]:
+    """Return the drafters that are mixed."""
+    from sharesd.drafters import registry, selection
+
+    if config.hybrid_with:
+        return config.hybrid_with
+    head, other, table = PREFERRED
+    lacking = config.tensor_parallel > 1 and registry.lacking((head,), Support.TENSOR_PARALLEL)
+    return other if lacking or selection.head_of(config, head) is None else head, table
+
+
+SPEC = DrafterSpec(
+    name="hybrid",
+    kind="mix",
+    order=0,
+    help="the best of `--hybrid-drafters` in each round",
+    members="sharesd.drafters.hybrid:members",
+    colour="#56B4E9",
+)

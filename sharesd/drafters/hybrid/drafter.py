@@ -1,8 +1,8 @@
-"""Several drafters, and in each round what promises most tokens per second.
+"""Mix of drafters: each round takes the draft with best throughput.
 
-Tables guess for next to nothing, so they are asked unless even that does not pay; their trees are merged into one. A
-model drafter takes time, so it drafts only where its running acceptance promises more than the tables' scores do. Then
-the tables fill up its draft: with branches beside it, and with what might come after it.
+Lookups cost next to nothing, so tables are queried unless even that does not pay; their trees are merged into one. A
+model drafter takes time, so it drafts only if its running acceptance is worth more than the tables' scores. Then the
+tables fill up its draft: with branches beside it, and with tokens after it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,39 @@ import torch
 from torch import Tensor
 
 from compile.topk import top_k
-from sharesd.drafters.base import NOTHING, Drafter, Drafting
+from sharesd.drafters import registry
+from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
 from sharesd.drafters.tables.base import Table
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_policy import FIRST_ALPHAS
-from sharesd.speculation.draft_proposal import Guess, best_chain, merge, nothing, spine, weave
-from sharesd.speculation.draft_tree import PLAIN, DraftTree, Shape, Verdict, chains, model_shape, pack, parents_of
+from sharesd.speculation.draft_proposal import Guess, best_chain, best_path, fill_up, merge, no_guess
+from sharesd.speculation.draft_tree import (
+    NO_DRAFT,
+    DraftShape,
+    DraftTree,
+    Verdict,
+    chains,
+    model_shape,
+    pack,
+    parents_of,
+)
 
 
-class HybridDrafter:
-    """Tables, perhaps just one, and a model drafter or none."""
+class HybridDrafter(Drafter):
+    """One table or several, and at most one model drafter."""
 
-    on_host = True
-    reads = False
-    ahead = False
-    follows = True  # tables learn from the logits of plain rounds
-    at_once = False
+    runs_on_host = True
+    commits_plain_rounds = True  # tables learn from the logits of plain rounds
 
     def __init__(
         self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_nodes: int, trees: bool
     ) -> None:
-        """Without a model at most `num_nodes` are drafted. `trees`: the target can verify them; else the best chain is
-        used.
+        """Set up a mix.
+
+        Args:
+            num_nodes: maximum nodes of a draft without a model.
+            trees: the target can verify trees; else the best chain is drafted.
         """
         self.name, self.trees = name, trees
         self.shapes = model.shapes if model else chains(num_nodes)
@@ -59,11 +71,11 @@ class HybridDrafter:
         if self.model_drafter is not None:
             self.model_drafter.read(row, tokens)
 
-    def missed(self, texts: Mapping[int, list[int]]) -> int:
-        return 0 if self.model_drafter is None else self.model_drafter.missed(texts)
+    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
+        return 0 if self.model_drafter is None else self.model_drafter.num_unread_tokens(texts)
 
-    def rehearse(self, drafting: Drafting, num: int) -> bool:
-        return self.model_drafter is not None and self.model_drafter.rehearse(drafting, num)
+    def time_catch_up(self, context: DraftContext, num: int) -> bool:
+        return self.model_drafter is not None and self.model_drafter.time_catch_up(context, num)
 
     def catch_up(
         self,
@@ -75,80 +87,85 @@ class HybridDrafter:
         self._idle += idle
         self._texts, self._plain = texts, plain
 
-    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
-        policy, rows, guesses = drafting.policy, range(drafting.first, drafting.end), dict[int, Guess]()
-        other_rule = drafting.sampler.wants_probs
-        looks = policy.looks()
-        if not looks and self.model_drafter is None:
-            return _no_nodes(drafting)
+    def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        policy, rows, guesses = context.policy, range(context.first, context.end), dict[int, Guess]()
+        other_rule = context.sampler.needs_draft_probs
+        should_query_tables = policy.should_query_tables()
+        if not should_query_tables and self.model_drafter is None:
+            return _no_nodes(context)
         early = None
-        if looks and self.model_drafter is not None and drafting.graphs is not None:
+        if should_query_tables and self.model_drafter is not None and context.graphs is not None:
             shape_ahead = policy.early_shape()
-            early = self._model_draft(drafting, shape_ahead) if shape_ahead.nodes else None
-        num_nodes, rate = 0, policy.rate_of_shape(PLAIN)
-        if looks:
+            early = self._model_draft(context, shape_ahead) if shape_ahead.nodes else None
+        num_nodes, rate = 0, policy.shape_rate(NO_DRAFT)
+        if should_query_tables:
             self._read()
             chains_only = other_rule or not self.trees
             for row in self._texts.keys() - set(self._plain):
                 guess = self._ask(row, shape.nodes)
                 guesses[row] = best_chain(guess) if chains_only else guess
-            num_nodes, rate = policy.worth([_of(guesses, row).scores for row in policy.awaited])
+            num_nodes, rate = policy.num_table_nodes_worth([_of(guesses, row).scores for row in policy.counted_rows])
         if self.model_drafter is not None:
-            policy.known_place = num_nodes > 0
+            policy.tables_match = num_nodes > 0
             model = policy.next_shape(beside=rate if num_nodes else None)
-            policy.chose(model, early is not None)
+            policy.record_model_draft(model, early is not None)
             if model.nodes:
-                draft = early or self._model_draft(drafting, model)
-                if looks and not other_rule:
-                    return self._fill_up(drafting, draft, guesses)
+                draft = early or self._model_draft(context, model)
+                if should_query_tables and not other_rule:
+                    return self._fill_up(context, draft, guesses)
                 return draft
             self._idle += 1
-        if looks:
-            without = policy.rate_of_shape(PLAIN)
+        if should_query_tables:
+            without = policy.shape_rate(NO_DRAFT)
             if self.model_drafter is not None and num_nodes:
-                without = max(without, policy.rate_of_shape(policy.best_shape()))
-            policy.looked(rate / without - 1)
+                without = max(without, policy.shape_rate(policy.best_shape()))
+            policy.gate.record_gain(rate / without - 1)
         if other_rule:  # which knows no rows with fewer nodes than others
             num_nodes = min([num_nodes, *(len(guess.tokens) for guess in guesses.values())])
         if not num_nodes:
-            return _no_nodes(drafting)
+            return _no_nodes(context)
         return pack([_of(guesses, row) for row in rows], num_nodes, self._names)
 
-    def _model_draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
-        """A draft of the model alone."""
+    def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        """Return a draft of the model alone."""
         assert self.model_drafter is not None
         self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
         self._idle, self._woven = 0, False
-        return self.model_drafter.draft(drafting, shape)
+        return self.model_drafter.draft(context, shape)
 
-    def _fill_up(self, drafting: Drafting, draft: DraftTree, guesses: Mapping[int, Guess]) -> DraftTree:
-        """A model's draft with nodes of the tables, where that pays: after the root, and after its best chain."""
-        policy, shape = drafting.policy, model_shape(draft)
-        room = policy.most() - shape.nodes
+    def _fill_up(self, context: DraftContext, draft: DraftTree, guesses: Mapping[int, Guess]) -> DraftTree:
+        """Return a model's draft filled up with table nodes.
+
+        They are added after the root and after the draft's best chain, if that pays.
+        """
+        policy, shape = context.policy, model_shape(draft)
+        room = policy.max_nodes() - shape.nodes
         if room <= 0 or not self.tables or not self.trees:
             return draft
-        chances, woven = policy.chances(shape), {}
+        chances, woven = policy.node_accept_probs(shape), {}
         for row, tokens, parents in zip(
-            range(drafting.first, drafting.end), draft.tokens.tolist(), parents_of(draft), strict=True
+            range(context.first, context.end), draft.tokens.tolist(), parents_of(draft), strict=True
         ):
             woven[row] = model = Guess(tokens, parents, chances)
             if row in guesses:
-                chain = spine(model.parents)
+                chain = best_path(model.parents)
                 after = self._ask(row, room, [tokens[node] for node in chain])
-                woven[row] = weave(model, [(-1, guesses[row]), (chain[-1], after)])
-        _, alone = policy.worth([()], beside=shape)
-        num_added, rate = policy.worth([woven[row].scores[shape.nodes :] for row in policy.awaited], beside=shape)
-        policy.looked(rate / alone - 1)
+                woven[row] = fill_up(model, [(-1, guesses[row]), (chain[-1], after)])
+        _, alone = policy.num_table_nodes_worth([()], beside=shape)
+        num_added, rate = policy.num_table_nodes_worth(
+            [woven[row].scores[shape.nodes :] for row in policy.counted_rows], beside=shape
+        )
+        policy.gate.record_gain(rate / alone - 1)
         if num_added == 0:
             return draft
         self._woven = True
         tree = pack(list(woven.values()), shape.nodes + num_added, draft.drafter)
         return tree._replace(
-            num_steps=draft.num_steps, recent=draft.recent, kept=draft.kept, added=num_added, adder=self._names
+            num_steps=draft.num_steps, window=draft.window, kept=draft.kept, num_filled=num_added, filler=self._names
         )
 
     def _read(self) -> None:
-        """Let the tables know what they missed."""
+        """Pass emitted tokens and logits to the tables."""
         for seen in self._seen:
             numbers_RX = np.array(seen).reshape(-1, 1 + self._num_successors)
             numbers_RX = numbers_RX[numbers_RX[:, 0] >= 0]  # rows without a node
@@ -170,17 +187,17 @@ class HybridDrafter:
     def _ask(self, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Guess:
         return merge([table.guess(row, num_nodes, ahead) for table in self.tables])
 
-    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
+    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
         model = self.model_drafter
-        if model is not None and (model.follows or (tree.num_steps and not tree.added)):
-            model.commit(drafting, tree, verdict, logits_BTV)
-        if not self._num_successors or not (drafting.graphs or drafting.policy.learns):
+        if model is not None and (model.commits_plain_rounds or (tree.num_steps and not tree.num_filled)):
+            model.commit(context, tree, verdict, logits_BTV)
+        if not self._num_successors or not (context.graphs or context.policy.tables_should_learn):
             return None
-        read_BT = torch.cat([drafting.root_B[:, None], tree.tokens], 1)
+        read_BT = torch.cat([context.root_B[:, None], tree.tokens], 1)
         successors_Rk = top_k(logits_BTV.flatten(0, 1), self._num_successors)
         return torch.cat([read_BT[..., None], successors_Rk.view(*read_BT.shape, -1)], 2).flatten(1)
 
-    def told(self, rows: list[list[int]]) -> None:
+    def on_host_result(self, rows: list[list[int]]) -> None:
         if rows[0]:
             self._seen += rows
 
@@ -192,10 +209,23 @@ class HybridDrafter:
         weights, kv = self.model_drafter.extra_bytes() if self.model_drafter else (0, 0)
         return weights + sum(table.nbytes for table in self.tables), kv
 
+    def prompt_readers(self) -> Sequence[tuple[CausalModel, StaticKVCache]]:
+        return () if self.model_drafter is None else self.model_drafter.prompt_readers()
 
-def _no_nodes(drafting: Drafting) -> DraftTree:
-    return DraftTree(drafting.root_B[:, None][:, :0])
+
+def build(inputs: BuildInputs, name: str, drafters: Sequence[str]) -> HybridDrafter:
+    """Build a mix of tables, perhaps with a model drafter."""
+    specs = [registry.spec_of(drafter) for drafter in drafters]
+    tables: list[Table] = [registry.imported(spec.build)(inputs) for spec in specs if not spec.is_model]
+    models: list[Drafter] = [registry.imported(spec.build)(inputs) for spec in specs if spec.is_model]
+    return HybridDrafter(
+        name, tables, models[0] if models else None, num_nodes=inputs.config.max_draft_tokens, trees=inputs.takes_trees
+    )
+
+
+def _no_nodes(context: DraftContext) -> DraftTree:
+    return DraftTree(context.root_B[:, None][:, :0])
 
 
 def _of(guesses: Mapping[int, Guess], row: int) -> Guess:
-    return guesses[row] if row in guesses else nothing()
+    return guesses[row] if row in guesses else no_guess()

@@ -1,28 +1,34 @@
-"""Prompt lookup: what followed when the text's last tokens occurred before (Saxena 2023; the rules of vLLM)."""
+"""Prompt lookup: continuations of earlier occurrences of the last tokens.
+
+Saxena 2023; the rules of vLLM.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from sharesd.drafters.tables.base import HitRates, outcomes
-from sharesd.speculation.draft_proposal import Guess, nothing
+from sharesd.drafters.base import BuildInputs
+from sharesd.drafters.selection import options_of
+from sharesd.drafters.tables.base import HitRates, Table, outcomes
+from sharesd.speculation.draft_proposal import Guess, no_guess
 
 
 @dataclass(slots=True)
 class _Row:
     text: list[int] = field(default_factory=list)
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """n-gram -> where the token after it stands. The n-grams at the end of the text have none yet."""
-    last: Guess = field(default_factory=nothing)
+    """n-gram -> index of the token after it.
+
+    The n-grams at the end of the text have none yet.
+    """
+    last: Guess = field(default_factory=no_guess)
     matched: int = 0
-    """Length of the match behind the last guess."""
+    """Length of the match of the last guess."""
 
 
-class NgramTable:
-    """Chains copied from behind an earlier occurrence of the longest suffix of the text.
+class NgramTable(Table):
+    """Chains copied from an earlier occurrence of the longest suffix.
 
     The index grows with the text, n-gram by n-gram: a round costs a few dictionary look-ups at any length of text.
     """
@@ -30,9 +36,10 @@ class NgramTable:
     name = "ngram"
 
     def __init__(self, num_draft: int, ngram_min: int, ngram_max: int, most_recent: bool = False) -> None:
-        """Guess up to `num_draft` tokens after a match of `ngram_min` to `ngram_max` tokens.
+        """Guess `num_draft` tokens after matches of `ngram_min` to `ngram_max` tokens.
 
-        Of several matches of the greatest length the earliest counts (as in vLLM), or the most recent one.
+        `num_draft` is a maximum. Of several matches of the greatest length the earliest counts (as in vLLM), or the
+        most recent one.
         """
         if num_draft < 1:
             raise ValueError(f"num_draft is {num_draft}; it must be at least 1")
@@ -41,31 +48,24 @@ class NgramTable:
         self.num_draft, self.ngram_min, self.ngram_max = num_draft, ngram_min, ngram_max
         self.most_recent = most_recent
         self.rates = HitRates([0.5] * (ngram_max + 1))
-        """Probability that a copied token is right, by the number of matching tokens before it (at most ngram_max)."""
+        """Probability that a copied token is right, by match length.
+
+        The length counts the matching tokens before it, at most ngram_max.
+        """
         self._rows: dict[int, _Row] = {}
-
-    num_successors = 0
-
-    def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
-        """Texts are all it learns from."""
-
-    @property
-    def nbytes(self) -> int:
-        """0: nothing outlasts a text but a few counters."""
-        return 0
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         known = self._rows.get(row)
         if known is None or list(tokens[: len(known.text)]) != known.text:
             known = self._rows[row] = _Row()
-        known.last = nothing()
+        known.last = no_guess()
         self._append(known, tokens[len(known.text) :])
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         state = self._rows[row]
         for node, hit in outcomes(state.last, tokens):
             self.rates.learn(min(state.matched + node, self.ngram_max), hit)
-        state.last = nothing()
+        state.last = no_guess()
         self._append(state, tokens)
 
     def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
@@ -84,7 +84,7 @@ class NgramTable:
                 if not ahead:
                     state.last, state.matched = found, n
                 return found
-        return nothing()
+        return no_guess()
 
     def _append(self, state: _Row, tokens: Sequence[int]) -> None:
         text, after = state.text, state.after
@@ -95,3 +95,11 @@ class NgramTable:
                 if self.most_recent or key not in after:
                     after[key] = end
             text.append(token)
+
+
+def build(inputs: BuildInputs) -> NgramTable:
+    """Build the table of mode ngram."""
+    options = options_of(inputs.config, "ngram")
+    return NgramTable(
+        inputs.config.max_draft_tokens, options.ngram_min, options.ngram_max, most_recent=options.ngram_recent
+    )

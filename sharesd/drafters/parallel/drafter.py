@@ -1,9 +1,9 @@
-"""A trained head drafts in one pass: all tokens at once, whatever is guessed for those before.
+"""Drafter of parallel heads: all tokens in one pass.
 
-It keeps and reads what `EagleDrafter` does. Its masks lie behind the root's place in its own cache, where the next
-draft writes the text.
+Each token is independent of the tokens before. The cache is that of `EagleDrafter`. KV of masks is written after the
+root's slot, where the next draft overwrites it.
 
-Legend: B rows, K guesses, N tokens that the head can guess, F nodes of a level.
+Legend: B rows, K guesses, N draft tokens, F nodes of a level.
 """
 
 from __future__ import annotations
@@ -14,54 +14,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile.attention import Branches
-from sharesd.drafters.base import Drafting
-from sharesd.drafters.eagle.drafter import EagleDrafter, HeadGuesser
+from compile.attention import TreeAttentionMask
+from sharesd.drafters.base import BuildInputs, DraftContext
+from sharesd.drafters.eagle.drafter import EagleDrafter, HeadStepper, build_head_drafter
 from sharesd.drafters.heads.head import each
 from sharesd.drafters.parallel.head import Parallel
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.speculation.draft_tree import DraftTree, Shape
+from sharesd.speculation.draft_tree import DraftShape, DraftTree
 
 
 class ParallelDrafter(EagleDrafter):
-    """A head whose guesses, as chains or trees, take one pass."""
+    """Drafter around a parallel head: a chain or tree takes one pass."""
 
     name = "parallel"
-    at_once = True
+    single_pass = True
 
-    def __init__(self, head: Parallel, target: StaticKVCache, *, shapes: Sequence[Shape], **options: Any) -> None:
-        """As `EagleDrafter`; of the `shapes` those that are no deeper than the head guesses."""
+    def __init__(self, head: Parallel, target: StaticKVCache, *, shapes: Sequence[DraftShape], **options: Any) -> None:
+        """Set up as `EagleDrafter`, without shapes deeper than the head."""
         shapes = [shape for shape in shapes if shape.depth <= head.config.draft_length]
         super().__init__(head, target, shapes=shapes, **options)
-        self._depth = self._deepest = max(shape.depth for shape in shapes)
+        self._depth = self._max_depth = max(shape.depth for shape in shapes)
 
-    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
+    def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         self._depth = shape.depth
-        return super().draft(drafting, shape)
+        return super().draft(context, shape)
 
-    def _guesser(self, replayed: bool, *reading: Any) -> _PassGuesser:
-        return _PassGuesser(*reading, most=self._deepest, depth=lambda: self._deepest if replayed else self._depth)
+    def _stepper(self, replayed: bool, *reading: Any) -> _ParallelStepper:
+        return _ParallelStepper(
+            *reading, most=self._max_depth, depth=lambda: self._max_depth if replayed else self._depth
+        )
 
 
-class _PassGuesser(HeadGuesser):
-    """The head as `sharesd.drafters.draft_stepper.Guesser`, which has guessed everything when it starts."""
+class _ParallelStepper(HeadStepper):
+    """Stepper whose first step drafts all tokens."""
 
     def __init__(self, head: Parallel, *reading: Any, most: int, depth: Callable[[], int]) -> None:
         """`depth`: how many tokens are guessed, at most `most`."""
         super().__init__(head, *reading)
         self._head, self._depth, num_tokens = head.steps, depth, head.config.draft_vocab_size
-        self._logits_BKN = torch.zeros(len(self.root_at_B), most, num_tokens, **head.place)
+        self._logits_BKN = torch.zeros(len(self.root_pos_B), most, num_tokens, **head.place)
 
     def start(self) -> Tensor:
         depth = self._depth()
         self._logits_BKN[:, :depth] = self._head.guess(*self._news(), depth)
         return self._logits_BKN[:, :1]
 
-    def go_on(self, tokens_BF: Tensor, branches: Branches | None = None) -> Tensor:
-        """Logits [B, 1, N], which are the same behind all nodes of a level."""
-        if branches is None:
-            self.next_at_B += 1
-            level_B = self.next_at_B - self.root_at_B - 1
+    def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
+        """Return logits [B, 1, N], equal after all nodes of a level."""
+        if tree_mask is None:
+            self.next_pos_B += 1
+            level_B = self.next_pos_B - self.root_pos_B - 1
         else:
-            level_B = branches.depth_BT[:, 0] + 1
+            level_B = tree_mask.depth_BT[:, 0] + 1
         return self._logits_BKN.gather(1, each(level_B[:, None], self._logits_BKN))
+
+
+def build(inputs: BuildInputs) -> EagleDrafter:
+    """Build the drafter of mode parallel.
+
+    Raises:
+        ValueError: drafts of more tokens than the head guesses were requested.
+    """
+    head, config = inputs.heads[ParallelDrafter.name], inputs.config
+    assert isinstance(head, Parallel)
+    most = head.config.draft_length
+    depth = config.explicit_tree[1] if config.explicit_tree else config.num_draft or 1
+    if depth > most:
+        raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
+    return build_head_drafter(ParallelDrafter, inputs)

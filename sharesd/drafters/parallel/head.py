@@ -1,12 +1,14 @@
-"""All tokens of a draft in one pass: masks behind the text are guessed together (in the spirit of P-EAGLE and DFlash).
+"""Parallel heads: all tokens of a draft in one pass.
 
-It reads a text as EAGLE-3 does, and guesses the next token there. Behind the root's place follow masks: places whose
-tokens nobody knows. A mask begins as the root's place with something learned added, which tells how far it looks
-ahead, and sees the text and the masks before it. So what a mask guesses does not depend on what others guessed.
+Masks after the text are predicted together (in the spirit of P-EAGLE and DFlash). The head reads a text as EAGLE-3
+does, and predicts the next token there. Masks, places with unknown tokens, follow the root's place. A mask's input is
+that of the root's place plus a learned vector for its distance; it sees the text and the masks before it. So the
+prediction of a mask does not depend on other predicted tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,17 +16,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sharesd.drafters.eagle.head_eagle3 import Eagle3
-from sharesd.drafters.heads.config import HeadConfig
+from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig, taps_of
 from sharesd.drafters.heads.head import each
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder_config import DecoderConfig
 
 ANCHORS = 64
-"""Anchors whose masks are read together in training: each sees the keys of all of them."""
+"""Anchors per pass in training; each sees the keys of all."""
 
 
 KeysAndValues = list[list[Tensor]]
-"""(Keys, values) [B, heads, places, d] of parts of texts, in the order in which masks name them."""
+"""(Keys, values) [B, heads, places, d] of parts of texts.
+
+In the order of the attention mask's columns.
+"""
 
 
 class Parallel(Eagle3):
@@ -34,13 +40,31 @@ class Parallel(Eagle3):
     `head.py` has it.
     """
 
+    BLOCK_NAME = "layers.0"
+
     def __init__(self, config: HeadConfig, target: Decoder, **options: Any) -> None:
         """Options are those of `Eagle3`."""
         super().__init__(config, target, **options)
         c, M = config.block, config.draft_length - 1
         self.mask_embeds = nn.Parameter(torch.empty(M, c.hidden_size, **self.place))
         self.mask_states = nn.Parameter(torch.empty(M, c.hidden_size, **self.place))
-        self.upper = nn.ModuleList(Block(c, layer, **self.place) for layer in c.layers[1:])
+        self.upper = nn.ModuleList(Block(c, layer, **self.place) for layer in c.layer_types[1:])
+
+    @classmethod
+    def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        length = raw.get("draft_length", 0)
+        if length < 2:
+            raise ValueError(f"draft_length, the tokens that one pass guesses, is {length}; it must be at least 2")
+        return {**super().config_fields(raw, target), "draft_length": length}
+
+    @classmethod
+    def written_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        return {LAYER_IDS: list(taps_of(raw, len(target.layer_types)))}
+
+    def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().own_tensors()
+        yield "mask_embeds", self.mask_embeds.data
+        yield "mask_states", self.mask_states.data
 
     def native_parts(self) -> dict[str, Any]:
         return {**super().native_parts(), "masks": (self.mask_embeds, self.mask_states)}
@@ -52,8 +76,10 @@ class Parallel(Eagle3):
     def guess(
         self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache, ends_B: Tensor, depth: int
     ) -> Tensor:
-        """Read `num` places of texts, the last of which lies before `ends`, and masks behind it: the logits
-        [B, depth, N] of so many guesses, over the draft tokens. See `Head.read`.
+        """Read `num` places of texts and the masks after them.
+
+        The last place is before `ends_B`. Returns the logits [B, depth, N] of `depth` guesses over the draft tokens.
+        See `FeatureHead.read`.
         """
         if self.native is not None:
             return self.native.guess(tokens_BS, features_BSF, num, cache, ends_B, depth)
@@ -69,15 +95,20 @@ class Parallel(Eagle3):
         return self.draft_logits(states_BTD.gather(1, each(guess_BK, states_BTD)))
 
     def look_ahead(self, tokens_BT: Tensor, states_BTD: Tensor, ahead_BT: Tensor, cache: StaticKVCache) -> Tensor:
-        """States [B, T, D] of new places, some of which are masks: `ahead` [B, T] says how many places behind the
-        root's they are, whose token and fused features they have (0: no mask). See `forward`.
+        """Return states [B, T, D] of new places, masks among them.
+
+        `ahead_BT` is the distance of each mask from the root's place, whose token and fused features it has (0: no
+        mask). See `forward`.
         """
         embeds_BTD = self._embed(tokens_BT) + F.pad(self.mask_embeds, (0, 0, 1, 0))[ahead_BT]
         states_BTD = states_BTD + F.pad(self.mask_states, (0, 0, 1, 0))[ahead_BT]
         return self.run(*self.mix(states_BTD, embeds_BTD), cache)
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """States as `Head.unroll` places them: state t of step s is that of mask s behind place t - s."""
+        """Return states in the places of `Head.unroll`.
+
+        State t of step s is that of mask s of the place t - s.
+        """
         T = tokens_BT.shape[1]
         states_BTD, masks_BAMD = self.foresee(
             tokens_BT, features_BTF, torch.arange(T, device=tokens_BT.device), steps - 1
@@ -88,10 +119,12 @@ class Parallel(Eagle3):
     def foresee(
         self, tokens_BT: Tensor, features_BTF: Tensor, anchors_A: Tensor, num_masks: int
     ) -> tuple[Tensor, Tensor]:
-        """States [B, T, D] of whole texts, and [B, A, M, D] of so many masks behind each anchor, which see the text up
-        to the anchor and one another: plain operations, without a cache, through which gradients flow.
+        """Return states of whole texts, and of masks after each anchor.
 
-        Place t has the target's features of token t, and `tokens[:, t]` is the one behind it, t + 1.
+        Shapes [B, T, D] and [B, A, M, D], with `num_masks` masks, which see the text up to the anchor and one another.
+        Plain operations, without a cache, through which gradients flow.
+
+        Place t has the target's features of token t, and `tokens_BT[:, t]` is token t + 1.
         """
         B, T = tokens_BT.shape
         place_T = torch.arange(T, device=tokens_BT.device)
@@ -124,8 +157,10 @@ class Parallel(Eagle3):
         known: list[KeysAndValues],
         seen_TS: Tensor,
     ) -> Tensor:
-        """The residual stream after all blocks. Keys and values of these places join those `known` to each block;
-        `seen` [T, S] says which of all S each place sees.
+        """Return the residual stream after all blocks.
+
+        Keys and values of these places are added to those `known` to each block; `seen_TS` is the mask over all S
+        places.
         """
         x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
         for block, before in zip(self.blocks, known, strict=True):

@@ -1,1 +1,39 @@
-"""A table of likely successors, fed by the target's logits."""
+"""Token recycling: successors that the target found likely."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sharesd.drafters.spec import DrafterSpec, Need, option
+
+EMBEDDED_TABLE = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npz"
+"""Successors in answers of the embedded model to training prompts.
+
+Made by `sharesd train table`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of mode recycle."""
+
+    recycle_table: str | None = option(
+        None,
+        "mode recycle: table to start from, or `empty` (default: the one of the embedded model, for that model)",
+        metavar="FILE",
+    )
+
+
+SPEC = DrafterSpec(
+    name="recycle",
+    kind="table",
+    order=2,
+    help="trees of the successors that the target found likely the last time",
+    build="sharesd.drafters.recycle.table:build",
+    options=Options,
+    file="recycle_table",
+    embedded=EMBEDDED_TABLE,
+    needs=frozenset({Need.LOGITS}),
+    # Beside a head it costs 1 to 9 % more than it gains (docs/results/README.md).
+    auto_beside=frozenset({"", "model", "self"}),
+    colour="#D55E00",
+)

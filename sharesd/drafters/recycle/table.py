@@ -1,6 +1,6 @@
-"""Token recycling (Luo et al. 2024, arXiv 2408.08696): what the target found likely after a token, the last time.
+"""Token recycling: the target's likeliest tokens after each token, last seen.
 
-Legend: V vocabulary, k successors kept per token, R rows of the target's logits.
+Luo et al. 2024, arXiv 2408.08696. Legend: V vocabulary, k successors kept per token, R rows of the target's logits.
 """
 
 from __future__ import annotations
@@ -13,38 +13,47 @@ from typing import Self
 
 import numpy as np
 
-from sharesd.drafters.tables.base import HitRates, grow, outcomes, written
-from sharesd.speculation.draft_proposal import Guess, nothing
+from sharesd.drafters.base import BuildInputs
+from sharesd.drafters.selection import file_of
+from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
+from sharesd.speculation.draft_proposal import Guess, no_guess
+from sharesd_files import atomic_path
 
 DEPTHS = 6
-"""Levels of the tree with hit rates of their own; deeper ones share the last."""
+"""Tree levels with own hit rates; deeper ones share the last."""
 FIRST_PRIOR, RANK_FALLS = 0.4, 0.45
-"""Hit rate assumed of a token's first successor, and how it falls from rank to rank."""
+"""Prior hit rate of the first successor, and factor per rank."""
 PRIOR_TRIES = 8.0
 FORMAT = 1
 
 _State = tuple[int, int, int]  # token, its rate's cell, its level (0 = the root)
 
 
-class RecycleTable:
-    """For every token its likeliest successors, best first: an adjacency matrix shared by all rows.
+class RecycleTable(Table):
+    """Likeliest successors of every token: an adjacency matrix for all rows.
 
-    The tree under the root is grown over it. How likely the r-th successor is right, at each level, is learnt from
-    hits: one probability per (level, rank), the same for all tokens.
+    Successors are sorted, best first. The tree under the root is grown over it. The probability that the r-th successor
+    is right, at each level, is learnt from hits: one per (level, rank), the same for all tokens.
     """
 
     name = "recycle"
 
     def __init__(self, vocab_size: int, num_successors: int = 8) -> None:
-        """An empty matrix: 4 bytes * vocab_size * num_successors."""
+        """Allocate an empty matrix: 4 bytes * vocab_size * num_successors."""
         for name, value in (("vocab_size", vocab_size), ("num_successors", num_successors)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.successors = np.full((vocab_size, num_successors), -1, dtype=np.int32)
-        """[V, k] token ids, likeliest first; -1 = unknown, and so are all behind it."""
+        """Token ids [V, k], likeliest first.
+
+        -1 = unknown, and so are all after it.
+        """
         priors = [FIRST_PRIOR * RANK_FALLS**rank for rank in range(num_successors)]
         self.rates = HitRates(priors * DEPTHS, weight=PRIOR_TRIES)
-        """Cell level * k + rank; level 0 holds the children of the root."""
+        """Rates of cells level * k + rank.
+
+        Level 0 holds the children of the root.
+        """
         self._last_token: dict[int, int] = {}
         self._last: dict[int, tuple[Guess, list[_State]]] = {}
 
@@ -62,7 +71,7 @@ class RecycleTable:
         return self.successors.nbytes
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._last[row] = nothing(), []
+        self._last[row] = no_guess(), []
         if tokens:
             newest_first = zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True)
             for token, successor in reversed(dict.fromkeys(newest_first)):  # each pair once, at its last place
@@ -75,7 +84,7 @@ class RecycleTable:
         guess, states = self._last[row]
         for node, hit in outcomes(guess, tokens):
             self.rates.learn(states[node][1], hit)
-        self._last[row] = nothing(), []
+        self._last[row] = no_guess(), []
         last = self._last_token.get(row)
         for token in tokens:
             if last is not None:
@@ -88,14 +97,14 @@ class RecycleTable:
         root = ahead[-1] if ahead else self._last_token.get(row)
         if root is None:
             assert row in self._last, f"row {row} has not begun"
-            return nothing()
+            return no_guess()
         found = grow(budget, (root, -1, 0), self._children)
         if not ahead:
             self._last[row] = found
         return found[0]
 
     def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
-        """Replace rows by what the target says now.
+        """Replace rows by the target's likeliest tokens.
 
         row_tokens [R]: the tokens that the target read, emitted or not. successors [R, k]: the k likeliest tokens after
         each, likeliest first. Where a token occurs twice the later row counts.
@@ -108,12 +117,16 @@ class RecycleTable:
 
     def save(self, path: str | Path) -> None:
         """Write matrix and hit rates to a .npz file, whole or not at all."""
-        with written(Path(path)) as stream:
+        with atomic_path(Path(path)) as fresh, fresh.open("wb") as stream:
             rates = np.array([self.rates.hits, self.rates.tries])
             np.savez_compressed(stream, format=np.array(FORMAT), successors=self.successors, rates=rates)
 
     def load(self, path: str | Path) -> None:
-        """Take over what `save` wrote. ValueError for a damaged file or one with other sizes."""
+        """Load a file of `save`.
+
+        Raises:
+            ValueError: the file is damaged or has other sizes.
+        """
         successors, rates = _read(Path(path))
         if successors.shape != self.successors.shape:
             (V, k), (vocab_size, num_successors) = successors.shape, self.successors.shape
@@ -126,7 +139,11 @@ class RecycleTable:
 
     @classmethod
     def filled(cls, path: str | Path) -> Self:
-        """A new table from a file of `save`, with its sizes. ValueError for a damaged file."""
+        """Return a table from a file of `save`, with its sizes.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         successors, rates = _read(Path(path))
         table = cls(*successors.shape)
         table.successors = successors
@@ -134,7 +151,7 @@ class RecycleTable:
         return table
 
     def _to_front(self, token: int, successor: int) -> None:
-        """The target has gone from `token` to `successor`."""
+        """Record that the target emitted `successor` after `token`."""
         row = self.successors[token]
         known: list[int] = row.tolist()
         if known[0] != successor:
@@ -155,7 +172,13 @@ class RecycleTable:
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Successors [V, k] and rates [2, DEPTHS * k] of a file, checked."""
+    """Return successors [V, k] and rates of a file.
+
+    The rates are hits and tries [2, DEPTHS * k].
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     damaged = f"{path} is not a token recycling table, or it is damaged; delete it and save one again"
     try:
         with np.load(path) as stored:
@@ -174,3 +197,15 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if rates.shape != (2, DEPTHS * k) or not (np.isfinite(rates).all() and (rates[1] > 0).all() and (rates >= 0).all()):
         raise ValueError(damaged)
     return successors, rates
+
+
+def build(inputs: BuildInputs) -> RecycleTable:
+    """Build the table of mode recycle.
+
+    Raises:
+        ValueError: its file is for another vocabulary.
+    """
+    table, file = RecycleTable(inputs.target.vocab_size), file_of(inputs.config, "recycle")
+    if file is not None:
+        table.load(file)
+    return table

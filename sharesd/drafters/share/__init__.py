@@ -1,1 +1,47 @@
-"""The target drafts with its quantized linears."""
+"""The target drafts for itself through quantized linears."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sharesd.drafters.spec import DrafterSpec, Need, option
+
+
+def window(text: str) -> int | str:
+    """Return a whole number, `auto` or `off`."""
+    if text in ("auto", "off"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of mode share."""
+
+    draft_window: int | Literal["auto", "off"] = option(
+        "auto",
+        "mode share: draft steps look at the last N tokens and the first few; auto: in long contexts; off: at all",
+        metavar="N",
+        parse=window,
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.draft_window, int) and self.draft_window < 1:
+            raise ValueError(f"draft_window is {self.draft_window}; it must be at least 1")
+        if isinstance(self.draft_window, str) and self.draft_window not in ("auto", "off"):
+            raise ValueError(f"draft_window is {self.draft_window!r}; choose one of auto, off")
+
+
+SPEC = DrafterSpec(
+    name="share",
+    kind="self",
+    order=0,
+    help="the target drafts for itself with quantized linears",
+    build="sharesd.drafters.share.drafter:build",
+    options=Options,
+    needs=frozenset({Need.QUANTIZED_TARGET, Need.TARGET_KV}),
+    aliases=("sd-share",),
+    colour="#0072B2",
+)

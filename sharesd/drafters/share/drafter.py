@@ -1,41 +1,46 @@
-"""The target drafts for itself: its linears switched to quantized weights, over the target's own KV cache.
+"""Self-drafting: the target with quantized linears, over its own KV cache.
 
-The draft reads the target's verified KV of older tokens and writes its own into the slots above, which the verify
-step overwrites. Needs no KV of its own and no catching up.
+The draft reads the target's verified KV of older tokens and writes its own into the slots above, which the verify step
+overwrites. Needs no KV of its own and no catching up.
 
-In long contexts a draft step would take longer for the KV than for its weights. So it may look at recent tokens and the
+In long contexts a draft step would take longer for the KV than for its weights. So it may read recent tokens and the
 first few only, like StreamingLLM (Xiao et al. 2023, arXiv 2309.17453); the verify step, which reads everything, makes
 up for wrong guesses (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec, Chen et al. 2024, arXiv 2408.11049).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
 
+from compile.attention import reads_live_slots
 from quant.switch_linear import Switch
-from sharesd.drafters.async_tree_draft import OnwardDraft
-from sharesd.drafters.base import NOTHING, Drafting
-from sharesd.drafters.draft_stepper import ModelGuesser
-from sharesd.drafters.tree_draft import ModelDraft
+from sharesd.drafters.async_tree_draft import AsyncTreeDraft
+from sharesd.drafters.base import BuildInputs, DraftContext, Drafter
+from sharesd.drafters.draft_stepper import ModelStepper
+from sharesd.drafters.selection import options_of
+from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.speculation.draft_policy import FIRST_ALPHAS
-from sharesd.speculation.draft_tree import DraftTree, Shape, Verdict
+from sharesd.models.decoder import Decoder
+from sharesd.speculation.calibration import quantization_logit_noise
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict, with_windows
+from sharesd.speculation.policy_config import PolicyConfig
+
+DRAFT_WINDOW = 256
+"""Recent tokens that draft steps may read instead of all.
+
+Used if the policy finds that this pays.
+"""
 
 
-class ShareDrafter:
+class ShareDrafter(Drafter):
     """Self-drafting through the precision switch."""
 
     name = "share"
-    on_host = False
-    reads = False
-    ahead = True
-    follows = False
-    first_alphas = FIRST_ALPHAS
-    at_once = False
+    supports_async = True
 
     def __init__(
         self,
@@ -43,77 +48,81 @@ class ShareDrafter:
         cache: StaticKVCache,
         switch: Switch,
         *,
-        shapes: Sequence[Shape],
-        low_bytes: int,
-        top: int = 1,
-        spread: float | None = None,
-        goes_on: bool = False,
+        shapes: Sequence[DraftShape],
+        quantized_bytes: int,
+        branching: int = 1,
+        logit_noise: float | None = None,
+        continues_trees: bool = False,
     ) -> None:
-        """`top` is the number of nodes that a tree expands on each level, and of their children. `spread`: see
-        Guesser. `goes_on`: trees grow on while the target waits for its weights.
+        """Set up a drafter.
+
+        Args:
+            branching: nodes expanded on each level, and children of each.
+            logit_noise: see Guesser.
+            continues_trees: trees grow while the target waits for its weights.
         """
         self.model, self.cache, self.switch = model, cache, switch
-        self.shapes, self._top, self._low_bytes = shapes, top, low_bytes
-        self._spread, self._goes_on = spread, goes_on
+        self.shapes, self._branching, self._quantized_bytes = shapes, branching, quantized_bytes
+        self._logit_noise, self._continues_trees = logit_noise, continues_trees
         self.trees = shapes[-1].is_tree
 
-    def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        pass
-
-    def read(self, row: int, tokens: list[int]) -> None:
-        pass  # the target's own steps write what it reads
-
-    def missed(self, texts: Mapping[int, list[int]]) -> int:
-        return 0
-
-    def rehearse(self, drafting: Drafting, num: int) -> bool:
-        return False
-
-    def catch_up(
-        self,
-        texts: Mapping[int, list[int]],
-        idle: bool,
-        plain: Collection[int] = (),
-        coming: Mapping[int, int] = NOTHING,
-    ) -> None:
-        pass
-
-    def draft(self, drafting: Drafting, shape: Shape) -> DraftTree:
-        key = (self, shape.recent)
-        if key not in drafting.kept:
-            drafting.kept[key] = ModelDraft(
-                ModelGuesser(
+    def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        key = (self, shape.window)
+        if key not in context.generators:
+            context.generators[key] = DraftGenerator(
+                ModelStepper(
                     self.model,
-                    self.cache.rows(drafting.first, drafting.end),
-                    lambda: drafting.root_B[:, None],
-                    recent=shape.recent,
-                    spread=self._spread,
+                    self.cache.rows(context.first, context.end),
+                    lambda: context.root_B[:, None],
+                    recent=shape.window,
+                    logit_noise=self._logit_noise,
                 ),
-                drafting,
+                context,
                 shapes=self.shapes,
-                top=self._top,
-                grower=OnwardDraft if self._goes_on else None,
+                branching=self._branching,
+                tree_cls=AsyncTreeDraft if self._continues_trees else None,
             )
-        with self.switch.use_low():
-            tree = drafting.kept[key].draft(shape)
-        onward = tree.onward and partial(self._go_on, tree.onward)
-        return tree._replace(drafter=self.name, recent=shape.recent, onward=onward)
+        with self.switch.quantized_weights():
+            tree = context.generators[key].draft(shape)
+        continue_fn = tree.continue_fn and partial(self._step, tree.continue_fn)
+        return tree._replace(drafter=self.name, window=shape.window, continue_fn=continue_fn)
 
-    def _go_on(self, onward: Callable[[], bool]) -> bool:
-        with self.switch.use_low():
-            return onward()
+    def _step(self, continue_fn: Callable[[], bool]) -> bool:
+        with self.switch.quantized_weights():
+            return continue_fn()
 
-    def commit(self, drafting: Drafting, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
-        if tree.onward is not None:
-            trees = drafting.kept[self, tree.recent].tree
-            assert isinstance(trees, OnwardDraft)
+    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+        if tree.continue_fn is not None:
+            trees = context.generators[self, tree.window].tree
+            assert isinstance(trees, AsyncTreeDraft)
             trees.committed(verdict)
 
-    def told(self, rows: list[list[int]]) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
     def extra_bytes(self) -> tuple[int, int]:
-        return self._low_bytes, 0
+        return self._quantized_bytes, 0
+
+
+def build(inputs: BuildInputs) -> ShareDrafter:
+    """Build the drafter of mode share."""
+    return ShareDrafter(
+        inputs.quantized_step(),
+        inputs.cache,
+        inputs.switch,
+        shapes=with_windows(inputs.shapes, _windows(inputs)),
+        quantized_bytes=inputs.quantized_bytes,
+        branching=inputs.branching,
+        logit_noise=quantization_logit_noise(inputs.config.quant),
+        continues_trees=inputs.continues_trees,
+    )
+
+
+def _windows(inputs: BuildInputs) -> tuple[int, ...]:
+    """Return numbers of recent tokens for draft steps; 0 = all."""
+    given, target = options_of(inputs.config, "share").draft_window, inputs.target
+    if isinstance(given, int):
+        if not isinstance(target, Decoder):
+            raise ValueError(f"draft_window is {given} and {target.name} looks at all tokens; take off or auto")
+        return (given,)
+    # If attention masks what it does not need, and reads it all the same, a window gains nothing.
+    gains = isinstance(target, Decoder) and reads_live_slots(inputs.device, inputs.dtype, target.config.head_dim)
+    long_enough = inputs.max_context >= PolicyConfig().window_contexts * DRAFT_WINDOW
+    return (0, DRAFT_WINDOW) if given == "auto" and gains and long_enough else (0,)

@@ -1,1 +1,38 @@
-"""Suffix lookup in the texts so far and in a corpus."""
+"""Suffix lookup in the text so far and in a corpus."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sharesd.drafters.spec import DrafterSpec, option
+
+EMBEDDED_CORPUS = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npy"
+"""Answers of the embedded model to training prompts.
+
+Made by `sharesd train corpus`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of mode suffix."""
+
+    corpus: str | None = option(
+        None,
+        "mode suffix: datastore of texts to look into as well, or `empty` (`sharesd train corpus` makes one; "
+        "default: the one of the embedded model, for that model)",
+        metavar="FILE",
+    )
+
+
+SPEC = DrafterSpec(
+    name="suffix",
+    kind="table",
+    order=1,
+    help="trees of what followed the longest repeated suffix of the text, and of a corpus",
+    build="sharesd.drafters.suffix.table:build",
+    options=Options,
+    file="corpus",
+    embedded=EMBEDDED_CORPUS,
+    auto_beside=frozenset({"", "model", "self", "head"}),
+    colour="#009E73",
+)

@@ -1,14 +1,13 @@
-"""What every table is to its caller, and what all share: growing trees, learning how often they are right."""
+"""Base class and shared parts of lookup tables.
+
+Growing trees, running hit rates, files.
+"""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from heapq import heappop, heappush, heapreplace
-from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,57 +16,75 @@ from sharesd.speculation.draft_proposal import Guess
 State = TypeVar("State")
 
 
-class Table(Protocol):
-    """Guesses from tables. Lifecycle: begin, then guess and extend once per round.
+class Table:
+    """Base of lookup tables.
 
-    Rows of a batch have their own texts. What is learnt about hit rates is shared by all rows and outlives their texts:
-    it moves scores, never what a table knows of a row. Asking about a row before its `begin` is an error of the caller.
+    Calls for each row: begin; then guess and extend, once per round. Rows of a batch have their own texts. Hit rates
+    are shared by all rows and outlive their texts: they change scores, never the stored content of a row. A row that is
+    used before its `begin` is an error of the caller.
     """
 
     name: str
 
     @property
     def num_successors(self) -> int:
-        """How many of the target's likeliest tokens after each token `learn` wants; 0 = it learns from texts alone."""
-        ...
+        """Number of likeliest tokens per token that `learn` takes.
 
-    def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
-        """Tokens [R] that the target read, and the likeliest tokens after each [R, num_successors], likeliest first."""
-        ...
+        0 = the table learns from texts alone.
+        """
+        return 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of what lasts beyond a text."""
-        ...
+        return 0
+
+    def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
+        """Learn from the target's likeliest tokens.
+
+        Args:
+            row_tokens: [R] tokens that the target read.
+            successors: [R, num_successors] likeliest tokens after each, likeliest first.
+        """
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """A new text for this row; its last token is the root. Costs little if it continues the row's old text."""
-        ...
+        """Start a new text of this row, ending in the root.
+
+        Cheap if it continues the row's old text.
+        """
+        raise NotImplementedError
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
-        """The tokens that the target has emitted since. What they say about the last guess is learnt."""
-        ...
+        """Append newly emitted tokens, and learn from the last guess."""
+        raise NotImplementedError
 
     def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
-        """At most `budget` nodes after the row's last token; none where the table knows nothing.
+        """Return at most `budget` nodes after the row's last token.
 
-        Or after the tokens `ahead` that might come next; of what becomes of such guesses nothing is learnt.
+        With `ahead`, after these tokens, which follow the last one; nothing is learnt from the outcome of such guesses.
         """
-        ...
+        raise NotImplementedError
 
 
 SMALLEST = 1e-3
-"""Rate of what never hits: were it 0, it would not be tried again, and could not recover."""
+"""Minimum hit rate.
+
+At 0 a cell would not be tried again, and could not recover.
+"""
 
 
 class HitRates:
-    """Running ratios of hits to tries, one per cell, with a prior; evidence fades with the number of tries.
+    """Running ratios of hits to tries, one per cell.
 
-    A try may weigh less than 1: learning with the *expected* hits as tries gives the factor by which expectations err.
+    There is a prior, and evidence fades with the number of tries. A try may weigh less than 1: learning with the
+    *expected* hits as tries gives the factor by which expectations err.
     """
 
     def __init__(self, priors: Iterable[float], *, weight: float = 2.0, memory: float = 256.0) -> None:
-        """The priors count as `weight` tries; a try weighs 1/e after `memory` further ones. 1/2 and 2: Laplace."""
+        """Start from priors that count as `weight` tries.
+
+        A try weighs 1/e after `memory` further ones. Priors of 1/2 and weight 2: Laplace.
+        """
         self.hits = [weight * prior for prior in priors]
         self.tries = [weight] * len(self.hits)
         self._keep = 1 - 1 / memory
@@ -76,12 +93,12 @@ class HitRates:
         return max(SMALLEST, self.hits[cell] / self.tries[cell])
 
     def of(self, cells: slice) -> list[float]:
-        """Of several cells."""
+        """Return the rates of several cells."""
         hits_and_tries = zip(self.hits[cells], self.tries[cells], strict=True)
         return [max(SMALLEST, hits / tries) for hits, tries in hits_and_tries]
 
     def learn(self, cell: int, hit: bool, expected: float = 1.0) -> None:
-        """One try."""
+        """Record one try."""
         keep = 1 - (1 - self._keep) * expected
         self.tries[cell] = self.tries[cell] * keep + expected
         self.hits[cell] = self.hits[cell] * keep + hit
@@ -90,7 +107,7 @@ class HitRates:
 def grow(
     budget: int, root: State, children: Callable[[State, float], Iterable[tuple[float, int, State]]]
 ) -> tuple[Guess, list[State]]:
-    """The `budget` most probable nodes of a tree, and their states.
+    """Return the `budget` most probable nodes of a tree, and their states.
 
     `children(state, least)` gives (probability given the parent, token, state) of each child, with distinct tokens; it
     may leave out children of at most `least`, which have no chance. Best first: a node is taken when it has the highest
@@ -124,9 +141,10 @@ def grow(
 
 
 def outcomes(guess: Guess, emitted: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """(node, hit) of every node that the target has decided about: those whose parents it has emitted.
+    """Yield (node, hit) of every node that the target has decided.
 
-    The caller may have verified only the first nodes: then the emitted tokens end before the others are decided.
+    These are nodes whose parents it has emitted. The caller may have verified only the first nodes: then the emitted
+    tokens end before the others are decided.
     """
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(guess.parents):
@@ -141,14 +159,3 @@ def outcomes(guess: Guess, emitted: Sequence[int]) -> Iterator[tuple[int, bool]]
                 at = node
         if at is None:
             return
-
-
-@contextmanager
-def written(path: Path) -> Iterator[BinaryIO]:
-    """A new file under `path`, which appears whole or not at all. OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="partial-") as scratch:
-        fresh = Path(scratch) / path.name
-        with fresh.open("wb") as stream:
-            yield stream
-        os.replace(fresh, path)

@@ -1,7 +1,7 @@
-""".gguf files to checkpoint folders: done once, kept in the user's cache.
+"""Conversion of .gguf files to checkpoint folders in the cache.
 
-What the native decoder serves is converted by `sharesd.models.gguf`, in seconds; all else through transformers. Weights
-are stored in bfloat16, whatever the file holds.
+Each file is converted once: architectures of the native decoder here, in seconds; others through transformers. Weights
+are stored in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile.cpp_extension import cache_root
-from sharesd.models.checkpoint import read_json, stamp
-from sharesd.models.decoder_config import DecoderConfig, Unsupported
-from sharesd.models.progress import Progress, silent
+from sharesd.models.checkpoint import Progress, read_json, silent, stamp
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd_files import SCRATCH, atomic_write, cache_root
 
 if TYPE_CHECKING:
     from sharesd.models.gguf.reader import GGUFFile
@@ -29,19 +28,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Of the converted folders; a new number makes old ones unused."""
+"""Version of converted folders; a new number makes old ones unused."""
 MANIFEST = "converted.json"
 
 
 def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
-    """The checkpoint folder of a .gguf file, converted now if that was not done before or if the copy is damaged."""
+    """Return the checkpoint folder of a .gguf file.
+
+    Converts the file if the folder is missing or damaged.
+    """
     home = cache_root() / "checkpoints"
     folder = home / f"{gguf_file.stem}-{_fingerprint(gguf_file)}"
     if _holds(folder, gguf_file):
         return folder
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home, prefix="partial-") as scratch:
+        with tempfile.TemporaryDirectory(dir=home, prefix=SCRATCH) as scratch:
             fresh = Path(scratch) / "checkpoint"
             fresh.mkdir()
             _convert(gguf_file, fresh, progress)
@@ -63,7 +65,10 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
 
 
 def _fingerprint(file: Path) -> str:
-    """Tells files apart by size, beginning and end: enough for headers and cheap for large files."""
+    """Return a hash of a file's size, beginning and end.
+
+    Enough for headers, and cheap for large files.
+    """
     size, edge = file.stat().st_size, 1 << 20
     digest = hashlib.sha256(f"{FORMAT} {size}".encode())
     with file.open("rb") as stream:
@@ -74,9 +79,9 @@ def _fingerprint(file: Path) -> str:
 
 
 def _holds(folder: Path, gguf_file: Path) -> bool:
-    """True if the folder holds what was written into it, and that was made from this file.
+    """Return True if the folder is a complete conversion of this file.
 
-    Files of the recorded size and time are taken for what they were; others are read.
+    Only files whose size or time differs from the manifest are read.
     """
     if not (folder / MANIFEST).exists():
         return False
@@ -101,15 +106,16 @@ def _seal(file: Path) -> dict[str, Any]:
 
 
 def _flush(file: Path) -> None:
-    """To the disk: a power cut shall not leave zeros under the recorded size and time."""
+    """Flush a file to disk.
+
+    A power cut must not leave zeros under the recorded size and time.
+    """
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    partial = folder / f".{MANIFEST}.{os.getpid()}"
-    partial.write_text(json.dumps(manifest))
-    partial.replace(folder / MANIFEST)
+    atomic_write(folder / MANIFEST, json.dumps(manifest))
 
 
 def _sha256(file: Path) -> str:
@@ -126,7 +132,7 @@ def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
     progress(f"reading {gguf_file.name}", 1, 1)
     try:
         _convert_here(file, folder, progress)
-    except Unsupported as reason:
+    except UnsupportedArchitecture as reason:
         log.info("%s: %s; converting by transformers", gguf_file.name, reason)
         _convert_by_transformers(gguf_file, folder, progress)
         config_file = folder / "tokenizer_config.json"  # the file's own words: transformers 5.17 mistakes bos for eos
@@ -135,8 +141,8 @@ def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
 
 
 def _convert_here(file: GGUFFile, folder: Path, progress: Progress) -> None:
-    """Unsupported, before anything is written, where the file holds something that is not known here."""
-    from sharesd.models.gguf.architecture import config_of
+    """Convert natively; UnsupportedArchitecture, before any write, if something is not known."""
+    from sharesd.models.gguf.config import config_of
     from sharesd.models.gguf.tokenizer import check_tokenizer, write_tokenizer
     from sharesd.models.gguf.weights import names_of, write_weights
 
@@ -156,7 +162,7 @@ def _convert_by_transformers(gguf_file: Path, folder: Path, progress: Progress) 
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from sharesd.models.quiet import quiet_transformers
+    from sharesd.models.hf import quiet_transformers
 
     where, name = str(gguf_file.parent), gguf_file.name
     what = f"converting {name} by transformers"

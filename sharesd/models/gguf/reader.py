@@ -1,4 +1,4 @@
-"""A .gguf file: its metadata and where its tensors lie, read once.
+"""Header of a .gguf file: metadata and places of tensors.
 
 The layout is that of versions 2 and 3 (little-endian): counts, key-value pairs, a table of tensors, then their data.
 """
@@ -23,7 +23,7 @@ _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """One tensor as the file holds it."""
+    """One stored tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFFile:
-    """What a file says."""
+    """Metadata and tensors of a file."""
 
     metadata: dict[str, Any]
     """Keys and values: numbers, strings, lists."""
@@ -44,16 +44,20 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture."""
+        """Name of the architecture in llama.cpp."""
         return self.metadata.get("general.architecture", "")
 
     def tokenizer(self, key: str, default: Any = None) -> Any:
-        """A field of the tokenizer."""
+        """Return a field of the tokenizer."""
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a file and read its header; ValueError where it is none, or incomplete."""
+    """Map a .gguf file and read its header.
+
+    Raises:
+        ValueError: the file is no .gguf file, or incomplete.
+    """
     with path.open("rb") as stream:
         try:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -63,7 +67,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Reader:
-    """A place in the header."""
+    """Position in the header."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
@@ -95,7 +99,7 @@ class _Reader:
         return text
 
     def strings(self, count: int) -> list[str]:
-        """Many at once: vocabularies hold hundreds of thousands."""
+        """Read many at once: vocabularies hold hundreds of thousands."""
         data, at, read, texts = self.data, self.at, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             begin = at + 8
@@ -124,7 +128,7 @@ class _Reader:
         return values.tolist()
 
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset of a tensor."""
+        """Read name, shape, type and offset of a tensor."""
         name, num_dims = self.string(), self.number("<I")
         dims = tuple(self.number("<Q") for _ in range(num_dims))
         return name, dims[::-1], self.number("<I"), self.number("<Q")

@@ -1,4 +1,4 @@
-"""The tokenizer in a .gguf file to tokenizer.json: byte-level BPE, and sentencepiece's BPE."""
+"""Tokenizer of a .gguf file to tokenizer.json: byte-level and sentencepiece BPE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from sharesd.models.decoder_config import Unsupported
+from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.gguf.config import layout_of
 from sharesd.models.gguf.reader import GGUFFile
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -21,27 +22,27 @@ _WORDS: dict[str, str | None] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
 }
-"""Names of pre-tokenizers -> what they take for a word."""
+"""Pre-tokenizer -> pattern of a word; None for that of GPT-2."""
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe")
-"""Whose words are tokens where the vocabulary has them, whatever the merges say."""
+"""Pre-tokenizers whose words are tokens if the vocabulary has them, without merges."""
 
 _SPACE = "\u2581"  # sentencepiece's
 
 
 def check_tokenizer(file: GGUFFile) -> None:
-    """Unsupported where `write_tokenizer` does not know the file's tokenizer."""
+    """Raise UnsupportedArchitecture if `write_tokenizer` lacks the file's tokenizer."""
     kind, words = file.tokenizer("model"), file.tokenizer("pre", "default")
     if kind == "gpt2" and words not in _WORDS:
-        raise Unsupported(f"pre-tokenizer {words!r} is not known")
+        raise UnsupportedArchitecture(f"pre-tokenizer {words!r} is not known")
     if kind not in ("gpt2", "llama"):
-        raise Unsupported(f"tokenizer {kind!r} is not known")
+        raise UnsupportedArchitecture(f"tokenizer {kind!r} is not known")
     for key in ("tokens", "token_type", *(("merges",) if kind == "gpt2" else ("scores",))):
         if file.tokenizer(key) is None:
-            raise Unsupported(f"a {kind} tokenizer without {key} is not known")
+            raise UnsupportedArchitecture(f"a {kind} tokenizer without {key} is not known")
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template."""
+    """Write tokenizer.json, tokenizer_config.json and the chat template."""
     tokenizer = _byte_level(file) if file.tokenizer("model") == "gpt2" else _sentencepiece(file)
     tokenizer.add_tokens(
         [
@@ -61,7 +62,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
 
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
-    """Roles and tokens, as tokenizer_config.json names them."""
+    """Return role -> token, in the naming of tokenizer_config.json."""
     tokens = file.tokenizer("tokens", [])
     roles = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
     ids = {role: file.tokenizer(f"{key}_token_id") for key, role in roles.items()}
@@ -84,11 +85,10 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
-    tokens, gemma = file.tokenizer("tokens"), file.architecture.startswith("gemma")
-    if gemma:  # runs of spaces are stored as such
+    tokens, style = file.tokenizer("tokens"), layout_of(file)[1].sentencepiece
+    if style == "no_prefix":  # runs of spaces are stored as such
         tokens = [token if token.strip(" ") else _SPACE * len(token) for token in tokens]
-    # Gemma's scores do not follow its merges: its order of tokens does.
-    ranks = [-i for i in range(len(tokens))] if gemma else file.tokenizer("scores")
+    ranks = [-i for i in range(len(tokens))] if style == "no_prefix" else file.tokenizer("scores")
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
@@ -99,14 +99,14 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
         )
     )
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if gemma:
+    if style == "no_prefix":
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     elif not file.tokenizer("add_space_prefix", True):
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     else:
         steps.append(decoders.Strip(" ", left=1))
-        if file.architecture == "phi3":
+        if style == "segment_prefix":
             prefix, spaces = normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)
             tokenizer.normalizer = normalizers.Sequence([prefix, spaces])
         else:
@@ -116,7 +116,10 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
 
 
 def _merges(tokens: list[str], ranks: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token: the best token first, then the longest left part."""
+    """Return all pairs of tokens that merge into a token.
+
+    Sorted by the merged token, best first, then by the left part, longest first.
+    """
     ids = {token: i for i, token in enumerate(tokens)}
     found = [
         (-rank, -i, len(token) - i, ids[token[:i]], ids[token[i:]])
@@ -129,7 +132,7 @@ def _merges(tokens: list[str], ranks: list[float]) -> list[tuple[str, str]]:
 
 
 def _add_ends(tokenizer: Tokenizer, file: GGUFFile, special: dict[str, str]) -> None:
-    """What is put around every text."""
+    """Add the tokens before and after every text."""
     llama = file.tokenizer("model") == "llama" or file.tokenizer("pre") in _WHOLE_WORDS  # where the file is silent
     begin = special.get("bos_token") if file.tokenizer("add_bos_token", llama) else None
     end = special.get("eos_token") if file.tokenizer("add_eos_token", False) else None

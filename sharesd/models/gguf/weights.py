@@ -1,4 +1,4 @@
-"""Tensors of a .gguf file to bfloat16, in blocks that stay in a core's cache, over all threads."""
+"""Conversion of .gguf tensors to bfloat16, in cache-sized blocks over all threads."""
 
 from __future__ import annotations
 
@@ -11,42 +11,49 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sharesd.models.decoder_config import Unsupported
-from sharesd.models.gguf.architecture import architecture_of
+from sharesd.models.checkpoint import Progress
+from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.gguf.config import layout_of
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor
-from sharesd.models.progress import Progress
 
 _COMPUTED = "rope_freqs.weight"
-"""Follows from config.json."""
+"""Tensor that follows from config.json."""
 _BLOCK_WEIGHTS = 1 << 16
 
 
 def names_of(file: GGUFFile) -> dict[str, str]:
-    """The file's names of tensors -> those in a checkpoint; Unsupported where one is not known."""
-    known = architecture_of(file)
+    """Return tensor names in the file -> names in a checkpoint.
+
+    Raises:
+        UnsupportedArchitecture: a tensor is not known.
+    """
+    _, layout = layout_of(file)
     for tensor in file.tensors.values():
         try:
             gguf.dequantize(tensor.data[: gguf.GGML_QUANT_SIZES[tensor.kind][1]], tensor.kind)
         except NotImplementedError:
-            raise Unsupported(f"tensor type {tensor.kind.name} is not known") from None
-    return {name: known.name(name) for name in file.tensors if name != _COMPUTED}
+            raise UnsupportedArchitecture(f"tensor type {tensor.kind.name} is not known") from None
+    return {name: layout.checkpoint_name(name) for name in file.tensors if name != _COMPUTED}
 
 
 def write_weights(file: GGUFFile, heads: dict[str, int], path: Path, progress: Progress) -> None:
-    """All tensors, as a safetensors file. `heads` of Q and K by the last part of the file's names."""
-    known, names = architecture_of(file), names_of(file)
+    """Write all tensors to a safetensors file.
+
+    `heads`: number of heads of `attn_q` and `attn_k`.
+    """
+    (_, layout), names = layout_of(file), names_of(file)
     tensors = {name: torch.empty(file.tensors[name].shape, dtype=torch.bfloat16) for name in names}
     blocks = [(name, begin, end) for name in names for begin, end in _blocks(file.tensors[name])]
 
     def convert(block: tuple[str, int, int]) -> None:
         name, begin, end = block
-        minus = float(known.norms_plus_one and name.endswith("norm.weight"))
+        minus = float(layout.norms_plus_one and name.endswith("norm.weight"))
         _dequantize(file.tensors[name], begin, end, minus, tensors[name])
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for done, _ in enumerate(pool.map(convert, blocks), 1):
             progress("converting weights", done, len(blocks))
-    if known.paired:
+    if layout.pairs_rows:
         for name, num_heads in heads.items():
             for stored in (stored for stored in names if stored.endswith(f".{name}.weight")):
                 pairs = tensors[stored].unflatten(0, (num_heads, -1, 2))
@@ -57,7 +64,7 @@ def write_weights(file: GGUFFile, heads: dict[str, int], path: Path, progress: P
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Ranges of quantized blocks."""
+    """Yield ranges of quantized blocks."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
     total, step = len(tensor.data) // num_bytes, _BLOCK_WEIGHTS // size
     for begin in range(0, total, step):

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.attention import CHUNK
-from compile.decoder_stack import NativeStack, Unsuited
+from compile.decoder_stack import KernelUnsupported, NativeStack
+from compile.kv_layout import CHUNK
 from quant.config import QuantConfig
-from sharesd.config import CompileMode, EngineConfig, SamplingParams
+from sharesd.config import CompileMode, EngineConfig
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.compiled import NUM_DRAFT, check_looking_back, compiled, wide_decoder
 from tests.helpers.oracle import (
     kv_of,
@@ -106,9 +107,9 @@ def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: 
 
 
 def test_the_stack_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(Unsuited, match="no linear of kind Linear"):
+    with pytest.raises(KernelUnsupported, match="no linear of kind Linear"):
         model = wide_decoder()
-        NativeStack(model.blocks, tables=model.rope_tables, ropes=[0, 0], activation="silu")
+        NativeStack(model.blocks, tables=model.rope_tables, ropes=[0, 0], hidden_act="silu")
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -124,7 +125,7 @@ def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, chec
 
     with torch.inference_mode():
         full = logits(ours)
-        with ours._switch.use_low(), reference._switch.use_low():
+        with ours._loader.switch.quantized_weights(), reference._loader.switch.quantized_weights():
             low, wanted = logits(ours), logits(reference)
     error = (low - wanted).norm() / full.norm()
     assert error < (0.1 if bits == 8 else 0.5 * (low - full).norm() / full.norm())

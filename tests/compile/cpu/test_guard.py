@@ -16,16 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.attention import Branches, attend, new_kv, row_keeper
+from compile.attention import TreeAttentionMask, attend
 from compile.decoder_stack import NativeStack
-from compile.hqq_solver import solve_groups
-from compile.linear import LowPackedLinear, PackedLinear, pack_linears
-from compile.noise import Hash, hashed_choice, hashed_gumbel
-from compile.suffix_search import finder
+from compile.hqq_solver import solve_hqq
+from compile.kv_compact import kv_compactor
+from compile.kv_layout import new_kv
+from compile.linear import PackedLinear, QuantizedPackedLinear, pack_linears
+from compile.noise import Hash, hashed_gumbel, hashed_sample
+from compile.suffix_search import suffix_finder
 from compile.topk import arg_max, top_k, top_logp, top_p
-from compile.tree_expand import Draft, Front, Nodes, choose, grow
-from compile.tree_rescore import Weighed, weigh, weighed
-from compile.tree_verify import walk
+from compile.tree_expand import Draft, Frontier, Nodes, expand_tree, select_nodes
+from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
+from compile.tree_verify import accept_path
 from sharesd.drafters.heads.native_step import native_head
 from tests.helpers import guard
 from tests.helpers.oracle import tiny_decoder
@@ -34,7 +36,7 @@ from tests.helpers.tiny_heads import random_head
 pytestmark = pytest.mark.skipif(os.environ.get("GUARD_PAGES") == "off", reason="guard pages are off")
 Hand = Callable[[str, Tensor], Tensor]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-CHAIN = Branches(torch.tensor([[0, 1, 2]]), torch.tensor([[[0, 0, 0], [0, 1, 0], [0, 1, 2]]]))
+CHAIN = TreeAttentionMask(torch.tensor([[0, 1, 2]]), torch.tensor([[[0, 0, 0], [0, 1, 0], [0, 1, 2]]]))
 T = 3
 CPU = torch.device("cpu")
 
@@ -90,17 +92,19 @@ def random(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("branches", [None, CHAIN], ids=["chain", "tree"])
-def test_attention(dtype: torch.dtype, branches: Branches | None) -> None:
+@pytest.mark.parametrize("tree_mask", [None, CHAIN], ids=["chain", "tree"])
+def test_attention(dtype: torch.dtype, tree_mask: TreeAttentionMask | None) -> None:
     def call(hand: Hand) -> None:
         caches = new_kv(1, 2, 64, 16, dtype, CPU)
-        tree = branches and Branches(hand("depth", branches.depth_BT.clone()), hand("path", branches.path_BTP.clone()))
+        tree = tree_mask and TreeAttentionMask(
+            hand("depth", tree_mask.depth_BT.clone()), hand("path", tree_mask.path_BTP.clone())
+        )
         attend(
             *(hand(name, random(dtype, 1, T, heads, 16)) for name, heads in (("q", 4), ("k", 2), ("v", 2))),
             *(hand(name, cache) for name, cache in zip(("k cache", "v cache"), caches, strict=True)),
             hand("lengths", torch.tensor([64 - T])),
             scale=0.25,
-            branches=tree,
+            tree_mask=tree,
         )
 
     every_region_is_guarded(call)
@@ -110,7 +114,7 @@ def test_attention(dtype: torch.dtype, branches: Branches | None) -> None:
 def test_keeping_rows(dtype: torch.dtype) -> None:
     def call(hand: Hand) -> None:
         k, v = (hand(name, cache) for name, cache in zip("kv", new_kv(1, 1, 32, 16, dtype, CPU), strict=True))
-        keep = row_keeper([k], [v], [16])
+        keep = kv_compactor([k], [v], [16])
         for length, path in ((0, [1, 2, 3]), (32 - 4, [1, 2, 3])):
             keep(
                 hand("lengths", torch.tensor([length])),
@@ -131,7 +135,7 @@ def test_linears(dtype: torch.dtype) -> None:
     def low(hand: Hand) -> None:
         for bits in (4, 8):
             codes = torch.full((40, 64), 3, dtype=torch.uint8)
-            linear = LowPackedLinear(codes, random(dtype, 40, 2), random(dtype, 40, 2), None, bits)
+            linear = QuantizedPackedLinear(codes, random(dtype, 40, 2), random(dtype, 40, 2), None, bits)
             linear.weight, linear.bias = hand(f"weight {bits}", linear.weight), hand(f"bias {bits}", random(dtype, 40))
             linear(hand(f"x {bits}", random(dtype, 7, 64)))
 
@@ -165,8 +169,8 @@ def test_the_stack(dtype: torch.dtype, normed: bool) -> None:
         cache.k = [hand(f"k {i}", k) for i, k in enumerate(cache.k)]
         cache.v = [hand(f"v {i}", v) for i, v in enumerate(cache.v)]
         cache.features = hand("features", cache.features)
-        ropes = [kind.rope for kind in model.config.layers]
-        stack = NativeStack(model.blocks, tables=tables, ropes=ropes, activation="silu", **last)
+        ropes = [kind.rope for kind in model.config.layer_types]
+        stack = NativeStack(model.blocks, tables=tables, ropes=ropes, hidden_act="silu", **last)
         for name, value in list(vars(stack).items()):
             if isinstance(value, Tensor):
                 setattr(stack, name, hand(name, value))
@@ -201,10 +205,10 @@ def test_a_head(dtype: torch.dtype, kind: str) -> None:
         cache.lengths.fill_(64 - 7)
         native.read(tokens, features, 7, cache, hand("ends", torch.tensor([64])), states)
         cache.lengths.fill_(64 - 4)
-        native.go_on(hand("guess", torch.tensor([[39]])), states, cache)
+        native.step(hand("guess", torch.tensor([[39]])), states, cache)
         path = torch.tensor([[[2], [2]]] if behind else [[[0, 0], [1, 0]]])
-        branches = Branches(hand("depth", torch.zeros(1, 2, dtype=torch.int64)), hand("path", path))
-        native.go_on(hand("nodes", torch.tensor([[0, 39]])), states, cache, branches)
+        tree_mask = TreeAttentionMask(hand("depth", torch.zeros(1, 2, dtype=torch.int64)), hand("path", path))
+        native.step(hand("nodes", torch.tensor([[0, 39]])), states, cache, tree_mask)
 
     with torch.inference_mode():
         every_region_is_guarded(call)
@@ -235,14 +239,14 @@ def test_a_head_that_looks_into_the_target(dtype: torch.dtype) -> None:
         own.lengths.fill_(64 - 4)
         native.go_on_with_tokens(hand("guess", torch.tensor([[39]])), own, seen)
         path = torch.tensor([[[2], [2]]] if behind else [[[0, 0], [1, 0]]])
-        branches = Branches(hand("depth", torch.zeros(1, 2, dtype=torch.int64)), hand("path", path))
-        native.go_on_with_tokens(hand("nodes", torch.tensor([[0, 39]])), own, seen, branches)
+        tree_mask = TreeAttentionMask(hand("depth", torch.zeros(1, 2, dtype=torch.int64)), hand("path", path))
+        native.go_on_with_tokens(hand("nodes", torch.tensor([[0, 39]])), own, seen, tree_mask)
 
     with torch.inference_mode():
         every_region_is_guarded(call)
 
 
-def test_growing_trees() -> None:
+def test_tree_expansion() -> None:
     def call(hand: Hand) -> None:
         def zeros(name: str, *size: int) -> Tensor:
             return hand(name, torch.zeros(1, *size, dtype=torch.int64))
@@ -251,14 +255,16 @@ def test_growing_trees() -> None:
         nodes = Nodes(
             zeros("tokens", C), hand("scores", torch.zeros(1, C)), zeros("ancestors", C, 2), zeros("places", C)
         )
-        front = Front(*(hand(f"front {name}", part) for name, part in zip(Front._fields, front_of(2, 2), strict=True)))
+        frontier = Frontier(
+            *(hand(f"frontier {name}", part) for name, part in zip(Frontier._fields, frontier_of(2, 2), strict=True))
+        )
         for num in (1, 2):
             new, logp = torch.ones(1, num, 2, dtype=torch.int64), -torch.rand(1, num, 2)
-            grow(level, nodes, front, hand(f"new {num}", new), hand(f"logp {num}", logp))
+            expand_tree(level, nodes, frontier, hand(f"new {num}", new), hand(f"logp {num}", logp))
         places = torch.zeros(1, 7, dtype=torch.int64)  # the root's is left alone
         places = hand("draft places", places) if guard.place() == "behind" else places
         draft = Draft(zeros("draft tokens", 6), zeros("draft depth", 7), zeros("draft path", 7, 7), places)
-        choose(hand("wanted", torch.tensor([6])), 2, nodes, draft)
+        select_nodes(hand("wanted", torch.tensor([6])), 2, nodes, draft)
         level, said, chances = (
             zeros("levels"),
             hand("said", torch.zeros(1, C)),
@@ -266,23 +272,23 @@ def test_growing_trees() -> None:
         )
         for num in (1, 2):
             sure_and_not = torch.tensor([0.0, -9.0]).expand(1, num, 2).contiguous()  # both ends of `chances` are read
-            weigh(level, chances, said, hand(f"logp {num}", sure_and_not))
+            rescore_children(level, chances, said, hand(f"logp {num}", sure_and_not))
             level += 1
         best = (hand(name, torch.zeros(1, 6)) for name in ("said best", "odds"))
-        weighed(nodes, said, 2, Weighed(*best, zeros("parents", 6)))
+        record_best_nodes(nodes, said, 2, BestNodes(*best, zeros("parents", 6)))
 
     every_region_is_guarded(call)
 
 
-def front_of(top: int, deepest: int) -> Front:
+def frontier_of(top: int, deepest: int) -> Frontier:
     tokens, depth = (torch.zeros(1, top, dtype=torch.int64) for _ in range(2))
     paths, slots = (torch.zeros(1, top, deepest, dtype=torch.int64) for _ in range(2))
-    return Front(tokens, torch.zeros(1, top), paths, slots, depth)
+    return Frontier(tokens, torch.zeros(1, top), paths, slots, depth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_solving(dtype: torch.dtype) -> None:
-    every_region_is_guarded(lambda hand: solve_groups(hand("weights", random(dtype, 3, 64)), 4, 32))
+    every_region_is_guarded(lambda hand: solve_hqq(hand("weights", random(dtype, 3, 64)), 4, 32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -316,7 +322,7 @@ def test_choosing_with_noise(dtype: torch.dtype) -> None:
         numbers = (hand(name, torch.ones(3, dtype=torch.float64)) for name in ("heat", "noisy"))
         rows = (hand(name, torch.arange(3)) for name in ("seeds", "places"))
         x, ids = hand("x", random(dtype, 3, 1003)), hand("ids", torch.arange(1003))
-        hashed_choice(x, *numbers, *rows, Hash((3, 5), ((1, 2), (3, 4)), 2), ids)
+        hashed_sample(x, *numbers, *rows, Hash((3, 5), ((1, 2), (3, 4)), 2), ids)
 
     every_region_is_guarded(call)
 
@@ -329,12 +335,12 @@ def test_most_of_the_mass(dtype: torch.dtype) -> None:
     every_region_is_guarded(call)
 
 
-def test_the_walk() -> None:
+def test_accept_path() -> None:
     def call(hand: Hand) -> None:
         path = CHAIN.path_BTP[:, :, : T - 1].clone()  # it reads no further, and nothing of the root's own
         path = hand("path", path) if guard.place() == "behind" else path
-        tree = Branches(hand("depth", CHAIN.depth_BT.clone()), path)
-        walk(hand("tokens", torch.tensor([[7, 8]])), tree, hand("target", torch.tensor([[7, 8, 9]])))
+        tree = TreeAttentionMask(hand("depth", CHAIN.depth_BT.clone()), path)
+        accept_path(hand("tokens", torch.tensor([[7, 8]])), tree, hand("target", torch.tensor([[7, 8, 9]])))
 
     every_region_is_guarded(call)
 
@@ -347,7 +353,7 @@ def test_looking_up() -> None:
         arrays = (
             hand(name, torch.tensor(values, dtype=torch.int32)) for name, values in (("text", text), ("order", order))
         )
-        find = finder(*(array.numpy().byteswap(inplace=True).view(np.dtype(">i4")) for array in arrays), 4)
+        find = suffix_finder(*(array.numpy().byteswap(inplace=True).view(np.dtype(">i4")) for array in arrays), 4)
         for wanted in ([0], [9], [1, 3], [5, 1, 2], [3]):
             find(wanted)
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.hqq_solver import solve_groups
-from quant.hqq import QuantizedWeight, solve
+from compile.hqq_solver import solve_hqq
+from quant.formats.hqq.solver import solve
+from quant.quantized_weight import QuantizedWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def by_kernel(weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    q, scale, zero = solve_groups(weight, bits, group_size)
+    q, scale, zero = solve_hqq(weight, bits, group_size)
     return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
 
 
@@ -55,13 +56,13 @@ def test_codes_do_not_depend_on_threads() -> None:
     weight, before = random_weight(300, 512), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = solve_groups(weight, 4, 64)
+        one = solve_hqq(weight, 4, 64)
         torch.set_num_threads(3)
-        assert all(map(torch.equal, one, solve_groups(weight, 4, 64)))
+        assert all(map(torch.equal, one, solve_hqq(weight, 4, 64)))
     finally:
         torch.set_num_threads(before)
 
 
 def test_a_transposed_weight_is_read_as_it_is_meant() -> None:
     weight = random_weight(64, 128)
-    assert all(map(torch.equal, solve_groups(weight, 4, 32), solve_groups(weight.t().contiguous().t(), 4, 32)))
+    assert all(map(torch.equal, solve_hqq(weight, 4, 32), solve_hqq(weight.t().contiguous().t(), 4, 32)))

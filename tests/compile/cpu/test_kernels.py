@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile import cpp_extension
-from compile.attention import CHUNK, SLOT_MULTIPLE, attend, attend_reference, new_kv, pack_kv, unpack_kv
-from compile.linear import LOW_INPUTS, LowPackedLinear, PackedLinear, pack_linears
+from compile.attention import attend, attend_reference
+from compile.kv_layout import CHUNK, SLOT_MULTIPLE, new_kv, pack_kv, unpack_kv
+from compile.linear import QUANTIZED_INPUT_MULTIPLE, PackedLinear, QuantizedPackedLinear, pack_linears
 from compile.topk import top_k, top_logp, top_logp_reference
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -369,10 +370,10 @@ def test_low_linear_multiplies_rounded_activations(
     codes = torch.randint(0, 2**bits, (N, K), generator=dice, dtype=torch.uint8)
     scale, offset = (torch.randn(N, K // group_size, generator=dice).bfloat16() for _ in range(2))
     bias = inputs(dtype, N)
-    low = LowPackedLinear(codes, scale, offset, bias, bits)
+    low = QuantizedPackedLinear(codes, scale, offset, bias, bits)
     x = inputs(dtype, 9, K)
     x[4] = 0  # a group without any activation
-    groups = x.double().view(9, -1, LOW_INPUTS)
+    groups = x.double().view(9, -1, QUANTIZED_INPUT_MULTIPLE)
     step = groups.abs().amax(-1, keepdim=True) / {4: 127, 8: 2**15 - 1}[bits]
     rounded = ((groups / step).nan_to_num().round() * step).view(9, K)
     wide = [t.double().repeat_interleave(group_size, 1) for t in (scale, offset)]

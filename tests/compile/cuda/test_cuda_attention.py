@@ -20,17 +20,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile.attention import Branches, attend_reference, row_keeper, turns
+from compile.attention import TreeAttentionMask, attend_reference, position_angles
+from compile.kv_compact import kv_compactor
 from compile.rotary import rotate
 from sharesd.models.decoder import Attention, RMSNorm
 from tests.helpers.oracle import tiny_decoder
 
 pytest.importorskip("triton")
-from benchmark.gpu.absent import SHARED, Binary, count, gpu  # noqa: E402
 from compile.cuda import attention as kernels  # noqa: E402
 from compile.cuda.attention import SPLIT, attend_live  # noqa: E402
 from compile.cuda.gemm_config import Device  # noqa: E402
-from compile.cuda.kv_compact import move_kept  # noqa: E402
+from compile.cuda.kv_compact import compact_kv  # noqa: E402
+from tests.helpers.absent_gpu import SHARED, Binary, count, gpu  # noqa: E402
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
@@ -69,15 +70,15 @@ def random_step(T: int, H: int, K: int, d: int, S: int, lengths: list[int], dtyp
     return Step(*(torch.randn(shape, generator=dice).to(dtype) for shape in shapes), torch.tensor(lengths))
 
 
-def branches_of(paths: tuple[tuple[int, ...], ...], batch: int) -> Branches:
+def branches_of(paths: tuple[tuple[int, ...], ...], batch: int) -> TreeAttentionMask:
     longest = max(map(len, paths))
     padded = [[*path, *[0] * (longest - len(path))] for path in paths]
-    return Branches(torch.tensor([[len(path) - 1 for path in paths]] * batch), torch.tensor([padded] * batch))
+    return TreeAttentionMask(torch.tensor([[len(path) - 1 for path in paths]] * batch), torch.tensor([padded] * batch))
 
 
 def live(
     step: Step,
-    branches: Branches | None = None,
+    tree_mask: TreeAttentionMask | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     *,
     norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -85,7 +86,7 @@ def live(
     recent: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    places, turn = branches or (None, None), rotary or (None, None)
+    places, turn = tree_mask or (None, None), rotary or (None, None)
     sight = (step.q.shape[3] ** -0.5, window, recent, softcap)
     how = () if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].gemma)
     return attend_live(*step[:3], *turn, *step[3:], *places, *sight, *how)
@@ -109,9 +110,9 @@ def test_a_row_has_the_bits_of_plain_decoding(paths: tuple[tuple[int, ...], ...]
 )
 def test_values_are_those_of_float64(T: int, H: int, K: int, d: int, dtype: torch.dtype) -> None:
     step = random_step(T, H, K, d, 2 * SPLIT, [SPLIT - 2], dtype)
-    for branches in [None, branches_of(TREE, 1)] if T == 7 else [None]:
+    for tree_mask in [None, branches_of(TREE, 1)] if T == 7 else [None]:
         ours, exact = step.fresh(), Step(*(x.double() for x in step[:5]), step.lengths)
-        out, wanted = live(ours, branches), attend_reference(*exact, scale=d**-0.5, branches=branches)
+        out, wanted = live(ours, tree_mask), attend_reference(*exact, scale=d**-0.5, tree_mask=tree_mask)
         assert out.dtype == dtype
         tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -122,10 +123,10 @@ def test_values_are_those_of_float64(T: int, H: int, K: int, d: int, dtype: torc
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_sight_is_that_of_the_reference(options: dict[str, Any]) -> None:
     step = random_step(7, 4, 2, 16, 3 * SPLIT, [5, 2 * SPLIT + 50])
-    for branches in (None, branches_of(TREE, 2)):
+    for tree_mask in (None, branches_of(TREE, 2)):
         exact = Step(*(x.double() for x in step[:5]), step.lengths)
-        wanted = attend_reference(*exact, scale=0.25, branches=branches, **options)
-        torch.testing.assert_close(live(step.fresh(), branches, **options).double(), wanted, rtol=1e-5, atol=1e-5)
+        wanted = attend_reference(*exact, scale=0.25, tree_mask=tree_mask, **options)
+        torch.testing.assert_close(live(step.fresh(), tree_mask, **options).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.interpreted
@@ -149,22 +150,22 @@ def test_what_is_not_seen_is_not_read(options: dict[str, int]) -> None:
     hidden[n + T :] = True
     if options:
         hidden[SPLIT if "recent" in options else 0 : 3 * SPLIT] = True
-    for branches in (None, branches_of(TREE, 1)):
+    for tree_mask in (None, branches_of(TREE, 1)):
         clean, poisoned = step.fresh(), step.fresh()
         for cache in poisoned[3:5]:
             cache[:, :, hidden] = math.nan
-        assert torch.equal(live(clean, branches, **options), live(poisoned, branches, **options))
+        assert torch.equal(live(clean, tree_mask, **options), live(poisoned, tree_mask, **options))
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_row_that_takes_no_part_reads_and_writes_nothing(paths: tuple[tuple[int, ...], ...]) -> None:
     step = random_step(7, 6, 2, 40, 2 * SPLIT, [SPLIT - 3, -40])
-    turn, branches = tables(2 * SPLIT, 8, torch.float32), None if paths is CHAIN else branches_of(paths, 2)
-    wanted = live(Step(*(x[:1].clone() for x in step)), branches_of(paths, 1) if branches else None, turn)
+    turn, tree_mask = tables(2 * SPLIT, 8, torch.float32), None if paths is CHAIN else branches_of(paths, 2)
+    wanted = live(Step(*(x[:1].clone() for x in step)), branches_of(paths, 1) if tree_mask else None, turn)
     for part in step[:5]:
         part[1].fill_(math.nan)
-    out = live(step, branches, turn)
+    out = live(step, tree_mask, turn)
     assert torch.equal(out[:1], wanted) and not out[1].any()
     assert step.k_cache[1].isnan().all() and step.v_cache[1].isnan().all()
 
@@ -185,13 +186,13 @@ def tables(positions: int, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
     step = heads_of(random_step(7, 4, 2, 16, SPLIT, [5, 90], dtype))
     rotary = tables(94, r, dtype) if r else None  # the last rows lie behind the last position
-    for branches in (None, branches_of(TREE, 2)):
+    for tree_mask in (None, branches_of(TREE, 2)):
         ours, theirs = step.fresh(), step.fresh()
         if rotary is not None:
-            turn = turns(rotary, 7, step.lengths, branches)
+            turn = position_angles(rotary, 7, step.lengths, tree_mask)
             theirs = theirs._replace(q=rotate(step.q, *turn), k=rotate(step.k, *turn))
-        assert torch.equal(live(ours, branches, rotary), live(theirs, branches))
-        attend_reference(*theirs, scale=0.25, branches=branches)
+        assert torch.equal(live(ours, tree_mask, rotary), live(theirs, tree_mask))
+        attend_reference(*theirs, scale=0.25, tree_mask=tree_mask)
         assert all(torch.equal(a, b) for a, b in zip(ours[3:5], theirs[3:5], strict=True))
 
 
@@ -209,10 +210,10 @@ def test_norms_of_heads_round_as_separate_ones(dtype: torch.dtype, d: int, gemma
     for seed, norm in enumerate(norms):
         norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=torch.Generator().manual_seed(seed)))
     rotary, both = tables(97, d // 2, dtype), (norms[0], norms[1])
-    for branches in (None, branches_of(TREE, 2)):
+    for tree_mask in (None, branches_of(TREE, 2)):
         ours = step.fresh()
         theirs = step._replace(q=norms[0](step.q), k=norms[1](step.k)).fresh()
-        out, want = live(ours, branches, rotary, norms=both), live(theirs, branches, rotary)
+        out, want = live(ours, tree_mask, rotary, norms=both), live(theirs, tree_mask, rotary)
         for got, wanted in ((out, want), (ours.k_cache, theirs.k_cache)):
             torch.testing.assert_close(got, wanted)
             if dtype != torch.float32:
@@ -268,7 +269,7 @@ def test_kept_rows_are_moved_together_in_all_layers() -> None:
     for cache in wanted:
         cache[0, :, 7:11] = cache[0, :, [7, 9, 10, 13]]
     addresses = torch.tensor([cache.data_ptr() for cache in caches])
-    move_kept(caches, addresses, lengths, path, num)
+    compact_kv(caches, addresses, lengths, path, num)
     assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
 
 
@@ -305,10 +306,10 @@ def test_parts_have_loads_in_flight(arch: int, d: int, G: int) -> None:
         )
         assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
     D = 1 << (d - 1).bit_length()
-    assert f"memdesc<2x{kernels.block_of(D, torch.bfloat16)}x{D}xbf16" in parts.ttgir
+    assert f"memdesc<2x{kernels.slots_per_block(D, torch.bfloat16)}x{D}xbf16" in parts.ttgir
     waits = [int(num) for num in re.findall(r"async_wait.*?num = (\d+)", parts.ttgir)]
     assert waits.count(3) == 2, "two waits in the loop leave three loads in flight"
-    assert count(parts.loop, "LDGSTS") and parts.resident() >= (kernels.RESIDENT if D <= 128 else 1)
+    assert count(parts.loop, "LDGSTS") and parts.resident() >= (kernels.PROGRAMS_PER_SM if D <= 128 else 1)
 
 
 @pytest.mark.parametrize(
@@ -328,29 +329,29 @@ def test_one_binary_serves_all_steps() -> None:
 def test_kept_rows_are_moved_without_a_stack() -> None:
     with gpu(89) as made:
         caches = [torch.empty(2, 8, SPLIT, 80, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        move_kept(caches, *(torch.empty(shape, dtype=torch.int64, device="cuda") for shape in (2, 2, (2, 7), 2)))
+        compact_kv(caches, *(torch.empty(shape, dtype=torch.int64, device="cuda") for shape in (2, 2, (2, 7), 2)))
     assert made[0].spilled == 0 and made[0].grid == (2, 16)
 
 
 def test_programs_are_those_that_have_work() -> None:
     """Grids of 132 processors, whatever the cache: two on each, and in trees those of new rows."""
-    assert kernels.programs_of(1, 4, False, 16, 8, 132) == (16, 16), "a program for each part of a short cache"
-    assert kernels.programs_of(1, 4, False, 256, 8, 132) == (33, 33)
-    assert kernels.programs_of(9, 4, False, 1024, 8, 132) == (3 * 11, 11)
-    assert kernels.programs_of(16, 4, True, 256, 8, 132) == (4 * 8 + 16 * 2, 8), "512 of a tree once, with 256 parts"
-    assert kernels.programs_of(64, 4, True, 256, 8, 132) == (16 * 2 + 64 * 2, 2)
-    assert kernels.programs_of(200, 4, True, 256, 64, 132) == (50 + 200 * 3, 1)
+    assert kernels.count_programs(1, 4, False, 16, 8, 132) == (16, 16), "a program for each part of a short cache"
+    assert kernels.count_programs(1, 4, False, 256, 8, 132) == (33, 33)
+    assert kernels.count_programs(9, 4, False, 1024, 8, 132) == (3 * 11, 11)
+    assert kernels.count_programs(16, 4, True, 256, 8, 132) == (4 * 8 + 16 * 2, 8), "512 of a tree once, with 256 parts"
+    assert kernels.count_programs(64, 4, True, 256, 8, 132) == (16 * 2 + 64 * 2, 2)
+    assert kernels.count_programs(200, 4, True, 256, 64, 132) == (50 + 200 * 3, 1)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("processors", [1, 6, 1000])
 def test_bits_do_not_depend_on_the_number_of_programs(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step = random_step(7, 4, 2, 16, 5 * SPLIT, [4 * SPLIT - 3])
-    wanted = [live(step.fresh(), branches) for branches in (None, branches_of(TREE, 1))]
+    wanted = [live(step.fresh(), tree_mask) for tree_mask in (None, branches_of(TREE, 1))]
     monkeypatch.setattr(kernels, "device", lambda index: Device("none", processors, 0))
     assert all(
-        torch.equal(live(step.fresh(), branches), want)
-        for branches, want in zip((None, branches_of(TREE, 1)), wanted, strict=True)
+        torch.equal(live(step.fresh(), tree_mask), want)
+        for tree_mask, want in zip((None, branches_of(TREE, 1)), wanted, strict=True)
     )
 
 
@@ -371,13 +372,15 @@ def test_a_step_attends_by_one_operator(tokens: int, tree: bool) -> None:
     config = tiny_decoder(0).config
     r = config.head_dim // 2
     with torch.no_grad(), FakeTensorMode(), torch.device("cuda"):
-        branches = [torch.empty(shape, dtype=torch.int64) for shape in ((2, 7), (2, 7, 4))] if tree else []
-        attention = Attention(config, config.layers[0], dtype=torch.bfloat16, device="cuda")
+        tree_mask = [torch.empty(shape, dtype=torch.int64) for shape in ((2, 7), (2, 7, 4))] if tree else []
+        attention = Attention(config, config.layer_types[0], dtype=torch.bfloat16, device="cuda")
         x_BTD = torch.empty(2, tokens, config.hidden_size, dtype=torch.bfloat16)
         turn = (torch.empty(99, r, dtype=torch.bfloat16) for _ in range(2))
-        caches = (torch.empty(2, config.num_kv_heads, 256, config.head_dim, dtype=torch.bfloat16) for _ in range(2))
+        caches = (
+            torch.empty(2, config.num_key_value_heads, 256, config.head_dim, dtype=torch.bfloat16) for _ in range(2)
+        )
         with Noting() as noting:
-            out_BTD = attention(x_BTD, *turn, *caches, torch.empty(2, dtype=torch.int64), *branches)
+            out_BTD = attention(x_BTD, *turn, *caches, torch.empty(2, dtype=torch.int64), *tree_mask)
     assert out_BTD.shape == x_BTD.shape and out_BTD.device.type == "cuda"
     assert noting.calls.count("sharesd::attend_") == 1
     assert not {"aten::cat", "aten::mul", "aten::index_put_"} & set(noting.calls)
@@ -386,7 +389,7 @@ def test_a_step_attends_by_one_operator(tokens: int, tree: bool) -> None:
 def test_kept_rows_move_by_one_operator() -> None:
     with FakeTensorMode(), torch.device("cuda"):
         caches = [torch.empty(2, 3, SPLIT, 24) for _ in range(6)]
-        keep = row_keeper(caches[:3], caches[3:], [24] * 3)
+        keep = kv_compactor(caches[:3], caches[3:], [24] * 3)
         with Noting() as noting:
             keep(*(torch.zeros(shape, dtype=torch.int64) for shape in ((2,), (2, 7), (2,))))
-    assert noting.calls.count("sharesd::keep_rows_") == 1 and "aten::index_put_" not in noting.calls
+    assert noting.calls.count("sharesd::compact_kv_") == 1 and "aten::index_put_" not in noting.calls

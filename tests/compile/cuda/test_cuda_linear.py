@@ -13,11 +13,11 @@ from torch import nn
 
 from compile.cuda import gemm_config
 from compile.cuda.gemm_config import Device, Tile, by_rule
-from compile.cuda.linear import RowLinear, use_row_linears
-from compile.cuda.lowbit import LowRowLinear, pack4, unpack4
-from quant.hqq import solve
+from compile.cuda.linear import RowLinear, replace_with_row_linears
+from compile.cuda.lowbit import QuantizedRowLinear, pack4, unpack4
+from quant.formats.hqq.solver import solve
 from sharesd.weights import packing
-from sharesd.weights.packing import rows_for_cuda
+from sharesd.weights.packing import pack_for_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 timing = importlib.import_module("compile.cuda.bench")
@@ -43,8 +43,8 @@ def test_four_groups_share_words(group: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_low_linears_hold_what_was_solved(bits: int) -> None:
     solved = solve(torch.randn(48, 256) / 16, bits, 64)
-    low = rows_for_cuda(solved, None, dtype=torch.bfloat16, most_rows=64)
-    assert isinstance(low, LowRowLinear)
+    low = pack_for_cuda(solved, None, dtype=torch.bfloat16, max_rows=64)
+    assert isinstance(low, QuantizedRowLinear)
     want = solved.dequantize()
     assert (low.full_weight(torch.float32) - want).norm() / want.norm() < 4e-3
     assert low.nbytes * 8 / want.numel() == (8.125 if bits == 8 else 4.5)
@@ -62,22 +62,22 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
 
     def kernels(installed: bool = True) -> list[type[nn.Module]]:
         monkeypatch.setattr(packing, "find_spec", lambda name: name if installed else None)
-        build = packing.builder_for_cuda(device, torch.bfloat16, 64)
+        build = packing.packer_for_cuda(device, torch.bfloat16, 64)
         assert build is not None
         return [type(build(weight, None)) for weight in (solved, of_three_bits)]
 
-    assert kernels() == [LowRowLinear, LowRowLinear]
-    assert packing.choose_for_cuda(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
-    assert kernels() == [nn.Identity, LowRowLinear], "it has no kernel for 3 bits"
-    assert kernels(installed=False) == [LowRowLinear, LowRowLinear], "it was uninstalled since"
-    packing.choose_for_cuda(solved, device, torch.bfloat16)
-    assert kernels() == [LowRowLinear, LowRowLinear]
-    assert packing.builder_for_cuda(device, torch.float64, 64) is None
+    assert kernels() == [QuantizedRowLinear, QuantizedRowLinear]
+    assert packing.choose_cuda_kernel(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
+    assert kernels() == [nn.Identity, QuantizedRowLinear], "it has no kernel for 3 bits"
+    assert kernels(installed=False) == [QuantizedRowLinear, QuantizedRowLinear], "it was uninstalled since"
+    packing.choose_cuda_kernel(solved, device, torch.bfloat16)
+    assert kernels() == [QuantizedRowLinear, QuantizedRowLinear]
+    assert packing.packer_for_cuda(device, torch.float64, 64) is None
 
 
 def test_groups_that_the_kernel_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="groups have 16 inputs; take one of 32, 64, 128, 256"):
-        LowRowLinear(
+        QuantizedRowLinear(
             torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4), torch.ones(8, 4), None, 4, torch.bfloat16, 64
         )
 
@@ -86,7 +86,7 @@ def test_linears_are_replaced_in_place() -> None:
     """Weights are shared, what the kernel does not take stays, prompts go to torch's own kernel."""
     model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 32), nn.Linear(32, 8, dtype=torch.float64))
     weight, odd = model[0].weight, model[1]
-    assert use_row_linears(model, most_rows=4) == 1
+    assert replace_with_row_linears(model, max_rows=4) == 1
     assert isinstance(model[0], RowLinear) and model[0].weight is weight and model[1] is odd
     x = torch.randn(5, 64)
     assert torch.equal(model[0](x), nn.functional.linear(x, weight, model[0].bias))

@@ -19,19 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile.inductor import CompiledForms
 from compile.logits import NUMBERS
-from sharesd.config import SamplingParams
-from sharesd.sampling import Kind, RowSampling, Stream, gumbel, process
+from sharesd.sampling import RowSampling, SamplingKind, Stream, gumbel, process
 from sharesd.sampling import logits_processors as logits_module
 from sharesd.sampling.acceptance import accept_tree_reference
+from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import pack
 from tests.helpers.oracle import placed
 from tests.sampling.test_row_sampling import REQUESTS
 from tests.speculation.test_trees import random_tree
 
 pytest.importorskip("triton")
-from benchmark.gpu.absent import SHARED, Binary, gpu  # noqa: E402
 from compile.cuda import sampling as kernels  # noqa: E402
 from compile.cuda import tree_verify as walking  # noqa: E402
+from tests.helpers.absent_gpu import SHARED, Binary, gpu  # noqa: E402
 
 V = 2 * kernels.BLOCK + 77
 
@@ -47,7 +47,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         finally:
             torch.use_deterministic_algorithms(False)
 
-    def run(x_BTV: Tensor, kind: Kind, rows: RowSampling, **context: Any) -> Tensor:
+    def run(x_BTV: Tensor, kind: SamplingKind, rows: RowSampling, **context: Any) -> Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(logits_module, "runs_triton", lambda device: True)
             patch.setattr(logits_module, "process_logits", processed)
@@ -156,14 +156,14 @@ def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
     for _ in range(5):
         guesses = [random_tree(dice, num, vocab=nodes + 1) for num in (nodes, max(1, nodes - 2))]
         tree = pack(guesses, nodes, "")
-        if tree.branches is None:
+        if tree.tree_mask is None:
             continue
-        depth, path = tree.branches
+        depth, path = tree.tree_mask
         target = torch.tensor([[dice.randrange(nodes + 1) for _ in range(nodes + 1)] for _ in guesses])
         parent = path.gather(2, (depth - 1).clamp(min=0)[..., None])[..., 0][:, 1:]
         target.scatter_(1, parent, tree.tokens.clamp(min=0))  # the last child of each is right
-        wanted = accept_tree_reference(tree, tree.branches, target)
-        out = walking.walk_drafts(tree.tokens, *tree.branches, target)
+        wanted = accept_tree_reference(tree, tree.tree_mask, target)
+        out = walking.accept_path(tree.tokens, *tree.tree_mask, target)
         assert torch.equal(out, torch.cat([wanted.num_new[:, None], wanted.tokens, wanted.path], 1))
 
 
@@ -187,7 +187,7 @@ def test_sampling_fits_every_gpu(arch: int) -> None:
     assert len(made) == 4 + 4 + 2
     with gpu(arch) as walks:
         ints: Any = partial(torch.empty, dtype=torch.int64, device="cuda")
-        walking.walk_drafts(ints(2, 4), ints(2, 5), ints(2, 5, 3), ints(2, 5))
+        walking.accept_path(ints(2, 4), ints(2, 5), ints(2, 5, 3), ints(2, 5))
     assert len(walks) == 1
     assert all(each.shared <= SHARED[arch] * 1024 and each.spilled == 0 for each in made + walks)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from benchmark.gpu.absent import SHARED, gpu  # noqa: E402
 from compile.cuda import state_update  # noqa: E402
 from compile.cuda import tree_expand as growing  # noqa: E402
+from tests.helpers.absent_gpu import SHARED, gpu  # noqa: E402
 
 ON_ALL = pytest.mark.parametrize(
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)]
@@ -27,10 +27,10 @@ def test_trees(top: int, levels: int, most: int, arch: int) -> None:
         ints: Any = partial(torch.empty, dtype=torch.int64, device="cuda")
         reals: Any = partial(torch.empty, device="cuda")
         nodes = (ints(1, C), reals(1, C), ints(1, C, levels), ints(1, C))
-        front = (ints(1, top), reals(1, top), ints(1, top, levels), ints(1, top, levels), ints(1, top))
-        growing.grow(ints(1), *nodes, *front, ints(1, top, top), reals(1, top, top))
+        frontier = (ints(1, top), reals(1, top), ints(1, top, levels), ints(1, top, levels), ints(1, top))
+        growing.expand_tree(ints(1), *nodes, *frontier, ints(1, top, top), reals(1, top, top))
         draft = (ints(1, most), ints(1, 1 + most), ints(1, 1 + most, 1 + most), ints(1, 1 + most))
-        growing.choose(ints(1), top, *nodes, *draft)
+        growing.select_nodes(ints(1), top, *nodes, *draft)
     assert all(each.shared <= SHARED[arch] * 1024 and each.spilled == 0 for each in made), [
         (each.name, each.spilled) for each in made
     ]
@@ -43,8 +43,8 @@ def test_notes_of_any_rows_are_one_binary() -> None:
             state = [torch.empty(3, dtype=torch.int64, device="cuda") for _ in range(4)]
             state = [each.as_strided((2,), (1,), first) for each in state]
             tokens = torch.empty(3, 3, dtype=torch.int64, device="cuda").as_strided((2, 3), (3, 1), 3 * first)
-            state_update.note_round(*state, tokens, None, None)
-            state_update.note_token(*state[:3], state[3].unsqueeze(1), tokens)
+            state_update.commit_round(*state, tokens, None, None)
+            state_update.write_draft_token(*state[:3], state[3].unsqueeze(1), tokens)
         if first == 0:
             wanted = [each.ptx for each in made]
     assert [each.ptx for each in made] == wanted

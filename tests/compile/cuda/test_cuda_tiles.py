@@ -11,8 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from benchmark.gpu.absent import SHARED, count  # noqa: E402
-from benchmark.gpu.predicted import (  # noqa: E402
+from benchmark.gpu.shapes import MODELS, Linear  # noqa: E402
+from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule  # noqa: E402
+from scripts.predicted_bandwidth import (  # noqa: E402
     A100,
     CARDS,
     FILE,
@@ -27,8 +28,7 @@ from benchmark.gpu.predicted import (  # noqa: E402
     plan_of,
     predicted_s,
 )
-from benchmark.gpu.shapes import MODELS, Linear  # noqa: E402
-from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule  # noqa: E402
+from tests.helpers.absent_gpu import SHARED, count  # noqa: E402
 
 LARGE = MODELS[:-1]
 BY_ARCH = {card.arch: card for card in CARDS}

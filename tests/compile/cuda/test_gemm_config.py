@@ -16,10 +16,11 @@ from torch import Tensor
 
 from compile import op_registry
 from sharesd.cli import options
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.devices import selection
-from sharesd.devices.selection import STEADY_CUBLAS, prepare_cuda, steady_cublas
+from sharesd.devices.selection import CUBLAS_WITHOUT_SPLITS, prepare_cuda, steady_cublas
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.oracle import new_engine, tiny_decoder
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -30,7 +31,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     cudnn = cuda.cudnn_sdp_enabled()
-    for name in STEADY_CUBLAS:
+    for name in CUBLAS_WITHOUT_SPLITS:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     yield monkeypatch
@@ -41,7 +42,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def test_cublas_is_told_in_time_or_not_at_all(untouched: pytest.MonkeyPatch) -> None:
     untouched.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not steady_cublas()  # too late: it has read its environment
-    for name in STEADY_CUBLAS:
+    for name in CUBLAS_WITHOUT_SPLITS:
         untouched.delenv(name)
     untouched.setattr(torch.cuda, "is_initialized", lambda: False)
     untouched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
@@ -56,7 +57,7 @@ def test_cublas_is_told_in_time_or_not_at_all(untouched: pytest.MonkeyPatch) -> 
 def test_preparing_says_when_it_is_too_late(untouched: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     untouched.setattr(torch.cuda, "is_initialized", lambda: True)
     prepare_cuda(steady=False)
-    assert not caplog.records and not STEADY_CUBLAS.keys() & os.environ.keys()
+    assert not caplog.records and not CUBLAS_WITHOUT_SPLITS.keys() & os.environ.keys()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     prepare_cuda(steady=True)
     assert "cuBLAS was in use before" in caplog.text
@@ -94,7 +95,7 @@ def test_a_gpu_has_its_number_from_the_start(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_loading_and_every_call_make_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.device] = []
-    for module in ("runtime", "engine.engine"):
+    for module in ("loading.resolve", "engine.engine"):
         monkeypatch.setattr(f"sharesd.{module}.use", used.append)
     checkpoint = str(make_checkpoint(tmp_path / "model"))
     Runtime(EngineConfig(target=checkpoint, device="cpu", compile="off", max_context=64), ("naive",))
@@ -121,8 +122,8 @@ def test_kernels_are_launched_where_their_tensors_are(monkeypatch: pytest.Monkey
         op_registry, "LIBRARY", SimpleNamespace(impl=lambda name, kernel, key: registered.update({(name, key): kernel}))
     )
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    op_registry.on_cuda("one", lambda first, *rest: (current[-1], rest))
-    op_registry.on_cuda("many", lambda first, *rest: (current[-1], rest))
+    op_registry.register_cuda("one", lambda first, *rest: (current[-1], rest))
+    op_registry.register_cuda("many", lambda first, *rest: (current[-1], rest))
     assert list(registered) == [("one", "CUDA"), ("many", "CUDA")]
     tensors = [torch.zeros(1), torch.zeros(2)]
     assert registered["one", "CUDA"](tensors[0], 3, "x") == (tensors[0], (3, "x"))

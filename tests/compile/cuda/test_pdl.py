@@ -9,8 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from benchmark.gpu.absent import Binary  # noqa: E402
-from benchmark.gpu.predicted import H100, compiled, plan_of  # noqa: E402
 from benchmark.gpu.shapes import Linear  # noqa: E402
 from compile.cuda import (
     kv_compact,
@@ -18,7 +16,9 @@ from compile.cuda import (
     state_update,
     tree_verify,
 )
+from scripts.predicted_bandwidth import H100, compiled, plan_of  # noqa: E402
 from tests.compile.cuda import test_cuda_attention, test_cuda_sampling  # noqa: E402
+from tests.helpers.absent_gpu import Binary  # noqa: E402
 
 MEMORY = re.compile(r"^\s*(@\S+ )?(ld|st|atom|red|cp|multimem)\.(?!param|shared)\S*", re.M)
 WAITS, LETS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -82,12 +82,12 @@ def test_products_wait_before_they_touch_memory(linear: Linear, bits: int) -> No
 def test_other_kernels_have_no_part_in_it() -> None:
     """They begin when all before them has ended."""
     small = (
-        state_update.step_tokens_of,
-        state_update.note_token_of,
-        state_update.note_text_of,
-        state_update.note_round_of,
+        state_update.verify_tokens_kernel,
+        state_update.write_draft_token_kernel,
+        state_update.append_tokens_kernel,
+        state_update.commit_round_kernel,
     )
-    for kernel in (tree_verify.walk, kv_compact.keep_rows, *small):
+    for kernel in (tree_verify.accept_path_kernel, kv_compact.compact_kv_kernel, *small):
         assert "PDL" not in kernel.arg_names
 
 

@@ -19,10 +19,11 @@ from compile.inductor import CompiledModel, no_recompiles
 from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import Switch
-from sharesd.config import EngineConfig, SamplingParams
+from sharesd.config import EngineConfig
 from sharesd.execution.batch_invariance import check_compiled
 from sharesd.models.hf import HFModel, _RowLayer, load_hf
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.weights.quantize import head_name, layer_of
 from tests.compile.inductor.test_inductor import BUFFER
 from tests.helpers.oracle import new_engine, share_engine
@@ -101,7 +102,7 @@ def test_steps_are_traced_whole_and_their_rounds_captured(
         layer_of=layer_of,
     )
     caplog.clear()
-    compiled = CompiledModel(model, {1, WIDTH}, lambda: switch.low)
+    compiled = CompiledModel(model, {1, WIDTH}, lambda: switch.quantized)
     graphs = RecordedGraphs()
     found = []
     for steps, captured in ((model, None), (compiled, None), (compiled, graphs)):

@@ -22,10 +22,11 @@ from compile.linear import pack_linears
 from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import Switch
-from sharesd.config import CompileMode, EngineConfig, Mode, SamplingParams
+from sharesd.config import CompileMode, EngineConfig, Mode
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.compiled import NUM_DRAFT, check_looking_back, compiled, wide_decoder
 from tests.helpers.oracle import (
     classic_engine,
@@ -99,7 +100,7 @@ def test_a_chat_in_changing_modes_is_the_same_and_compiles_nothing(runtime: Runt
 def test_share_costs_no_kv_and_little_weight(runtime: Runtime) -> None:
     drafter, quant = runtime.engine("share").drafter, runtime.report("share").quant
     assert drafter is not None and quant is not None
-    assert drafter.extra_bytes() == (quant.low_bytes, 0) and 0 < quant.low_bytes <= 0.35 * quant.full_bytes
+    assert drafter.extra_bytes() == (quant.quantized_bytes, 0) and 0 < quant.quantized_bytes <= 0.35 * quant.full_bytes
     assert runtime.engine("naive").cache is runtime.engine("share").cache
 
 
@@ -172,7 +173,7 @@ def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Path
         want = [[c.token_ids for c in engines["naive"].generate([prompt], GREEDY)] for prompt in prompts]
         for mode in drafters:
             engine = engines[mode]
-            policy = engine.way(GREEDY).policy
+            policy = engine.variant(GREEDY).policy
             for policy.pinned in engine.drafter.shapes:  # type: ignore[union-attr]
                 assert [[c.token_ids for c in engine.generate([prompt], GREEDY)] for prompt in prompts] == want
 

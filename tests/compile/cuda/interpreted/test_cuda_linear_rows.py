@@ -16,8 +16,8 @@ from compile.cuda import gemm_config
 from compile.cuda.autotune import Shape, candidates, tune
 from compile.cuda.gemm import multiply
 from compile.cuda.gemm_config import Tile
-from compile.cuda.linear import RowLinear, use_row_linears
-from compile.cuda.lowbit import LowRowLinear
+from compile.cuda.linear import RowLinear, replace_with_row_linears
+from compile.cuda.lowbit import QuantizedRowLinear
 from compile.fused_linear import compose
 from compile.linear import pack_linears
 from sharesd.models.decoder import Decoder, DecoderConfig, RMSNorm
@@ -55,11 +55,11 @@ def linear_of(outputs: int, inputs: int, *, bias: bool, dtype: torch.dtype) -> n
     return linear.to(dtype)
 
 
-def low_of(outputs: int, inputs: int, bits: int, group: int, dtype: torch.dtype) -> LowRowLinear:
+def low_of(outputs: int, inputs: int, bits: int, group: int, dtype: torch.dtype) -> QuantizedRowLinear:
     codes_NK = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
     scale_NG = (0.5 + torch.rand(outputs, inputs // group)) / 16 / 2**bits
     offset_NG = torch.zeros_like(scale_NG) if bits == 8 else scale_NG * torch.randn_like(scale_NG)
-    return LowRowLinear(codes_NK, scale_NG, offset_NG, random(outputs, dtype=dtype), bits, dtype, 64)
+    return QuantizedRowLinear(codes_NK, scale_NG, offset_NG, random(outputs, dtype=dtype), bits, dtype, 64)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -155,7 +155,7 @@ def test_decoders() -> None:
             parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
         tokens = torch.randint(0, 80, (1, 8))
         want = plain(tokens, plain.new_cache(1, 64))
-        replaced = use_row_linears(plain, 64)
+        replaced = replace_with_row_linears(plain, 64)
         assert replaced == 9 and pack_linears(plain) == 0
         got = plain(tokens, plain.new_cache(1, 64))
         assert error(got, want) < 1e-5, hf

@@ -6,17 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile import state_update
-from compile import tree_expand as growing
-from compile.attention import Branches
-from compile.tree_expand import Draft, Front, Nodes
+from compile import state_update, tree_expand
+from compile.attention import TreeAttentionMask
+from compile.tree_expand import Draft, Frontier, Nodes
 from sharesd.sampling.acceptance import accept_match, accept_tree_reference
 from sharesd.speculation.draft_tree import DraftTree
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from compile.cuda import state_update as note_kernels  # noqa: E402
-from compile.cuda import tree_expand as grow_kernels  # noqa: E402
-from compile.cuda.tree_verify import walk_drafts  # noqa: E402
+from compile.cuda import state_update as update_kernels  # noqa: E402
+from compile.cuda import tree_expand as expand_kernels  # noqa: E402
+from compile.cuda.tree_verify import accept_path  # noqa: E402
 
 
 def numbers(*shape: int, most: int = 5, seed: int = 0) -> Tensor:
@@ -26,16 +25,16 @@ def numbers(*shape: int, most: int = 5, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("width", [4, 7])
 def test_tokens_of_a_step(width: int) -> None:
     root, draft = numbers(3), (numbers(3, 5, most=9) - 1)[:, :3]
-    want = state_update.step_tokens(root, draft, width)
-    assert torch.equal(note_kernels.step_tokens(root, draft, width), want) and want.shape == (3, width)
+    want = state_update.verify_tokens(root, draft, width)
+    assert torch.equal(update_kernels.verify_tokens(root, draft, width), want) and want.shape == (3, width)
     assert torch.equal(
-        note_kernels.step_tokens(root, draft[:, :0], width), state_update.step_tokens(root, draft[:, :0], width)
+        update_kernels.verify_tokens(root, draft[:, :0], width), state_update.verify_tokens(root, draft[:, :0], width)
     )
 
 
 def test_a_chains_next_token() -> None:
     found = []
-    for note in (state_update.note_token, note_kernels.note_token):
+    for note in (state_update.write_draft_token, update_kernels.write_draft_token):
         last, draft = torch.zeros(3, 1, dtype=torch.int64), torch.full((3, 6), -1)
         note(torch.tensor([7, 8, 9]), torch.tensor([5, 6, 9]), torch.tensor([4, 4, 4]), last, draft[:, :5])
         found.append((last, draft))
@@ -48,10 +47,10 @@ def test_what_a_round_decided(parts: tuple[str, ...]) -> None:
     path, told = both[0] if "path" in parts else None, numbers(3, 13) if "told" in parts else None
     for T in (1, 4):
         found = []
-        for note in (state_update.note_round, note_kernels.note_round):
+        for note in (state_update.commit_round, update_kernels.commit_round):
             root, lengths, active = torch.tensor([90, 91, 92]), torch.tensor([3, 5, 8]), torch.tensor([1, 0, 1])
             num = torch.tensor([T, 1, 1]) * active
-            wide = numbers(3, 1 + 2 * T, most=50)  # as the walk gives them
+            wide = numbers(3, 1 + 2 * T, most=50)  # as `accept_path` gives them
             counted = note(root, lengths, active, num, wide[:, 1 : 1 + T], path if path is None else path[:, :T], told)
             found.append((root, lengths, counted))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -62,7 +61,7 @@ def test_what_a_round_decided(parts: tuple[str, ...]) -> None:
 def test_a_rounds_tokens_in_each_text(T: int) -> None:
     """Idle rows keep theirs, and what would lie behind the last slot is left out."""
     found = []
-    for note in (state_update.note_text, note_kernels.note_text):
+    for note in (state_update.append_tokens, update_kernels.append_tokens):
         text, root, at = torch.arange(40).view(4, 10) - 100, torch.tensor([70, 71, 72, 73]), torch.tensor([3, 5, 8, 0])
         num, wide = torch.tensor([T, 0, T, 1]), numbers(4, 1 + 2 * T, most=50)
         note(text[:, :9], root, at, num, wide[:, 1 : 1 + T])
@@ -72,35 +71,37 @@ def test_a_rounds_tokens_in_each_text(T: int) -> None:
     assert found[0][1].tolist() == list(range(-90, -80)) and found[0][2, 8:].tolist() == [72, -71]
 
 
-def test_walks() -> None:
+def test_accepted_paths() -> None:
     tokens, target = numbers(40, 6, most=2) - numbers(40, 6, most=2, seed=1), numbers(40, 7, most=2)
-    out, want = walk_drafts(tokens, None, None, target), accept_match(tokens, target)
+    out, want = accept_path(tokens, None, None, target), accept_match(tokens, target)
     assert torch.equal(out[:, 0], want.num_new) and len(set(want.num_new.tolist())) > 3
     for row, num, path in zip(out.tolist(), want.num_new.tolist(), want.path.tolist(), strict=True):
         assert row[8 : 8 + num] == path[:num]
         assert row[1 : 1 + num] == target[out.tolist().index(row)].tolist()[:num]
     depth, path_7 = torch.tensor([[0, 1, 1, 2, 2, 3, 3]]), [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
     rows = torch.tensor([[[*path, *[0] * (7 - len(path))] for path in [*path_7, [0, 2, 4, 6]]]])
-    tree = DraftTree(torch.tensor([[1, 2, 3, 3, 4, 4]] * 40), Branches(depth.repeat(40, 1), rows.repeat(40, 1, 1)))
+    tree = DraftTree(
+        torch.tensor([[1, 2, 3, 3, 4, 4]] * 40), TreeAttentionMask(depth.repeat(40, 1), rows.repeat(40, 1, 1))
+    )
     target = 1 + numbers(40, 7, most=4)
-    assert tree.branches is not None
-    verdict = accept_tree_reference(tree, tree.branches, target)
-    out = walk_drafts(tree.tokens, *tree.branches, target)
+    assert tree.tree_mask is not None
+    verdict = accept_tree_reference(tree, tree.tree_mask, target)
+    out = accept_path(tree.tokens, *tree.tree_mask, target)
     assert torch.equal(out[:, 0], verdict.num_new)
     kept = torch.arange(7) < verdict.num_new[:, None]
     assert torch.equal(out[:, 1:8].where(kept, 0), verdict.tokens.where(kept, 0))
     assert torch.equal(out[:, 8:].where(kept, 0), verdict.path.where(kept, 0))
 
 
-def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Front, Draft]:
+def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Frontier, Draft]:
     C = top + (deepest - 1) * top**2
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(B, *shape, dtype=torch.int64)
 
     nodes = Nodes(zeros(C) - 1, torch.full((B, C), -torch.inf), zeros(C, deepest), zeros(C) + 77)
-    front = Front(zeros(top), torch.zeros(B, top), zeros(top, deepest), zeros(top, deepest), zeros(top))
-    return zeros(), nodes, front, Draft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most))
+    frontier = Frontier(zeros(top), torch.zeros(B, top), zeros(top, deepest), zeros(top, deepest), zeros(top))
+    return zeros(), nodes, frontier, Draft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most))
 
 
 @pytest.mark.parametrize("top, levels, deepest, wanted, most", [(3, 4, 5, 11, 15), (1, 2, 2, 1, 3), (4, 2, 3, 36, 40)])
@@ -113,13 +114,13 @@ def test_trees_grow_alike(top: int, levels: int, deepest: int, wanted: int, most
         if top > 1:
             logp[0, 0, 0] = -torch.inf  # a banned token
         new = numbers(2, num, top, most=99, seed=level)
-        grow_kernels.grow(ours[0], *ours[1], *ours[2], new, logp)
-        growing.grow(*theirs[:3], new, logp)
+        expand_kernels.expand_tree(ours[0], *ours[1], *ours[2], new, logp)
+        tree_expand.expand_tree(*theirs[:3], new, logp)
         for a, b in zip((ours[0], *ours[1], *ours[2]), (theirs[0], *theirs[1], *theirs[2]), strict=True):
             assert torch.equal(a, b)
     num_1 = torch.tensor([wanted])
-    grow_kernels.choose(num_1, top, *ours[1], *ours[3])
-    growing.choose(num_1, top, theirs[1], theirs[3])
+    expand_kernels.select_nodes(num_1, top, *ours[1], *ours[3])
+    tree_expand.select_nodes(num_1, top, theirs[1], theirs[3])
     read = torch.arange(1 + most) <= theirs[3].depth_BT[..., None]
     for a, b in zip(ours[3], theirs[3], strict=True):
         whole = a.ndim < 3

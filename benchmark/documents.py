@@ -1,0 +1,64 @@
+"""Prompts of a given length: real texts as a document, then the question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from sharesd.cli.conversation import prompt_ids
+from sharesd.data.questions import Question
+from sharesd.models.tokenizer import Tokenizer
+
+MIN_TOKENS = 16  # tokens of a document at least; with room for fewer the question stands alone
+BLANK_LINE = "\n\n"
+
+
+class Documents:
+    """Documents made of texts: each prompt takes the next ones, in another order once all were used."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+        """Raise ValueError for texts without a single token."""
+        self._tokenizer = tokenizer
+        pieces = [tokenizer.encode(text + BLANK_LINE, False) for text in texts]
+        if not any(pieces):
+            raise ValueError("there is no text to fill contexts with; name a file with --filler")
+        self._pieces = _endless(pieces)
+
+    def prompt(self, question: Question, num_tokens: int) -> list[int]:
+        """Return a document and the question's first turn, about `num_tokens` in all, or the turn alone if longer."""
+        room = num_tokens - len(self._ids(question, ""))
+        if room < MIN_TOKENS:
+            return prompt_ids(self._tokenizer, question, [])
+        document: list[int] = []
+        while len(document) < room:
+            document += next(self._pieces)
+        return self._ids(question, self._tokenizer.decode(document[:room]))
+
+    def _ids(self, question: Question, document: str) -> list[int]:
+        turn = f"Here are some notes.\n\n{document}\n\nNow to something else. {question.turns[0]}"
+        return prompt_ids(self._tokenizer, replace(question, turns=(turn,)), [])
+
+
+def filler_texts(path: str | Path | None) -> list[str]:
+    """Return paragraphs of a text file, or for None of Python's manual; ValueError if it holds no text."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return [paragraph for topic in topics.values() for paragraph in topic.split(BLANK_LINE)]
+    try:
+        parts = Path(path).read_text(encoding="utf-8").split(BLANK_LINE)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--filler {path} cannot be read as text ({error}); name a text file") from error
+    texts = [part.strip() for part in parts if part.strip()]
+    if not texts:
+        raise ValueError(f"--filler {path} holds no text; name another file")
+    return texts
+
+
+def _endless(pieces: Sequence[list[int]]) -> Iterator[list[int]]:
+    order, random = list(pieces), Random(0)
+    while True:
+        yield from order
+        random.shuffle(order)

@@ -1,0 +1,89 @@
+"""Modes measured in turns with `naive`, round by round, over prompts that are prefilled once.
+
+`naive` has a KV cache of its own. Both decode the same rows, and the one with fewer tokens decodes its next round, so
+that a machine that changes its speed does so for both. Engines that schedule ahead take turns by whole answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmark.arguments import rotated
+from benchmark.timed import check_times, is_on_gpu
+from sharesd.config import Mode
+from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.engine.engine import Engine
+from sharesd.engine.stats import Stats
+from sharesd.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+
+@dataclass(kw_only=True, slots=True)
+class Comparison:
+    """Figures of a mode for prompts decoded together, beside those of naive."""
+
+    ratios: list[float] = field(default_factory=list)  # of each run: seconds per token of naive over the mode's
+    naive_s: list[float] = field(default_factory=list)  # of each run: seconds per decoded token of naive
+    stats: Stats = field(default_factory=Stats)  # of the mode, over all runs
+    identical: bool = True  # true if every row had the tokens of naive in every run
+
+    @property
+    def speedup(self) -> float | None:
+        """Median of the runs; None if nothing was decoded."""
+        return median(self.ratios) if self.ratios else None
+
+
+def compare_modes(
+    naive: Engine, engines: Mapping[Mode, Engine], prompts: Sequence[list[int]], params: SamplingParams, *, runs: int
+) -> dict[Mode, Comparison]:
+    """Compare every mode with `naive`; caches have a row for each prompt (token ids).
+
+    Recycle tables start each run with the same contents, so that no run drafts from an answer of an earlier one.
+    """
+    found: dict[Mode, Comparison] = {mode: Comparison() for mode in engines}
+    tables: list[tuple[RecycleTable, ndarray]] = [
+        (table, table.successors.copy())
+        for engine in engines.values()
+        for table in getattr(engine.drafter, "tables", ())
+        if isinstance(table, RecycleTable)
+    ]
+    for run in range(runs):
+        for table, successors in tables:
+            table.successors = successors.copy()
+        for mode in rotated(list(engines), run):
+            engine, comparison = engines[mode], found[mode]
+            wanted, given = _answers((naive, engine), prompts, params)
+            comparison.identical &= given == wanted
+            comparison.stats.merge(engine.stats)
+            if engine.stats.decoded_tokens:
+                plain_s, seconds = (each.stats.decode_s / each.stats.decoded_tokens for each in (naive, engine))
+                comparison.naive_s.append(plain_s)
+                comparison.ratios.append(plain_s / seconds)
+    return found
+
+
+def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: SamplingParams) -> list[list[list[int]]]:
+    """Return token ids of each engine's rows, decoded in turns; TimesDiffer if their times are not the clock's."""
+    started = time.perf_counter()
+    streams = [engine.stream(prompts, params, reuse=True) for engine in engines]
+    answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]
+    counts = [0] * len(engines)
+    running = list(range(len(engines)))
+    is_whole = any(engine.async_scheduling for engine in engines)
+    while running:
+        next_one = running[0] if is_whole else min(running, key=counts.__getitem__)
+        chunk = next(streams[next_one], None)
+        if chunk is None:
+            running.remove(next_one)
+        else:
+            answers[next_one][chunk.row] += chunk.token_ids
+            counts[next_one] += len(chunk.token_ids)
+    modes, stats = " and ".join(engine.mode for engine in engines), [engine.stats for engine in engines]
+    check_times(modes, stats, time.perf_counter() - started, on_gpu=is_on_gpu(engines[0]))
+    return answers

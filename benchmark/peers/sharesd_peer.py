@@ -1,0 +1,40 @@
+"""ShareSD itself, asked like the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmark.peers.peer import Deliver, Peer, Settings
+
+
+class ShareSD(Peer):
+    """All modes on one loaded target."""
+
+    package, pip = "sharesd", "sharesd"
+    variants = {
+        "naive": "plain decoding",
+        "share": "drafts by the target's quantized linears",
+        "classic": "drafts by a second model",
+        "suffix": "drafts by a suffix automaton of the text",
+        "hybrid": "per round the best of its drafters",
+    }
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+
+        from sharesd.runtime import Runtime
+
+        super().__init__(settings)
+        torch.set_num_threads(settings.num_threads)
+        self._runtime = Runtime(settings.config, modes=tuple(self.variants))  # type: ignore[arg-type]
+        self._engines: dict[str, Any] = {}
+
+    def prepare(self, variant: str) -> None:
+        self._engines[variant] = self._runtime.engine(variant)  # type: ignore[arg-type]
+
+    def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
+        from sharesd.sampling_params import SamplingParams
+
+        params = SamplingParams(max_new_tokens=self.settings.num_tokens, ignore_eos=True)
+        for chunk in self._engines[variant].stream([prompt], params):
+            deliver(chunk.token_ids)

@@ -1,0 +1,99 @@
+"""Pictures, in colours that colour-blind eyes can tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmark.questions.summary import accepted_positions
+from sharesd.drafters import registry
+from sharesd_files import atomic_path
+
+Line = Sequence[tuple[Any, float | None]]  # points; those without a value are left out
+
+
+def draw_plots(folder: Path, title: str, summary: Mapping[str, Any]) -> list[str]:
+    """Draw speed by category and acceptance by position, if there are figures; returns the files' names."""
+    modes = {mode: figures for mode, figures in summary["modes"].items() if figures["tokens_per_second"]}
+    drawn = []
+    if modes:
+        categories = list(dict.fromkeys(name for figures in modes.values() for name in figures["by_category"]))
+        groups = ["all", *(categories if len(categories) > 1 else [])]
+        bars, labels = {}, {}
+        for mode, figures in modes.items():
+            parts = [figures, *(figures["by_category"].get(category, {}) for category in groups[1:])]
+            bars[mode] = [part.get("tokens_per_second") or 0.0 for part in parts]
+            ratios = [part.get("speedup_vs_naive") if mode != "naive" else None for part in parts]
+            labels[mode] = [f"{ratio:.2f}x" if ratio else "" for ratio in ratios]
+        _bars(folder / "speed.png", f"Decoding speed\n{title}", "generated tokens per second", groups, bars, labels)
+        drawn.append("speed.png")
+    if accepted := accepted_positions(modes):
+        groups = [str(i + 1) for i in range(max(map(len, accepted.values())))]
+        bars = {mode: [100 * share for share in shares] for mode, shares in accepted.items()}
+        labels = {mode: [f"{share:.0f}" if len(groups) <= 8 else "" for share in bars[mode]] for mode in bars}
+        _bars(folder / "acceptance.png", f"Accepted draft tokens\n{title}", "% of rounds", groups, bars, labels)
+        drawn.append("acceptance.png")
+    return drawn
+
+
+def _bars(
+    path: Path,
+    title: str,
+    what: str,
+    groups: Sequence[str],
+    bars: Mapping[str, Sequence[float]],
+    labels: Mapping[str, Sequence[str]],
+) -> None:
+    figure = Figure(figsize=(max(7, 3 + len(groups) * max(1.0, 0.14 * len(bars))), 4.5), dpi=150, layout="constrained")
+    axes, width = figure.add_subplot(), 0.8 / len(bars)
+    for i, (mode, heights) in enumerate(bars.items()):
+        style: dict[str, Any] = {"hatch": registry.hatch_of(mode), "edgecolor": "white", "linewidth": 0.5}
+        x = [group - 0.4 + (i + 0.5) * width for group in range(len(heights))]
+        drawn = axes.bar(x, heights, width, label=mode, color=registry.colour_of(mode), **style)
+        axes.bar_label(drawn, labels[mode], fontsize=8, padding=3, rotation=90)
+    axes.set_xticks(range(len(groups)), groups)
+    _finish(axes, title, what)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    save(path, figure)
+
+
+def draw_lines(path: Path, title: str, panels: Mapping[str, Mapping[str, Line]], x_label: str) -> None:
+    """Draw a panel for each quantity, with a line for each name; x values stand at equal distances."""
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(7 if columns == 1 else 10, 4.5 if rows == 1 else 7), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    xs = list(dict.fromkeys(x for lines in panels.values() for line in lines.values() for x, _ in line))
+    for axes, (what, lines) in zip(places, panels.items(), strict=False):
+        for name, line in lines.items():
+            known = [(xs.index(x), y) for x, y in line if y is not None]
+            dashes = "--" if name.split()[-1].startswith("p9") else "-"
+            colour = registry.colour_of(name.split()[0])
+            axes.plot(*zip(*known, strict=True), dashes, marker="o", color=colour, label=name) if known else None
+        axes.set_xticks(range(len(xs)), [str(x) for x in xs])
+        axes.set_xlabel(x_label)
+        _finish(axes, "", what)
+        axes.set_ylim(bottom=0)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    save(path, figure)
+
+
+def _finish(axes: Axes, title: str, what: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_ylabel(what)
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def save(path: Path, figure: Figure) -> None:
+    """Write a picture as a whole."""
+    with atomic_path(path) as fresh:
+        figure.savefig(fresh, format="png")

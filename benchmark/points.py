@@ -1,0 +1,164 @@
+"""Points of a sweep: figures, verdict and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import TYPE_CHECKING, Any
+
+from benchmark.report import Report, Section, bullets, number, times
+from sharesd.cli.pictures import can_draw
+from sharesd.drafters import registry
+
+if TYPE_CHECKING:
+    from benchmark.interleave import Comparison
+
+MIN_SPEEDUP = 0.98  # speedup below which a point counts as lost
+MIN_OF_BEST = 0.99  # share of the best single drafter's speed that modes which mix drafters should have
+Axis = tuple[str, tuple[str, ...]]  # name and values as typed
+Turn = tuple[dict[str, Any], "Comparison"]  # questions and lengths of a group's prompts, and its figures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Figures of a mode at a point of the axes. Turns are groups of rows that were decoded together."""
+
+    values: dict[str, str]  # axis -> value
+    mode: str
+    speedup: float | None  # geometric mean of the turns' speedups; None if nothing was decoded
+    slowest: float | None  # least of the turns' speedups
+    first: float | None  # geometric mean of the first runs; in later ones the draft policy had measured this text
+    tau: float  # tokens per round of a row
+    alpha: float
+    draft_ms: float | None  # milliseconds of a step of a draft model; None without one
+    verify_ms: float | None  # milliseconds of a verify step
+    naive_ms: float | None  # milliseconds of naive per decoded token, all rows together
+    identical: bool  # true if all tokens are those of naive
+    turns: list[dict[str, Any]]
+
+
+def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
+    """Return the figures of a mode over the turns of a point."""
+    from sharesd.engine.stats import Stats
+
+    comparisons, total = [comparison for _, comparison in turns], Stats()
+    for each in comparisons:
+        total.merge(each.stats)
+    known = [each.speedup for each in comparisons if each.speedup is not None]
+    first = [each.ratios[0] for each in comparisons if each.ratios]
+    naive_s = [seconds for each in comparisons for seconds in each.naive_s]
+    return Point(
+        values=values,
+        mode=mode,
+        speedup=geometric_mean(known) if known else None,
+        slowest=min(known, default=None),
+        first=geometric_mean(first) if first else None,
+        tau=total.tau,
+        alpha=total.alpha,
+        draft_ms=1e3 * total.draft_s / total.draft_steps if total.draft_steps else None,
+        verify_ms=1e3 * total.verify_s / total.steps if total.steps else None,
+        naive_ms=1e3 * median(naive_s) if naive_s else None,
+        identical=all(each.identical for each in comparisons),
+        turns=[
+            {**about, "decoded_tokens": each.stats.decoded_tokens, "ratios": each.ratios, "speedup": each.speedup}
+            for about, each in turns
+        ],
+    )
+
+
+def verdict_of(points: Sequence[Point]) -> list[str]:
+    """Return lines about lost points, modes that mix drafters, and texts."""
+    known = [(point, point.speedup) for point in points if point.speedup is not None]
+    lost = [_place(point) for point, speedup in known if speedup < MIN_SPEEDUP]
+    lines = [f"{len(lost)} of {len(known)} points below {MIN_SPEEDUP}x{': ' if lost else ''}{'; '.join(lost)}"]
+    by_values: dict[str, dict[str, float]] = {}
+    for point, speedup in known:
+        by_values.setdefault(_words(point.values), {})[point.mode] = speedup
+    mixes = registry.names("mix")
+    for mixing in mixes:
+        shares = {
+            place: by_mode[mixing] / max(single)
+            for place, by_mode in by_values.items()
+            if mixing in by_mode and (single := [by_mode[mode] for mode in by_mode if mode not in mixes])
+        }
+        if shares:
+            less = [f"{place}: {share:.2f}" for place, share in shares.items() if share < MIN_OF_BEST]
+            line = f"{mixing} below {MIN_OF_BEST} of the best single drafter at {len(less)} of {len(shares)} points"
+            lines.append(f"{line}{': ' if less else ''}{'; '.join(less)}")
+    differing = [_place(point) for point in points if not point.identical]
+    lines.append(f"text differs from naive: {'; '.join(differing)}" if differing else "all texts identical")
+    return lines
+
+
+def sections_of(points: Sequence[Point]) -> list[Section]:
+    """Return the tables: speedups with a column for each mode, then all figures."""
+    modes, axes = list(dict.fromkeys(point.mode for point in points)), list(points[0].values)
+    by_values: dict[tuple[str, ...], dict[str, Point]] = {}
+    for point in points:
+        by_values.setdefault(tuple(point.values.values()), {})[point.mode] = point
+    best = max((point.speedup or 0.0 for point in points), default=0.0)
+
+    def shown(point: Point) -> str:
+        mark = "<" if (point.speedup or 1.0) < MIN_SPEEDUP else "*" if point.speedup == best else " "
+        return times(point.speedup) + mark
+
+    speedups = [[*values, *(shown(by_mode[mode]) for mode in modes)] for values, by_mode in by_values.items()]
+    head = ("mode", "speedup", "slowest", "first run", "tau", "alpha", "draft ms", "verify ms", "naive ms", "identical")
+    rows = [
+        [
+            *point.values.values(),
+            point.mode,
+            *(times(value) for value in (point.speedup, point.slowest, point.first)),
+            number(point.tau, 2),
+            number(point.alpha, 3),
+            *(number(value, 2) for value in (point.draft_ms, point.verify_ms, point.naive_ms)),
+            "yes" if point.identical else "NO",
+        ]
+        for point in points
+    ]
+    title = f"Speedup over naive (* best, < below {MIN_SPEEDUP}x)"
+    return [Section(title, (*axes, *modes), speedups, 0), Section("All figures", (*axes, *head), rows, 0)]
+
+
+def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis], points: Sequence[Point]) -> None:
+    """Write the report and print its tables."""
+    from benchmark.questions.results import tables_at_start
+
+    settings, sections = about["settings"], sections_of(points)
+    plots: list[str] = []
+    if can_draw(f"{name}.png"):
+        from benchmark.plots import draw_lines
+
+        x_axis = next((axis for axis in axes if len(axis[1]) > 1), axes[0])[0]
+        lines: dict[str, list[tuple[str, float | None]]] = {}
+        for point in points:
+            others = {axis: value for axis, value in point.values.items() if axis != x_axis}
+            lines.setdefault(f"{point.mode} {_words(others)}".strip(), []).append((point.values[x_axis], point.speedup))
+        draw_lines(out_dir / f"{name}.png", settings["model"], {"speedup over naive": lines}, x_axis)
+        plots = [f"{name}.png"]
+    remarks = [tables_at_start(settings), *verdict_of(points)]
+    report = Report(
+        title=f"{name}: {', '.join(settings['modes'])} on {settings['model']}",
+        sections=[*sections, Section("Verdict", text=bullets(remarks))],
+        intro="Milliseconds: a draft step, a verify step, a token of naive; without loading, prefill and first tokens.",
+        plots=plots,
+        **about,
+    )
+    report.publish(out_dir, name, shown=2, remarks=remarks)
+
+
+def _words(values: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _place(point: Point) -> str:
+    return f"{point.mode} {_words(point.values)}: {times(point.speedup)}"
+
+
+def line_of(points: Sequence[Point]) -> str:
+    """Return a line about the modes at a point."""
+    first = points[0]
+    speedups = "  ".join(f"{point.mode} {times(point.speedup)}" for point in points)
+    return f"{_words(first.values)}: naive {number(first.naive_ms, 2)} ms/token  {speedups}"

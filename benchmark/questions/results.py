@@ -1,0 +1,265 @@
+"""Results of a measurement: summary.json, report.md, .html and .csv, pictures, and a table on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmark.questions.records import Key, TurnRecord
+from benchmark.questions.run_config import RunConfig
+from benchmark.questions.summary import accepted_positions, summarize
+from benchmark.report import ABSENT, Report, Section, bullets, number, percent, size, times, write_json
+from sharesd.cli.console import err_console
+from sharesd.cli.pictures import can_draw
+from sharesd.config import EngineConfig
+from sharesd.drafters import selection
+
+WIDENED = "SmolLM2-135M-Instruct widened to"  # begin of names that `benchmark.widen` gives
+MAX_DIVERGENCES = 10  # differences listed in the report; summary.json has all
+HEADLINE = ("mode", "tok/s", "speedup", "tau", "alpha", "identical", "first token", "extra mem")
+LEGEND = (
+    "tok/s: tokens of the answers over the time of decoding. speedup: against `naive`, over the turns that both "
+    "answered. tau: tokens per round. alpha: probability that a draft token is accepted. identical: turns with the "
+    "token ids of `naive`. first token: median time to the first token. extra mem: weights and KV on top of `naive`."
+)
+ROUNDS_LEGEND = (
+    "Speeds are over decoding alone, without loading, compiling, warming up and prefill with the first token. "
+    "Means per round. c: a draft step over a step of `naive`; v: a verify step over a step of `naive`. Slowest turn: "
+    "its speedup, the median of the runs; slower turns: those below 0.97x. With a single run these two measure the "
+    "noise of the machine as well."
+)
+FOUR_BIT_NOTE = (
+    "The embedded model's weights came from a 4-bit file (blocks of 32): its quantized drafts agree with it more often "
+    "than those of other models would: acceptance at 4 bits says little about other models."
+)
+Modes = Mapping[str, Any]
+
+
+def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
+    """Write all files from the turns that are finished, and show the table."""
+    from benchmark.questions.page import answers_of
+    from sharesd.models.hub import resolve
+    from sharesd.models.tokenizer import load_tokenizer
+
+    summary = summary_of(run, state, done)
+    write_json(run.out_dir / "summary.json", summary)
+    plots: list[str] = []
+    if can_draw("speed.png", "acceptance.png"):
+        from benchmark.plots import draw_plots
+
+        name = f"{run.settings['model']} on {run.settings['questions']['label']}"
+        plots = draw_plots(run.out_dir, f"{name}\n{tables_at_start(summary['settings'])}".strip(), summary)
+    report = report_of(summary, plots)
+    for mode, figures in summary["modes"].items():
+        share = figures["identical_to_naive"]
+        if share is not None and share < 1 and run.params.acceptance == "match":
+            err_console.print(f"[bold red]{mode} did not give the text of naive everywhere; see the report[/]")
+    answers = [(mode, found[key]) for key in run.keys for mode, found in done.items() if key in found]
+    shown = answers_of(run.questions.questions, answers, load_tokenizer(resolve(run.config.target)))
+    remarks = [tables_at_start(summary["settings"])]
+    report.publish(run.out_dir, "report", remarks=remarks, complete=summary["status"]["complete"], **shown)
+
+
+def summary_of(
+    run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]
+) -> dict[str, Any]:
+    """Return the contents of summary.json: figures of the records and facts of the sessions."""
+    sessions = state["sessions"]
+    first = sessions[0]
+    missing = sum(key not in found for found in done.values() for key in run.keys)
+    shared = {name: first[name] for name in ("load_seconds", "weight_bytes", "kv_bytes")}
+    shared["peak_memory_bytes"] = max(session["peak_memory_bytes"] for session in sessions)
+    facts = ("dtype", "device", "compile", "max_context", "architecture", "prompt_format")
+    modes = summarize(done, run.keys, num_draft=run.config.max_draft_tokens)
+    return {
+        "environment": state["environment"],
+        "settings": {**state["settings"], **{name: first[name] for name in facts}},
+        "status": {"complete": missing == 0, "num_missing_turns": missing},
+        "num_sessions": len(sessions),
+        "ready_seconds": first["ready_seconds"],
+        "recompiles": sum(session["recompiles"] for session in sessions),
+        "modes": {mode: {**figures, **shared, **first["modes"][mode]} for mode, figures in modes.items()},
+    }
+
+
+def report_of(summary: Mapping[str, Any], plots: Sequence[str]) -> Report:
+    """Return the report; its first section is the table for the terminal."""
+    settings, modes = summary["settings"], summary["modes"]
+    sections = [
+        headline(modes),
+        Section("Same text?", text=_exactness(summary)),
+        _categories(modes),
+        _rounds(modes),
+        _acceptance(modes),
+        drafters(modes),
+        _start(summary),
+        Section("Notes", text=bullets(_notes(summary))),
+    ]
+    return Report(
+        title=f"{settings['model']} on {settings['questions']['label']}",
+        intro=_introduction(summary),
+        sections=[section for section in sections if section.rows or section.text],
+        settings=settings,
+        environment=summary["environment"],
+        plots=plots,
+    )
+
+
+def headline(modes: Modes) -> Section:
+    """Return the table with a row per mode."""
+    rows = []
+    for mode, figures in modes.items():
+        extra = [figures.get("extra_weight_bytes"), figures.get("extra_kv_bytes")]
+        rows.append(
+            [
+                mode,
+                number(figures["tokens_per_second"]),
+                times(figures["speedup_vs_naive"]),
+                number(figures["mean_tokens_per_round"], 2),
+                number(figures["alpha"], 3),
+                percent(figures["identical_to_naive"]),
+                f"{1e3 * figures['time_to_first_token_s']['median']:.0f} ms",
+                size(None if None in extra else sum(extra)),
+            ]
+        )
+    return Section("", HEADLINE, rows, text=LEGEND)
+
+
+def tables_at_start(settings: Mapping[str, Any]) -> str:
+    """Return a sentence about the contents of tables before the first question, if a mode has one.
+
+    The tables that ship with the embedded model help that model alone, so it stands beside every figure.
+    """
+    used = (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ()))
+    by_content: dict[str, list[str]] = {}
+    for drafter, name in (("suffix", "corpus"), ("recycle", "recycle_table")):
+        if drafter in used:
+            file = settings[name]
+            shipped = file in selection.files_shown(EngineConfig()).values() and file != "empty"
+            content = "with the embedded model's own answers" if shipped else f"with {file}"
+            by_content.setdefault(file if file == "empty" else content, []).append(drafter)
+    parts = [f"{' and '.join(names)} {content}" for content, names in by_content.items()]
+    return f"Tables at the start: {', '.join(parts)}." if parts else ""
+
+
+def drafters(modes: Modes) -> Section:
+    """Return the table of accepted tokens by drafter, without rows if that is not known."""
+    known = {mode: figures["accepted_by"] for mode, figures in modes.items() if figures.get("accepted_by")}
+    names = list(dict.fromkeys(name for counts in known.values() for name in counts))
+    rows = []
+    for mode, counts in known.items():
+        total = sum(counts.values())
+        rows.append([mode, *(percent(counts[name] / total) if name in counts else ABSENT for name in names)])
+    text = "Share of the accepted draft tokens of each drafter." if rows else ""
+    return Section("Accepted tokens by drafter", ["mode", *names], rows, text=text)
+
+
+def _introduction(summary: Mapping[str, Any]) -> str:
+    settings, status = summary["settings"], summary["status"]
+    questions, sampling = settings["questions"], settings["sampling"]
+    greedy, seed = sampling["temperature"] == 0, sampling["seed"]
+    how = "greedy" if greedy else f"sampled at temperature {sampling['temperature']:g}, seed {seed}"
+    length = f"0 to {settings['max_draft']}" if settings["num_draft"] == "auto" else str(settings["num_draft"])
+    length += f", trees of {settings['tree']} at most" if settings.get("tree") else ""
+    text = (
+        f"{questions['num_questions']} of {questions['num_available']} questions, {questions['num_turns']} turns, "
+        f"at most {sampling['max_new_tokens']} new tokens each, {how}, {settings['dtype']} on {settings['device']}, "
+        f"{length} draft tokens per round, drafts {settings['quant']}, compile {settings['compile']}."
+    )
+    runs = f"{settings['runs']} runs; figures are medians of runs." if settings["runs"] > 1 else ""
+    shared = "processes shared the questions, at the same time on one machine; speeds are those of one of them."
+    replicas = f"{settings['replicas']} {shared}" if settings.get("replicas") else ""
+    missing = (
+        f"\n\n**Not complete:** {status['num_missing_turns']} turns are missing; figures are of the finished ones. "
+    )
+    missing = "" if status["complete"] else f"{missing}Run the command again with `--resume`."
+    return " ".join(filter(None, [text, tables_at_start(settings), runs, replicas, missing]))
+
+
+def _exactness(summary: Mapping[str, Any]) -> str:
+    modes, sampling = summary["modes"], summary["settings"]["sampling"]
+    if "naive" not in modes:
+        return "`naive` was not run, so there is nothing to compare with."
+    lines = []
+    if sampling["acceptance"] != "match" and sampling["temperature"] > 0:
+        lines.append(f"Acceptance `{sampling['acceptance']}` promises the distribution of `naive`, not its text.\n")
+    for mode, figures in modes.items():
+        if mode != "naive":
+            share, compared = percent(figures["identical_to_naive"]), figures["num_compared"]
+            lines.append(f"- `{mode}`: {share} of {compared} turns have the token ids of `naive`.")
+            found = figures["first_divergences"]
+            for each in found[:MAX_DIVERGENCES]:
+                where = (
+                    f"question {each['question_id']}, turn {each['turn']}, run {each['run']}, token {each['position']}"
+                )
+                lines.append(f"  - {where}: {each['token']} instead of {each['naive_token']}")
+            lines += [f"  - and {len(found) - MAX_DIVERGENCES} more"] if len(found) > MAX_DIVERGENCES else []
+    lines.append("\nAfter a first answer that differs, the second turn has another prompt and counts as different too.")
+    for mode, figures in modes.items():
+        share = figures["identical_across_runs"]
+        if share is not None:
+            lines.append(f"- `{mode}`: {percent(share)} of the turns of later runs equal those of the first run.")
+    return "\n".join(lines)
+
+
+def _categories(modes: Modes) -> Section:
+    names = list(dict.fromkeys(name for figures in modes.values() for name in figures["by_category"]))
+    head, rows = ["category"], [[name] for name in names]
+    for mode, figures in modes.items():
+        head += [f"{mode} tok/s", *(["tau", "speedup"] if mode != "naive" else [])]
+        for row in rows:
+            found = figures["by_category"].get(row[0], {})
+            row.append(number(found.get("tokens_per_second")))
+            if mode != "naive":
+                row += [number(found.get("mean_tokens_per_round"), 2), times(found.get("speedup_vs_naive"))]
+    return Section("Speed by category", head, rows)
+
+
+def _rounds(modes: Modes) -> Section:
+    head = ("mode", "draft ms", "verify ms", "overhead ms", "c", "v", "slowest turn", "slower turns")
+    rows = []
+    for mode, figures in modes.items():
+        turns = figures["speedup_by_turn"] if mode != "naive" else None
+        slow = [times(turns["min"]), f"{turns['num_slower']} of {turns['num_turns']}"] if turns else [ABSENT, ABSENT]
+        means = [number(figures[name], 2) for name in ("draft_ms", "verify_ms", "overhead_ms")]
+        rows.append([mode, *means, *(number(figures[name], 3) for name in ("cost_ratio_c", "verify_ratio_v")), *slow])
+    return Section("Time of a round", head, rows, text=ROUNDS_LEGEND)
+
+
+def _acceptance(modes: Modes) -> Section:
+    found = accepted_positions(modes)
+    head = ["mode", *map(str, range(1, max(map(len, found.values()), default=0) + 1))]
+    text = "Share of rounds in which the draft token at this position was accepted; none was further on."
+    rows = [[mode, *map(percent, shares)] for mode, shares in found.items()]
+    return Section("Acceptance by position", head, rows, text=text if rows else "")
+
+
+def _start(summary: Mapping[str, Any]) -> Section:
+    modes = summary["modes"]
+    rows = []
+    for mode, figures in modes.items():
+        sizes = (size(figures[name]) for name in ("weight_bytes", "extra_weight_bytes", "kv_bytes", "extra_kv_bytes"))
+        rows.append([mode, number(figures["load_seconds"]), number(figures["compile_seconds"]), *sizes])
+    peak = max((figures["peak_memory_bytes"] or 0 for figures in modes.values()), default=0)
+    text = (
+        "Loading serves all modes together, and so do the target's weights and KV. The process, with all modes loaded, "
+    )
+    text += f"held {size(peak)} at most. Graphs compiled after warm-up: {summary['recompiles']}."
+    head = ("mode", "load s", "compile s", "weights", "extra weights", "KV", "extra KV")
+    return Section("Start and memory", head, rows, text=text)
+
+
+def _notes(summary: Mapping[str, Any]) -> list[str]:
+    settings, recompiles = summary["settings"], summary["recompiles"]
+    notes = []
+    if settings["questions"]["source"] == "built-in":
+        notes.append("The questions are ShareSD's own, in the categories of MT-Bench; they are not MT-Bench.")
+    if settings["target"] is None or WIDENED in settings["model"]:
+        notes.append(FOUR_BIT_NOTE)
+    if settings["prompt_format"] == "plain":
+        notes.append("The checkpoint has no chat template: prompts are `User: ...`, blank line, `Assistant:`.")
+    if summary["num_sessions"] > 1:
+        notes.append(f"Measured in {summary['num_sessions']} sessions; load and compile times are of the first.")
+    if recompiles:
+        notes.append(f"{recompiles} graphs were compiled during the measurement, which costs time in it.")
+    return notes

@@ -1,0 +1,210 @@
+"""Figures from the records of turns; pure functions. Speeds are of decoding alone, without prefill and first token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmark.questions.records import Key, TurnRecord
+
+Records = Mapping[Key, TurnRecord]
+NOISE = 0.03  # share by which a turn may be slower than the base without being called slower
+BASE = "naive"  # mode that speedups and identity are measured against
+
+
+def summarize(records: Mapping[str, Records], keys: Sequence[Key], *, num_draft: int) -> dict[str, dict[str, Any]]:
+    """Return the figures of every mode that has a turn; `keys` are the turns of a complete measurement."""
+    base = records.get(BASE) or None
+    return {
+        mode: _mode(found, base, keys, num_draft=0 if mode == BASE else num_draft)
+        for mode, found in records.items()
+        if found
+    }
+
+
+def _mode(records: Records, base: Records | None, keys: Sequence[Key], *, num_draft: int) -> dict[str, Any]:
+    timed = whole_runs(records, keys)
+    turns = list(timed.values())
+    speeds = [tokens_per_second(run) for run in _by_run(turns)]
+    identity = compare(records, base) if base else {}
+    per_round = {part: per_round_ms(turns, part) for part in ("draft_s", "verify_s", "overhead_s")}
+    base_verify = per_round_ms(whole_runs(base, keys).values(), "verify_s") if base else None
+    accepted = sum((Counter(r.accepted_by) for r in records.values()), Counter[str]())
+    steps = sum(r.draft_steps for r in turns)
+    return {
+        "num_turns": len(records),
+        "num_runs": len(_by_run(turns)),
+        "new_tokens": sum(r.new_tokens for r in turns),
+        "decoded_tokens": sum(r.decoded_tokens for r in turns),
+        "decode_s": sum(r.decode_s for r in turns),
+        "tokens_per_second": _median(speeds),
+        "tokens_per_second_range": _range(speeds),
+        **speedups(timed, base),
+        "mean_tokens_per_round": tau(turns),
+        "acceptance_by_position": acceptance_by_position(turns, num_draft),
+        "alpha": alpha(turns) if num_draft else None,
+        "identical_to_naive": identity.get("share"),
+        "num_compared": identity.get("num_compared"),
+        "first_divergences": identity.get("first_divergences"),
+        "identical_across_runs": identical_across_runs(records),
+        "time_to_first_token_s": {"median": median(r.prefill_s for r in turns)},
+        "draft_ms": per_round["draft_s"],
+        "verify_ms": per_round["verify_s"],
+        "overhead_ms": per_round["overhead_s"],
+        "mean_drafted_per_round": _ratio(sum(r.drafted_tokens for r in turns), sum(r.rounds for r in turns)),
+        "cost_ratio_c": _ratio(_ratio(1e3 * sum(r.draft_s for r in turns), steps), base_verify),
+        "verify_ratio_v": _ratio(per_round["verify_s"], base_verify),
+        "by_category": by_category(timed, base, num_draft),
+        "accepted_by": dict(accepted.most_common()),
+    }
+
+
+def whole_runs(records: Records, keys: Sequence[Key]) -> dict[Key, TurnRecord]:
+    """Return the turns of complete runs, or all turns if no run is complete."""
+    wanted: dict[int, set[Key]] = {}
+    for key in keys:
+        wanted.setdefault(key[0], set()).add(key)
+    whole = {run for run, turns in wanted.items() if turns <= records.keys()}
+    return {key: record for key, record in records.items() if key[0] in whole or not whole}
+
+
+def _by_run(turns: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
+    runs: dict[int, list[TurnRecord]] = {}
+    for record in turns:
+        runs.setdefault(record.run, []).append(record)
+    return list(runs.values())
+
+
+def tokens_per_second(turns: Iterable[TurnRecord]) -> float | None:
+    """Return tokens out of rounds over the time of the rounds; None if nothing was decoded."""
+    turns = list(turns)
+    return _ratio(sum(r.decoded_tokens for r in turns), sum(r.decode_s for r in turns))
+
+
+def tau(turns: Iterable[TurnRecord]) -> float | None:
+    """Return the mean tokens emitted per round, bonus or recovered included."""
+    turns = list(turns)
+    return _ratio(sum(r.decoded_tokens for r in turns), sum(r.rounds for r in turns))
+
+
+def alpha(turns: Iterable[TurnRecord]) -> float | None:
+    """Return the probability that a draft token is accepted, given those before it; None if none was tried."""
+    turns = list(turns)
+    accepted = sum(r.sources.get("accepted", 0) for r in turns)
+    return _ratio(accepted, accepted + sum(r.sources.get("recovered", 0) for r in turns))
+
+
+def acceptance_by_position(turns: Iterable[TurnRecord], num_draft: int) -> list[float]:
+    """Return the share of rounds in which the draft token at each position was accepted."""
+    turns = list(turns)
+    rounds = sum(r.rounds for r in turns)
+    return [sum(r.accepted_at[i] for r in turns) / rounds for i in range(num_draft)] if rounds else []
+
+
+def accepted_positions(modes: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return `acceptance_by_position` of modes that draft, up to the last position that any mode had accepted."""
+    shares = {mode: figures["acceptance_by_position"] for mode, figures in modes.items()}
+    reached = max((i + 1 for each in shares.values() for i, share in enumerate(each) if share), default=1)
+    return {mode: each[:reached] for mode, each in shares.items() if each}
+
+
+def per_round_ms(turns: Iterable[TurnRecord], part: str) -> float | None:
+    """Return mean milliseconds per round of `draft_s`, `verify_s` or `overhead_s`."""
+    turns = list(turns)
+    return _ratio(1e3 * sum(getattr(r, part) for r in turns), sum(r.rounds for r in turns))
+
+
+def speedups(records: Records, base: Records | None) -> dict[str, Any]:
+    """Return speedups over the base on the turns that both have finished.
+
+    `speedup_vs_naive`: median over runs of the ratio of tokens per second. `speedup_by_turn`: medians over runs; the
+    least, and how many are below 1 by more than `NOISE`.
+    """
+    pairs = [(record, base[key]) for key, record in records.items() if key in base] if base else []
+    by_run, by_turn = ({}, {})  # type: dict, dict
+    for pair in pairs:
+        by_run.setdefault(pair[0].run, []).append(pair)
+        by_turn.setdefault(pair[0].key[1:], []).append(_speedup([pair]))
+    runs = list(map(_speedup, by_run.values()))
+    turns = [ratio for ratio in map(_median, by_turn.values()) if ratio is not None]
+    slower = sum(ratio < 1 - NOISE for ratio in turns)
+    return {
+        "speedup_vs_naive": _median(runs),
+        "speedup_range": _range(runs),
+        "speedup_by_turn": {"min": min(turns), "num_slower": slower, "num_turns": len(turns)} if turns else None,
+    }
+
+
+def _speedup(pairs: Iterable[tuple[TurnRecord, TurnRecord]]) -> float | None:
+    ours, theirs = zip(*pairs, strict=True)
+    return _ratio(tokens_per_second(ours), tokens_per_second(theirs))
+
+
+def compare(records: Records, base: Records) -> dict[str, Any]:
+    """Return the share of answers with the base's token ids, and the first divergence of each conversation.
+
+    A turn after a different answer has another prompt, so it counts as different. `position` is from 0; a token is None
+    after an answer's end.
+    """
+    compared, identical = 0, 0
+    diverged: set[tuple] = set()
+    divergences: list[dict[str, Any]] = []
+    for key in sorted(records.keys() & base.keys(), key=lambda key: (key[0], str(key[1]), key[2])):
+        ours, theirs = records[key].token_ids, base[key].token_ids
+        compared += 1
+        if key[:2] in diverged:
+            continue
+        if ours == theirs:
+            identical += 1
+            continue
+        diverged.add(key[:2])
+        at = first_difference(ours, theirs)
+        tokens = [ids[at] if at < len(ids) else None for ids in (ours, theirs)]
+        found = {"run": key[0], "question_id": key[1], "turn": key[2], "position": at}
+        divergences.append({**found, "token": tokens[0], "naive_token": tokens[1]})
+    return {"share": _ratio(identical, compared), "num_compared": compared, "first_divergences": divergences}
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the first position at which two sequences differ, or the length of the shorter one."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def identical_across_runs(records: Records) -> float | None:
+    """Return the share of turns of later runs with the token ids of the first run; None for a single run."""
+    later = [record for record in records.values() if (1, *record.key[1:]) in records and record.run > 1]
+    same = sum(record.token_ids == records[(1, *record.key[1:])].token_ids for record in later)
+    return _ratio(same, len(later))
+
+
+def by_category(records: Records, base: Records | None, num_draft: int) -> dict[str, dict[str, Any]]:
+    """Return speed, tokens per round and speedup of each category, in the order of the questions."""
+    groups: dict[str, dict[Key, TurnRecord]] = {}
+    for key, record in records.items():
+        groups.setdefault(record.category, {})[key] = record
+    return {
+        category: {
+            "num_turns": len(group),
+            "tokens_per_second": _median([tokens_per_second(run) for run in _by_run(group.values())]),
+            "mean_tokens_per_round": tau(group.values()),
+            "alpha": alpha(group.values()) if num_draft else None,
+            "speedup_vs_naive": speedups(group, base)["speedup_vs_naive"],
+        }
+        for category, group in groups.items()
+    }
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _range(values: Iterable[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    return [min(known), max(known)] if known else None

@@ -1,1 +1,0 @@
-"""What a measurement ends with: tables, pages and pictures."""

@@ -1,1 +1,0 @@
-"""Commands that look into one matter each."""

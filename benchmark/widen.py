@@ -1,0 +1,52 @@
+"""`widen`: a small model made large without changing its function.
+
+Weights become the first rows and columns of larger matrices; added residual dimensions stay exactly zero, and the rest
+is noise that is not read. The result costs as much as a true model of its size and gives the text of the small one.
+Every figure of it states its name, "SmolLM2-135M-Instruct widened to 7B".
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sharesd.cli.console import console, loading_bars
+from sharesd.models.wide_shapes import SHAPES
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "widen",
+        help="make a small model as large as wanted without changing what it says",
+        description="Write a checkpoint of the given size which computes what the target computes.",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    parser.add_argument("--to", choices=SHAPES, required=True, help="parameters of the result")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write; it must not exist, or be empty")
+    parser.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="checkpoint folder, .gguf file or hub id (default: the embedded SmolLM2-135M-Instruct)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Widen the target; returns the exit status."""
+    from sharesd.models.hub import resolve
+    from sharesd.models.names import model_name  # torch takes seconds, mistakes should not
+    from sharesd.models.widening import widen
+
+    out = Path(args.out)
+    with loading_bars() as progress:
+        folder = resolve(args.target, progress=progress)
+        name = f"{model_name(args.target).removesuffix(' (embedded)')} widened to {args.to.upper()}"
+        num_parameters = widen(folder, out, SHAPES[args.to], name=name, seed=args.seed, progress=progress)
+    console.print(
+        f"{name}: {num_parameters / 1e9:.2f}e9 parameters in {out}; use it with --target {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,147 @@
+"""Norms, rotary embedding and writing of new KV in one launch.
+
+Legend as in `compile.cuda.attention`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compile.cuda.pdl import launch_options
+
+# One binary serves all steps: values that differ between them must not make another.
+_UNALIGNED = ["length_ptr", "depth_ptr", "path_ptr"]
+_INTS = ["T", "S", "P", "N", "q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
+
+
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
+def norm_rotate_write(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,  # [N, R]
+    sin_ptr,
+    q_norm_ptr,  # [d] or None
+    k_norm_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    length_ptr,
+    depth_ptr,
+    path_ptr,
+    out_ptr,
+    T,
+    S,
+    P,
+    N,
+    q_b,
+    q_t,
+    k_b,
+    k_t,
+    v_b,
+    v_t,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    GEMMA: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write one head of one new token.
+
+    Grid (B * T, H + 2K). No rotation if R = 0. Rounds as the composition of tensor operations.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, head = tl.program_id(0), tl.program_id(1)
+    b, t = (token // T).to(tl.int64), token % T
+    place, ahead = t, t
+    if P > 0:
+        depth = tl.load(depth_ptr + token)
+        place = tl.load(path_ptr + token.to(tl.int64) * P + depth).to(tl.int32)
+        ahead = depth.to(tl.int32)
+    length = tl.load(length_ptr + b)
+    slot = length + place
+    writes = (slot >= 0) & (slot < S)  # padding may exceed the cache
+    if head < H:
+        source, target = q_ptr + b * q_b + t * q_t + head * d, out_ptr + (token.to(tl.int64) * H + head) * d
+        writes = slot >= 0
+    elif head < H + K:
+        source = k_ptr + b * k_b + t * k_t + (head - H) * d
+        target = k_cache_ptr + ((b * K + head - H) * S + slot) * d
+    else:
+        source = v_ptr + b * v_b + t * v_t + (head - H - K) * d
+        target = v_cache_ptr + ((b * K + head - H - K) * S + slot) * d
+    i = tl.arange(0, D)
+    x = tl.load(source + i, mask=i < d, other=0.0)
+    if head < H + K:
+        root = 0.0
+        if q_norm_ptr is not None:
+            wide = x.to(tl.float32)
+            root = tl.rsqrt(tl.sum(wide * wide, 0) / d + eps)
+            x = _normalised(x, root, q_norm_ptr, k_norm_ptr, head < H, i, i < d, GEMMA)
+        if R > 0:
+            turned = i < 2 * R
+            across = tl.where(i < R, i + R, i - R)
+            other = tl.load(source + across, mask=turned, other=0.0)
+            if q_norm_ptr is not None:
+                other = _normalised(other, root, q_norm_ptr, k_norm_ptr, head < H, across, turned, GEMMA)
+            angle = tl.maximum(tl.minimum(length + ahead, N - 1), 0) * R + tl.where(i < R, i, i - R)
+            cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
+            straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
+            crossed = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
+            y = tl.where(i < R, straight - crossed, straight + crossed)
+            x = tl.where(turned, y.to(x.dtype), x)
+    tl.store(target + i, x, mask=(i < d) & writes)
+
+
+@triton.jit
+def _normalised(x, root, q_norm_ptr, k_norm_ptr, is_query, at, is_valid, GEMMA: tl.constexpr):
+    """Normalised entries `at` of a head, times their weights."""
+    weight = tl.load(tl.where(is_query, q_norm_ptr, k_norm_ptr) + at, mask=is_valid, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32) * root
+    if GEMMA:
+        return (wide * weight).to(x.dtype)
+    return (wide.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+
+
+def write_new_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_Nr: Tensor | None,
+    sin_Nr: Tensor | None,
+    k_cache_BKSd: Tensor,
+    v_cache_BKSd: Tensor,
+    lengths_B: Tensor,
+    depth: Tensor,
+    path: Tensor,
+    P: int,
+    norms: tuple[Tensor | None, Tensor | None, float, bool],
+) -> Tensor:
+    """Return normalised and rotated queries; write new keys and values.
+
+    `norms` are the weights of queries and keys, epsilon, and True if they are Gemma's.
+    """
+    (B, T, H, d), (K, S) = q.shape, k_cache_BKSd.shape[1:3]
+    q_norm_d, k_norm_d, eps, gemma = norms
+    turned = q.new_empty((B, T, H, d))
+    cos, sin, N, R = turned, turned, 0, 0
+    if cos_Nr is not None and sin_Nr is not None:
+        cos, sin, (N, R) = cos_Nr.contiguous(), sin_Nr.contiguous(), cos_Nr.shape
+    D = max(16, triton.next_power_of_2(d))
+    norm_rotate_write[(B * T, H + 2 * K)](
+        *(q, k, v, cos, sin, q_norm_d, k_norm_d, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, turned),
+        *(T, S, P, N, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps),
+        **{"H": H, "K": K, "d": d, "D": D, "R": R, "GEMMA": gemma},
+        **launch_options(q.device),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return turned

@@ -1,0 +1,34 @@
+"""HQQ (Badri and Shaji 2023) below 8 bits; rounded rows at 8.
+
+Kernels of this project run it: C++ on a CPU, Triton on CUDA, or gemlite if that was measured to be faster.
+"""
+
+from __future__ import annotations
+
+from quant.formats import QuantFormat
+
+
+def _nbytes(N: int, K: int, bits: int, group_size: int) -> int:
+    """Bytes of `QuantizedPackedLinear`: tiles of 16 rows; 3 and 2 bits take 4."""
+    container, group = (8, K) if bits == 8 else (4, group_size)
+    return -(-N // 16) * (K // group) * 16 * (group * container // 8 + 4)
+
+
+_FEW_BITS = {0: 1.0, 2: 0.8, 4: 0.6}
+
+FORMAT = QuantFormat(
+    name="hqq",
+    bits=(8, 4, 3, 2),
+    group_sizes=(32, 64, 128, 256),
+    row_bits=(8,),
+    # 4 bits: 0.6 to 0.8 for a model of 135M parameters, 0.97 for published ones of 7B.
+    acceptance={8: 0.95, 4: 0.80, 3: 0.45, 2: 0.20},
+    # What 8 bits miss is nearly always their second guess.
+    tree_misses={8: {0: 1.0, 2: 0.5, 4: 0.5}, 4: _FEW_BITS, 3: _FEW_BITS, 2: _FEW_BITS},
+    planned_bits=(4, 8),
+    nbytes=_nbytes,
+    check="quant.formats.hqq.linears:check",
+    solver="quant.formats.hqq.solver:solve",
+    cached_bits=(4, 3, 2),
+    linears={"cpu": "quant.formats.hqq.linears:cpu_linear", "cuda": "quant.formats.hqq.linears:cuda_linear"},
+)

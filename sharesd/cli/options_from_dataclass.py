@@ -1,0 +1,79 @@
+"""Command-line flags from dataclass fields.
+
+Ours rather than tyro's, which every start would have to import, and whose help shows second names of flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from sharesd.cli.parse_types import number, shown, whole
+from sharesd.cli.parser import Switch
+from sharesd.drafters.spec import Flag
+
+
+def add_flags(group: argparse._ActionsContainer, options: type, flags: Mapping[str, Flag] | None = None) -> None:
+    """Add flags of a dataclass, with its defaults, types and choices.
+
+    Args:
+        group: where to add them.
+        options: the dataclass.
+        flags: field -> flag, in order; by default those in the fields' metadata (`sharesd.drafters.spec.option`).
+
+    A flag whose field is None by default is absent from the parsed arguments unless it is given.
+    """
+    types, known = _types(options), {field.name: field for field in fields(options)}
+    for name, flag in (flags_of(options) if flags is None else flags).items():
+        default = known[name].default if flag.none is None else flag.none
+        given: dict[str, Any] = {"dest": flag.dest or name, "help": flag.help}
+        given["default"] = argparse.SUPPRESS if default is None or flag.is_absent else default
+        if types[name] is bool:
+            group.add_argument(_name(name, flag), action=Switch if default else "store_true", **given)
+            continue
+        if get_origin(types[name]) is Literal and flag.parse is None:
+            given["choices"] = get_args(types[name])
+        else:
+            given["type"] = _reader(types[name], flag)
+        action = "append" if flag.is_list else "store"
+        group.add_argument(_name(name, flag), action=action, metavar=flag.metavar, **given)
+
+
+def flags_of(options: type) -> dict[str, Flag]:
+    """Return the flags in the metadata of a dataclass's fields."""
+    return {field.name: field.metadata["flag"] for field in fields(options) if "flag" in field.metadata}
+
+
+def values_of(args: argparse.Namespace, options: type, flags: Mapping[str, Flag] | None = None) -> dict[str, Any]:
+    """Return the fields whose parsed values differ from their defaults; lists are tuples."""
+    found: dict[str, Any] = {}
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(options)}
+    for name, flag in (flags_of(options) if flags is None else flags).items():
+        value = getattr(args, flag.dest or name, None)
+        if value is not None and value not in (flag.none, known[name].default):
+            found[name] = tuple(value) if flag.is_list else value
+    return found
+
+
+def shown_flags(args: argparse.Namespace, options: type) -> list[str]:
+    """Return the names of given flags, but for those that switch something off."""
+    flags, given = flags_of(options), values_of(args, options)
+    return [_name(name, flags[name]) for name, value in given.items() if value != "empty"]
+
+
+@cache
+def _types(options: type) -> dict[str, Any]:
+    return get_type_hints(options)
+
+
+def _name(field: str, flag: Flag) -> str:
+    return flag.name or f"--{field.replace('_', '-')}"
+
+
+def _reader(kind: Any, flag: Flag) -> Callable[[str], Any]:
+    """Return the parser of texts: the flag's own, or one by the type; of a union, by any of its members."""
+    kinds = (kind, *get_args(kind))
+    return shown(flag.parse) if flag.parse is not None else whole if int in kinds else number if float in kinds else str

@@ -1,0 +1,245 @@
+"""`sharesd tune`: find the quantization that makes `share` fastest on this model and machine.
+
+Of each setting are measured c (a draft step over a plain step), v (a verify step over a plain step) and alpha (on real
+texts, with a fixed draft length). They give the best length K by the expected speedup (Leviathan et al. 2022)
+
+    (1 - alpha^(K + 1)) / ((1 - alpha) * (K c + v))
+
+and decoding with this K gives the measured one. The setting with the best measured speedup is kept for
+`--draft-quant auto`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from quant.config import HEAD, QuantConfig
+from sharesd.cli import environment, options, questions
+from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.config import EngineConfig
+from sharesd.data.questions import Question, first_turns
+from sharesd.models.checkpoint import Progress, silent
+from sharesd.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sharesd.engine.engine import Engine
+    from sharesd.engine.stats import Stats
+    from sharesd.speculation.cost_model import Costs
+
+NUM_QUESTIONS, MAX_NEW_TOKENS = 4, 96
+QUANTS = "hqq:8:64,hqq:4:64,hqq:4:64+head=4,hqq:3:64+head=4"
+PROJECTIONS = "qkv,o,gate_up,down"
+NONE = "none"
+TEACHER_DRAFT = 4
+"""Draft tokens per round where alpha is measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Figures of a setting."""
+
+    quant: str
+    """Canonical form."""
+    quantized_bytes: int
+    """Bytes of the quantized weights."""
+    c: float
+    """A draft step over a plain step."""
+    v: float
+    """A verify step of 1 + `num_draft` rows over a plain step."""
+    alpha: float
+    """Probability that a draft token is accepted, given that those before it were."""
+    num_draft: int
+    """Draft length that is best by the formula."""
+    expected: float
+    """Speedup by the formula at this length."""
+    speedup: float
+    """Speedup measured at this length: tokens per second of `share` over those of `naive`."""
+    naive_tokens_per_second: float
+    share_tokens_per_second: float
+    tau: float
+    """Mean tokens per round, measured at this length."""
+    identical: float
+    """Share of questions with the tokens of `naive`."""
+
+
+def add_parser(subparsers: Any, name: str = "tune") -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        name,
+        help="which quantization makes mode share fastest here?",
+        description="Measure mode share under several quantizations and keep the best one for --draft-quant auto.",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    options.add_model_options(parser)
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
+        "--quants",
+        default=QUANTS,
+        metavar="LIST",
+        help="settings, with + before each PROJECTION=BITS, since commas separate settings",
+    )
+    group.add_argument(
+        "--keep",
+        default=PROJECTIONS,
+        metavar="LIST",
+        help=f"projections which are kept at full precision in turn, with the others as --draft-quant says; or {NONE}",
+    )
+    questions.add_question_options(group, name, num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all settings, print the table, write tune.json and keep the best; returns the exit status."""
+    given = options.engine_config(args, modes=("share",))
+    if given.explicit_tree is not None:
+        raise ValueError("--tree does not belong here, tune measures chains; drop it")
+    quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)
+    teacher_draft = given.num_draft or min(TEACHER_DRAFT, given.max_draft)
+    config = replace(given, num_draft=None, max_draft=max(given.max_draft, teacher_draft), tree="off")
+    asked = first_turns(args.questions, args.num_questions).questions
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    out_dir = environment.out_folder(args.out_dir, "tune")
+    measured: list[Measured] = []
+    with loading_bars() as progress:
+        for quant in quants:
+            progress("measuring settings", len(measured), len(quants))
+            here = replace(config, quant=quant)
+            measured.append(measure(here, asked, params, teacher_draft=teacher_draft, progress=progress))
+    best = max(measured, key=lambda each: each.speedup)
+    _show(measured, best)
+    for each in measured:
+        if each.identical < 1:
+            err_console.print(f"[bold red]{each.quant} did not give the tokens of naive everywhere[/]")
+    _keep(config, quants[measured.index(best)], best)
+    sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
+    about = environment.conditions(config, teacher_draft=teacher_draft, **sizes)
+    results = {**about, "best": best.quant, "measured": [asdict(each) for each in measured]}
+    environment.write_results(out_dir / "tune.json", results)
+    return 0
+
+
+def settings_of(quants: str, keep: str, base: QuantConfig, skips: Sequence[str] = ()) -> list[QuantConfig]:
+    """Return the settings to measure, each once: those listed, then `base` without each projection."""
+    listed = [QuantConfig.parse(text.replace("+", ","), skips) for text in _parts("--quants", quants)]
+    kept = [] if keep == NONE else [_without(base, projection) for projection in _parts("--keep", keep)]
+    return list(dict.fromkeys((*listed, *kept)))
+
+
+def _parts(name: str, text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError(f"{name} is {text!r}, which has an empty part; write the parts with ',' between")
+    return parts
+
+
+def _without(base: QuantConfig, projection: str) -> QuantConfig:
+    if projection == HEAD:
+        return replace(base, head_bits=None)
+    bits = {name: bits for name, bits in dict(base.proj_bits).items() if name != projection}
+    return replace(base, proj_bits=bits, skip_projs=(*base.skip_projs, projection))
+
+
+def measure(
+    config: EngineConfig,
+    asked: Sequence[Question],
+    params: SamplingParams,
+    *,
+    teacher_draft: int,
+    progress: Progress = silent,
+) -> Measured:
+    """Load one setting and measure it; its model is freed on return."""
+    from sharesd.engine.cost_profiler import measure_costs
+    from sharesd.engine.stats import Stats
+    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.speculation.draft_tree import chain
+
+    runtime = Runtime(config, ("naive", "share"), progress=progress)
+    sizes = {"max_new_tokens": params.max_new_tokens, "max_context": runtime.max_context}
+    prompts = list(questions.prompts_of(runtime.tokenizer, asked, **sizes).values())
+    engines = {mode: runtime.engine(mode, warm=params) for mode in ("naive", "share")}
+    share = engines["share"]
+    policy = share.variant(params).policy
+    policy.pinned = chain(teacher_draft)
+    teacher = Stats()
+    for prompt in prompts:
+        share.generate([prompt], params)
+        teacher.merge(share.stats)
+    costs, _ = measure_costs(share, params)
+    num_draft = best_length(teacher.alpha, costs, config.max_draft)
+    policy.pinned = chain(num_draft)
+    stats, num_identical = take_turns(engines, prompts, params)
+    naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
+    report = runtime.report("share").quant
+    assert report is not None
+    plain = costs.of_step(1)
+    return Measured(
+        quant=report.spec,
+        quantized_bytes=report.quantized_bytes,
+        c=costs.of_draft(chain(num_draft)) / num_draft / plain,
+        v=costs.of_step(1 + num_draft) / plain,
+        alpha=teacher.alpha,
+        num_draft=num_draft,
+        expected=expected_speedup(teacher.alpha, num_draft, costs),
+        speedup=share_speed / naive_speed if naive_speed else 0.0,
+        naive_tokens_per_second=naive_speed,
+        share_tokens_per_second=share_speed,
+        tau=stats["share"].tau,
+        identical=num_identical / len(prompts),
+    )
+
+
+def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:
+    """Return the tokens of a round over its cost in plain steps."""
+    tokens = num_draft + 1 if alpha == 1 else (1 - alpha ** (num_draft + 1)) / (1 - alpha)
+    return tokens * costs.of_step(1) / (num_draft * costs.draft + costs.draft_begin + costs.of_step(1 + num_draft))
+
+
+def best_length(alpha: float, costs: Costs, most: int) -> int:
+    """Return the draft length from 1 to `most` whose expected speedup is best."""
+    return max(range(1, most + 1), key=lambda num: expected_speedup(alpha, num, costs))
+
+
+def take_turns(
+    engines: dict[str, Engine], prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[dict[str, Stats], int]:
+    """Let both modes answer each question, now one first, now the other; returns their stats and equal answers."""
+    from sharesd.engine.stats import Stats
+
+    stats = {mode: Stats() for mode in engines}
+    num_identical = 0
+    for index, prompt in enumerate(prompts):
+        answers = []
+        for mode in list(engines)[:: -1 if index % 2 else 1]:
+            answers.append(engines[mode].generate([prompt], params)[0].token_ids)
+            stats[mode].merge(engines[mode].stats)
+        num_identical += answers[0] == answers[1]
+    return stats, num_identical
+
+
+def _keep(config: EngineConfig, quant: QuantConfig, best: Measured) -> None:
+    from sharesd.weights.quant_tuning_cache import save_tuned, tuning_key
+
+    file = save_tuned(tuning_key(config), quant, {"command": environment.command(), **asdict(best)})
+    console.print(f"--draft-quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(measured: Sequence[Measured], best: Measured) -> None:
+    head = ("drafts", "c", "v", "alpha", "K", "expected", "measured")
+    rows = [
+        [
+            f"{each.quant} *" if each is best else each.quant,
+            *(f"{value:.3f}" for value in (each.c, each.v, each.alpha)),
+            str(each.num_draft),
+            f"{each.expected:.2f}x",
+            f"{each.speedup:.2f}x",
+        ]
+        for each in measured
+    ]
+    table = Table(*head, title="mode share by quantization of drafts (* best measured)", box=None, header_style="")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

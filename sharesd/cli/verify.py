@@ -1,0 +1,306 @@
+"""`sharesd verify`: compare the tokens of every mode with naive decoding, at every draft length.
+
+First turns are answered by `naive` and by each other mode, at each temperature and seed. For an answer that differs the
+report has the gap between the target's first two choices there: a few units in the last place point at rounding that
+depends on the shape of a step, a large gap at a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.markup import escape
+from rich.table import Table
+
+from sharesd.cli import environment, options, questions
+from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.config import EngineConfig, Mode
+from sharesd.data.questions import Question, first_turns
+from sharesd.drafters import registry
+from sharesd.models.checkpoint import Progress, silent
+from sharesd.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sharesd.engine.engine import Engine
+
+NUM_QUESTIONS, MAX_NEW_TOKENS = 8, 64
+MAX_SHOWN = 20
+"""Mismatches on the terminal; verify.json holds all of them."""
+AUTO = "auto"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """First token in which an answer differs from naive decoding; ids are None after an answer's end."""
+
+    question_id: str | int
+    position: int
+    """Of the token in the answer, from 0."""
+    naive_token: int | None
+    token: int | None
+    naive_text: str
+    text: str
+    logit_gap: float
+    """Largest less second logit of the target there, from a plain forward pass over the text."""
+    score_gap: float
+    """The same of the scores that decide: logits when greedy, else logits / temperature + Gumbel noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Answers of a mode with one draft length and one sampling."""
+
+    mode: str
+    num_draft: int | None
+    """Draft tokens per round; None: chosen for each round."""
+    temperature: float
+    seed: int
+    verify_width: int
+    """Rows of a verify step at most."""
+    num_turns: int
+    num_tokens: int
+    """Tokens of naive decoding."""
+    mismatches: tuple[Mismatch, ...]
+
+    @property
+    def num_identical(self) -> int:
+        """Turns with the same tokens."""
+        return self.num_turns - len(self.mismatches)
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """Mode, draft length and width in tables."""
+        return self.mode, AUTO if self.num_draft is None else str(self.num_draft), str(self.verify_width)
+
+    @property
+    def sampling(self) -> str:
+        """Sampling in tables."""
+        return f"T={self.temperature:g} seed {self.seed}" if self.temperature else "greedy"
+
+
+def add_parser(subparsers: Any, name: str = "verify") -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        name,
+        help="does every mode give the tokens of naive decoding?",
+        description="Compare the answers of every mode, at every draft length, with those of naive decoding. The exit "
+        "status is 0 if all are identical, else 1.",
+        conflict_handler="resolve",  # the number of draft tokens becomes a list
+    )
+    parser.set_defaults(run=run, parser=parser)
+    options.add_model_options(parser)
+    group = parser.add_argument_group("comparison")
+    options.add_mode_option(group, several=True)
+    group.add_argument(
+        "--num-speculative-tokens",
+        dest="num_draft",
+        type=_list_of(lambda text: AUTO if text == AUTO else int(text)),
+        default=f"1,2,4,8,{AUTO}",
+        metavar="LIST",
+        help=f"draft lengths; {AUTO}: chosen for each round",
+    )
+    group.add_argument("--temperatures", type=_list_of(float), default="0,1", metavar="LIST", help="0 = greedy")
+    group.add_argument(
+        "--seeds", type=_list_of(int), default="0,1", metavar="LIST", help="seeds; greedy decoding needs no second one"
+    )
+    questions.add_question_options(group, name, num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print the tables, write verify.json; returns 0 if all is identical, else 1."""
+    modes = options.modes_of(args, default=registry.modes())
+    modes = ("naive", *(mode for mode in modes if mode != "naive"))
+    if len(modes) == 1:
+        raise ValueError("--mode is naive alone, which leaves nothing to compare; add another mode")
+    config = options.engine_config(argparse.Namespace(**{**vars(args), "num_draft": AUTO}), modes=modes)
+    configs = [replace(config, num_draft=None if num == AUTO else num) for num in args.num_draft]
+    samplings = [  # greedy decoding once
+        SamplingParams(temperature=temperature, seed=seed, max_new_tokens=args.max_new_tokens)
+        for temperature in args.temperatures
+        for seed in (args.seeds if temperature else args.seeds[:1])
+    ]
+    asked = first_turns(args.questions, args.num_questions).questions
+    out_dir = environment.out_folder(args.out_dir, "verify")
+    cases: list[Case] = []
+    total = len(configs) * len(samplings) * len(asked) * len(modes)
+    with loading_bars() as progress:
+        for config in configs:
+            done = sum(case.num_turns for case in cases) * len(modes) // (len(modes) - 1)
+            cases += _compare(config, modes, samplings, asked, progress=progress, done=done, total=total)
+    identical = all(not case.mismatches for case in cases)
+    _show(cases)
+    sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
+    about = environment.conditions(configs[0], **sizes)
+    results = {"identical": identical, **about, "cases": [asdict(case) for case in cases]}
+    environment.write_results(out_dir / "verify.json", results)
+    return 0 if identical else 1
+
+
+def compare_answers(
+    engines: Mapping[Mode, Engine],
+    prompts: Mapping[str | int, list[int]],
+    params: SamplingParams,
+    *,
+    num_draft: int | None,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Case]:
+    """Return a case for each engine but `naive`; `tick` is called after every answer.
+
+    `prompts` are token ids by question. The engines share one target and have a batch of 1.
+    """
+    naive = engines["naive"]
+    found: dict[Mode, list[Mismatch]] = {mode: [] for mode in engines if mode != "naive"}
+    num_tokens = 0
+    for question_id, prompt in prompts.items():
+        wanted = naive.generate([prompt], params)[0].token_ids
+        num_tokens += len(wanted)
+        tick()
+        for mode, mismatches in found.items():
+            given = engines[mode].generate([prompt], params)[0].token_ids
+            tick()
+            if given != wanted:
+                mismatches.append(_mismatch(naive, question_id, prompt, wanted, given, params))
+    return [
+        Case(
+            mode=mode,
+            num_draft=num_draft,
+            temperature=params.temperature,
+            seed=params.seed,
+            verify_width=_verify_width(engines[mode]),
+            num_turns=len(prompts),
+            num_tokens=num_tokens,
+            mismatches=tuple(mismatches),
+        )
+        for mode, mismatches in found.items()
+    ]
+
+
+def _verify_width(engine: Engine) -> int:
+    rows = 1 + engine.num_draft
+    return next(width for width in engine.options.widths if width >= rows) if engine.options.widths else rows
+
+
+def _compare(
+    config: EngineConfig,
+    modes: tuple[Mode, ...],
+    samplings: Sequence[SamplingParams],
+    asked: Sequence[Question],
+    *,
+    progress: Progress = silent,
+    done: int,
+    total: int,
+) -> list[Case]:
+    """Return the cases of one draft length; its models are freed on return."""
+    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+
+    runtime = Runtime(config, modes, progress=progress)
+    sizes = {"max_new_tokens": samplings[0].max_new_tokens, "max_context": runtime.max_context}
+    prompts = questions.prompts_of(runtime.tokenizer, asked, **sizes)
+    cases: list[Case] = []
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        progress("comparing answers", done, total)
+
+    for params in samplings:
+        engines = {mode: runtime.engine(mode, warm=params) for mode in modes}
+        cases += compare_answers(engines, prompts, params, num_draft=config.num_draft, tick=tick)
+    return cases
+
+
+def _mismatch(
+    naive: Engine,
+    question_id: str | int,
+    prompt: list[int],
+    wanted: list[int],
+    given: list[int],
+    params: SamplingParams,
+) -> Mismatch:
+    same = (i for i, (a, b) in enumerate(zip(wanted, given, strict=False)) if a != b)
+    position = next(same, min(len(wanted), len(given)))
+    logit_gap, score_gap = _gaps(naive, prompt + wanted[:position], params)
+    tokens = [answer[position] if position < len(answer) else None for answer in (wanted, given)]
+    texts = ["" if token is None else naive.tokenizer.decode([token], False) for token in tokens]
+    return Mismatch(
+        question_id=question_id,
+        position=position,
+        naive_token=tokens[0],
+        token=tokens[1],
+        naive_text=texts[0],
+        text=texts[1],
+        logit_gap=logit_gap,
+        score_gap=score_gap,
+    )
+
+
+def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[float, float]:
+    """Return the gap between the best two choices after these tokens: of logits, and of the scores that decide."""
+    import torch
+
+    from sharesd import sampling
+    from sharesd.models.prefill import prefill
+
+    device = engine.cache.lengths.device
+    with torch.inference_mode():
+        logits_1V = prefill(engine.target, engine.cache, [tokens], [0])
+        rows = sampling.RowSampling(batch=1, vocab_size=logits_1V.shape[-1], device=device)
+        rows.place(0, params, 0, tokens)
+        scores_11V = sampling.process(logits_1V[:, None], rows.kind([0]), rows)
+        if not params.greedy:
+            positions_11 = torch.tensor([[len(tokens)]]).to(device)
+            scores_11V = scores_11V + sampling.gumbel(rows.seeds_B, positions_11, logits_1V.shape[-1])
+    engine.forget()
+    best = [x.flatten().double().topk(2).values for x in (logits_1V, scores_11V)]
+    logit_gap, score_gap = (float(first - second) for first, second in best)
+    return logit_gap, score_gap
+
+
+def _show(cases: Sequence[Case]) -> None:
+    """Print the share of identical turns, then the differences."""
+    samplings = list(dict.fromkeys(case.sampling for case in cases))
+    by_row: dict[tuple[str, str, str], dict[str, str]] = {}
+    for case in cases:
+        text = f"{case.num_identical}/{case.num_turns}"
+        by_row.setdefault(case.row, {})[case.sampling] = f"[bold red]{text}[/]" if case.mismatches else text
+    rows = [[*row, *(cells[sampling] for sampling in samplings)] for row, cells in by_row.items()]
+    console.print(_table("turns identical to naive", ("mode", "draft", "width", *samplings), rows))
+    differing = [(case, mismatch) for case in cases for mismatch in case.mismatches]
+    if not differing:
+        return
+    rows = []
+    for case, mismatch in differing[:MAX_SHOWN]:
+        tokens = (
+            "end" if token is None else f"{token} {text!r}"
+            for token, text in ((mismatch.naive_token, mismatch.naive_text), (mismatch.token, mismatch.text))
+        )
+        gaps = (f"{mismatch.logit_gap:.3g}", f"{mismatch.score_gap:.3g}")
+        cells = (*case.row, case.sampling, mismatch.question_id, mismatch.position, *tokens, *gaps)
+        rows.append([escape(str(cell)) for cell in cells])
+    head = ("mode", "draft", "width", "sampling", "question", "position", "naive", "mode's", "logit gap", "gap")
+    console.print(_table("first differing tokens", head, rows))
+    if len(differing) > MAX_SHOWN:
+        err_console.print(f"and {len(differing) - MAX_SHOWN} more, in verify.json", highlight=False)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*head, title=title, box=None, title_justify="left", header_style="")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _list_of(convert: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    """Return a type of argparse: values with commas, each once."""
+
+    def values(text: str) -> tuple[_T, ...]:
+        try:
+            return tuple(dict.fromkeys(map(convert, text.split(","))))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2") from None
+
+    return values

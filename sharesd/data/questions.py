@@ -1,0 +1,236 @@
+"""Questions of MT-Bench, GSM8K and HumanEval: from files in their published layouts, the hub, or ShareSD's own set.
+
+Files are JSON Lines in UTF-8, plain or gzipped. Fields that are not asked are ignored. Any other mistake is a
+ValueError of one line with file:line, the fault and the remedy.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+BUILTIN_FILE = Path(__file__).with_name("builtin_questions.jsonl")
+BUILTIN_LABEL = "ShareSD built-in questions"
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A conversation: the user's messages in order, at least one."""
+
+    id: str | int
+    """Unique in its set."""
+    category: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuestionSet:
+    """Questions in the order in which they are asked."""
+
+    name: str
+    """`builtin`, `mtbench`, `gsm8k` or `humaneval`."""
+    label: str
+    """Name in reports: the built-in label, the file's name, or the hub's data set."""
+    source: str
+    """`built-in`, the path as given, or `hub:OWNER/NAME/FILE`."""
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A line of a file or a row of a table."""
+
+    where: str
+    """file:line."""
+    index: int
+    """Number among the questions of the file, from 0."""
+    fields: object
+    """Parsed content; a mapping if all is well."""
+
+    def get(self, field: str) -> object:
+        """Return the value of a field, None if it is absent or null."""
+        if not isinstance(self.fields, Mapping):
+            raise ValueError(f"{self.where}: found {_kind(self.fields)}; a question is an object, {{...}}")
+        return self.fields.get(field)
+
+    def need(self, field: str, layout: str) -> object:
+        """Return the value of a required field; `layout` names all of them for the message."""
+        value = self.get(field)
+        if value is None:
+            raise ValueError(f"{self.where}: field {field!r} is missing; a question needs {layout}")
+        return value
+
+    def text(self, field: str, layout: str) -> str:
+        """Return a required text."""
+        return text_field(self, field, self.need(field, layout))
+
+
+def _mtbench(row: Row) -> Question:
+    layout = "question_id, category and turns"
+    id_ = row.need("question_id", layout)
+    if isinstance(id_, bool) or not isinstance(id_, int | str) or id_ == "":
+        raise ValueError(f"{row.where}: field 'question_id' is {id_!r}; write a whole number or a text")
+    category, turns = row.text("category", layout), row.need("turns", layout)
+    if not isinstance(turns, list):
+        raise ValueError(f"{row.where}: field 'turns' holds {_kind(turns)}; write a list of texts")
+    if not turns:
+        raise ValueError(f"{row.where}: field 'turns' is empty; write at least one message")
+    texts = tuple(text_field(row, f"turns[{i}]", item) for i, item in enumerate(turns))
+    return Question(id=id_, category=category, turns=texts)
+
+
+def _gsm8k(row: Row) -> Question:
+    return Question(id=row.index, category="math", turns=(row.text("question", "question"),))
+
+
+def _humaneval(row: Row) -> Question:
+    layout = "task_id and prompt"
+    task, code = row.text("task_id", layout), row.text("prompt", layout).strip("\n")
+    turn = f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
+    return Question(id=task, category="coding", turns=(turn,))
+
+
+class Layout(NamedTuple):
+    """Layout of a benchmark's files, and its test set on the hub."""
+
+    to_question: Callable[[Row], Question]
+    repo: str = ""
+    file: str = ""
+
+
+LAYOUTS = {
+    "mtbench": Layout(_mtbench),
+    "gsm8k": Layout(_gsm8k, "openai/gsm8k", "main/test-00000-of-00001.parquet"),
+    "humaneval": Layout(_humaneval, "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
+}
+"""Zheng et al. 2023, Cobbe et al. 2021, Chen et al. 2021."""
+
+
+def load(benchmark: str, path: str | Path | None = None, num_questions: int | None = None) -> QuestionSet:
+    """Return the first `num_questions` (None: all) questions of a file; without one, the built-in set or the hub's.
+
+    The built-in file lists its eight categories in turn, so its first questions are spread evenly over them.
+    """
+    if benchmark not in LAYOUTS:
+        raise ValueError(f"benchmark is {benchmark!r}; choose one of {', '.join(LAYOUTS)}")
+    if num_questions is not None and num_questions < 1:
+        raise ValueError(f"num_questions is {num_questions}; it must be at least 1")
+    layout = LAYOUTS[benchmark]
+    if path is not None:
+        name, label, source, rows = benchmark, Path(path).name, str(path), json_rows(Path(path))
+    elif layout.repo:
+        source = f"hub:{layout.repo}/{layout.file}"
+        name, label, rows = benchmark, f"{layout.repo} (test)", _hub_rows(layout.repo, layout.file, source)
+    else:
+        name, label, source, rows = "builtin", BUILTIN_LABEL, "built-in", json_rows(BUILTIN_FILE)
+    questions = _questions(source, rows, layout.to_question)
+    if num_questions is not None and num_questions > len(questions):
+        raise ValueError(f"num_questions is {num_questions}, but {label} holds {len(questions)}; ask for no more")
+    return QuestionSet(name=name, label=label, source=source, questions=questions[:num_questions])
+
+
+def first_turns(path: str | Path | None, num_questions: int | None = None) -> QuestionSet:
+    """Return questions in MT-Bench's layout without their later turns."""
+    found = load("mtbench", path, num_questions)
+    return replace(found, questions=tuple(replace(each, turns=each.turns[:1]) for each in found.questions))
+
+
+def text_field(row: Row, field: str, value: object) -> str:
+    """Return a value that is a text; ValueError for anything else, blanks and half characters."""
+    if not isinstance(value, str):
+        raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a text")
+    if not value.strip():
+        raise ValueError(f"{row.where}: field {field!r} holds an empty text; write something")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell it, no tokenizer can read it
+        lone = value[error.start]
+        raise ValueError(f"{row.where}: field {field!r} holds {lone!r}, half of a character; replace it") from error
+    return value
+
+
+def json_rows(path: Path) -> Iterable[Row]:
+    """Yield the lines of a JSON Lines file that are not blank."""
+    index = 0
+    # Bytes are split at newlines alone: str.splitlines would also cut at U+2028 inside a text.
+    for number, line in enumerate(_read(path).removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{where}: byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
+            ) from error
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object on each line"
+            ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise ValueError(f"{where}: not JSON that can be read ({error}); write plain fields") from error
+        yield Row(where=where, index=index, fields=fields)
+        index += 1
+
+
+def _kind(value: object) -> str:
+    """Return JSON's name of a value's type."""
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _hub_rows(repo: str, file: str, source: str) -> Iterable[Row]:
+    remedy = "pass the benchmark's own JSON Lines file with --questions FILE"
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ValueError(
+            f"reading {repo} ({file}) from the Hugging Face hub needs pyarrow, which is not installed; "
+            f"install pyarrow, or {remedy}"
+        ) from error
+    from huggingface_hub import hf_hub_download
+
+    try:
+        rows = parquet.read_table(hf_hub_download(repo, file, repo_type="dataset")).to_pylist()
+    except Exception as error:  # the type depends on the versions of three libraries
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        raise ValueError(f"cannot read {repo} ({file}) from the Hugging Face hub ({reason}); {remedy}") from error
+    return [Row(where=f"{source}:{i + 1}", index=i, fields=row) for i, row in enumerate(rows)]
+
+
+def _questions(source: str, rows: Iterable[Row], to_question: Callable[[Row], Question]) -> tuple[Question, ...]:
+    """Return all questions of a source; ValueError for none and for ids that come twice."""
+    questions: list[Question] = []
+    seen: dict[str | int, str] = {}
+    for row in rows:
+        question = to_question(row)
+        if question.id in seen:
+            raise ValueError(
+                f"{row.where}: id {question.id!r} is that of {seen[question.id]} already; change one of them"
+            )
+        seen[question.id] = row.where
+        questions.append(question)
+    if not questions:
+        raise ValueError(f"{source} holds no questions; write one JSON object on each line")
+    return tuple(questions)
+
+
+def _read(path: Path) -> bytes:
+    """Return the bytes of a file, unpacked if it is gzipped."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read questions from {path}: {error.strerror}; name a JSON Lines file") from error
+    if path.suffix != ".gz" and not data.startswith(_GZIP_MAGIC):
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again or unpack it") from error

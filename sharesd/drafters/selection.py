@@ -1,0 +1,154 @@
+"""Selection of drafters in a config; imports no torch.
+
+Active drafters with their options, head or second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from sharesd.config import SMALL, EngineConfig
+from sharesd.drafters import registry
+from sharesd.drafters.spec import Need
+
+EMBEDDED = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
+"""Folders of the embedded model's heads, by mode.
+
+That of a second model holds a small decoder.
+"""
+
+
+def active_drafters(config: EngineConfig, *modes: str) -> tuple[str, ...]:
+    """Return the drafters of some modes; a mix gives its members."""
+    registry.load_modules(config.drafter_modules)
+    found: list[str] = []
+    for mode in modes:
+        spec = None if mode == registry.NAIVE else registry.spec_of(mode)
+        found += registry.imported(spec.members)(config) if spec is not None and spec.members else (mode,)
+    return tuple(dict.fromkeys(found))
+
+
+def options_of(config: EngineConfig, drafter: str) -> Any:
+    """Return a drafter's options, with defaults for those that are not given."""
+    options = registry.spec_of(drafter).options
+    names = {field.name for field in fields(options)}
+    return options(**{name: value for name, value in config.drafter_options.items() if name in names})
+
+
+def option_fields() -> dict[str, str]:
+    """Return all options of drafters: name -> drafter."""
+    return {field.name: spec.name for spec in registry.specs() for field in fields(spec.options)}
+
+
+def head_mode(head: str) -> str:
+    """Return the mode of a head, by the architecture in its config.json.
+
+    Folders of public hubs name architectures of many kinds; without a known one a head is of the first head drafter.
+    """
+    config = Path(head) / "config.json"
+    text = config.read_text("utf-8") if config.is_file() else ""
+    specs = registry.specs("head")
+    found = (spec.name for spec in specs[1:] if any(layout.architecture in text for layout in spec.heads))
+    return next(found, specs[0].name)
+
+
+def head_of(config: EngineConfig, mode: str) -> str | None:
+    """Return the head of a mode; None = none.
+
+    One of `heads`, or the one that ships with the embedded model.
+    """
+    return next((head for head in config.heads if head_mode(head) == mode), None) or _shipped(config, mode)
+
+
+def require_head(config: EngineConfig, mode: str) -> str:
+    """Return the head of a mode.
+
+    Raises:
+        ValueError: there is none.
+    """
+    head = head_of(config, mode)
+    if head is not None:
+        return head
+    if not config.heads:
+        raise ValueError(f"mode {mode} needs a trained head; give one (--draft-head FOLDER)")
+    other, fits = config.heads[0], head_mode(config.heads[0])
+    raise ValueError(f"{other} is a head of mode {fits}: take mode {fits}, not {mode}, or give another head")
+
+
+def second_model(config: EngineConfig) -> str | None:
+    """Return the second model.
+
+    None = a quantized copy of the target.
+    """
+    if config.draft != SMALL:
+        return config.draft
+    return next(filter(None, (_shipped(config, name) for name in needing(Need.SECOND_MODEL))), None)
+
+
+def needing(need: Need) -> tuple[str, ...]:
+    """Return all drafters with this need."""
+    return registry.those(registry.names(), need)
+
+
+def _shipped(config: EngineConfig, mode: str) -> str | None:
+    """Return the embedded model's folder for a mode.
+
+    None if another model is the target.
+    """
+    folder = EMBEDDED / mode
+    return str(folder) if config.target is None and folder.is_dir() else None
+
+
+def file_of(config: EngineConfig, table: str) -> Path | None:
+    """Return the file of a table; None = empty.
+
+    As given, or the one that ships with the embedded model.
+    """
+    spec = registry.spec_of(table)
+    name = getattr(options_of(config, table), spec.file)
+    if name is None:
+        return spec.embedded if config.target is None else None
+    return None if name == "empty" else Path(name)
+
+
+def files_shown(config: EngineConfig) -> dict[str, str]:
+    """Return the names of all tables' files, by option."""
+    files = {spec.file: file_of(config, spec.name) for spec in registry.specs("table") if spec.file}
+    return {name: "empty" if file is None else file.name for name, file in files.items()}
+
+
+def check_drafters(config: EngineConfig, *modes: str) -> None:
+    """Check names and options of drafters, of a config and some modes.
+
+    Raises:
+        ValueError: unknown drafters and options, with the remedy.
+    """
+    registry.load_modules(config.drafter_modules)
+    for mode in (config.mode, *modes):
+        if mode not in registry.modes():
+            raise ValueError(f"mode is {mode!r}; choose one of {', '.join(registry.modes())}")
+    for field in ("hybrid_with", "auto_drafters"):
+        _check_members(field, getattr(config, field))
+    _check_options(config.drafter_options)
+
+
+def _check_members(field: str, given: tuple[str, ...]) -> None:
+    models, tables = registry.names("self", "model", "head"), registry.names("table")
+    for name in given:
+        if name not in (*models, *tables):
+            raise ValueError(f"{field} is {name!r}; choose one of {', '.join((*models, *tables))}")
+    if sum(name in models for name in given) > 1:
+        raise ValueError(f"{field} is {', '.join(given)}; give one of {' and '.join(models)}")
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    known = option_fields()
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name} is no option of a drafter; take one of {', '.join(known)}")
+    for spec in registry.specs():
+        names = {field.name for field in fields(spec.options)}
+        spec.options(**{name: value for name, value in given.items() if name in names})

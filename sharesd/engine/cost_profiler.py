@@ -1,0 +1,207 @@
+"""Times an engine's rounds, for the draft policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import quantiles
+
+import torch
+
+from sharesd.drafters.base import DraftContext, Drafter
+from sharesd.engine.engine import Engine
+from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.cost_profile import fit_costs, load_costs, save_costs, typical
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
+from sharesd_files import JsonCache
+
+SWEEPS, SECONDS = (3, 12), 0.5
+"""Least and most repeats of all rounds, and a time limit.
+
+No repeat starts after this limit, in seconds, if times agree.
+"""
+MAX_EXTENSION = 3
+"""Factor by which repeats are extended while times disagree.
+
+Times that still disagree are not kept.
+"""
+AGREE = 1.25
+"""Largest ratio of quartiles, relative to a plain step, of agreeing repeats."""
+STARTS = 3
+"""Number of starts at which costs are measured.
+
+One start may fall into a bad moment of the machine.
+"""
+BRIEFLY = 1
+"""Least repeats for more rows than the fewest, whose rounds are slow."""
+SLOWER = 1.3
+"""Slowdown of kept plain steps, over new ones, that voids kept costs."""
+SHARE_OF_LONGEST = 4
+"""Ratio of the longest to the shortest timed draft if offloaded.
+
+Only these two are timed, at one context: a pass may take a second and hardly depends on its width.
+"""
+MISSED = 64
+"""Tokens that a drafter reads together while catching up is timed."""
+FAR = 2048
+"""Largest number of live slots at which rounds are timed."""
+
+
+def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
+    """Return costs by number of rows.
+
+    `kept`: cache of costs measured before under the same conditions. Those of the first few starts are joined; later
+    starts time nothing but a plain step, to ignore costs from a moment when the machine was slow.
+    """
+    fewest, *more = engine.batch_sizes
+    sweeps = {fewest: BRIEFLY if engine.offloaded else SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
+    return {rows: _costs_of_rows(engine, params, rows, kept, sweeps[rows]) for rows in sweeps}
+
+
+def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int) -> Costs:
+    """Return costs of rounds over `rows` rows, from earlier starts and, unless there were enough, from this one."""
+    if kept and rows < engine.cache.batch:
+        kept = kept.with_key(rows)
+    earlier = load_costs(kept) if kept else []
+    if earlier:
+        now = min(_timed(_step(engine, params, 0, rows)) for _ in range(SWEEPS[0]))
+        earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
+    if len(earlier) < STARTS:
+        fresh, agree = measure_costs(engine, params, rows, sweeps)
+        if kept and agree:
+            save_costs(kept, [*earlier, fresh])
+        earlier.append(fresh)
+    return typical(earlier)
+
+
+@torch.inference_mode()
+def measure_costs(
+    engine: Engine, params: SamplingParams, rows: int | None = None, sweeps: int = SWEEPS[0]
+) -> tuple[Costs, bool]:
+    """Time steps and draft steps after the text decoded last.
+
+    The text stays unchanged. Each round is compared with the plain steps around it, at two contexts, so that a slow
+    machine slows both alike.
+
+    Args:
+        engine: an idle engine.
+        params: kind of sampling.
+        rows: time rounds over the first `rows` rows; None: all.
+        sweeps: number of repeats, at least.
+
+    Returns:
+        The costs, and True if repeats agree so that the costs can be kept.
+    """
+    rows = rows or engine.cache.batch
+    model = model_drafter_of(engine)
+    for cache in engine.caches:
+        cache.unpark()
+    lengths = [cache.lengths for cache in engine.caches]
+    before = [lengths_B.clone() for lengths_B in lengths]
+    near = float(engine.cache.lengths.double().mean())
+    room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
+    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
+    timers = _timers(engine, params, rows)
+    plain = _step(engine, params, 0, rows)
+    ratios: dict[tuple[str, int, bool], list[float]] = {}
+    bases: dict[bool, list[float]] = {False: [], True: []}
+    started = time.perf_counter()
+    agree = False
+    for sweep in range(SWEEPS[1] * MAX_EXTENSION):
+        passed = time.perf_counter() - started
+        agree = all(_spread(times) < AGREE for times in ratios.values())
+        if sweep >= sweeps and (
+            passed > MAX_EXTENSION * SECONDS or (agree and (passed > SECONDS or sweep >= SWEEPS[1]))
+        ):
+            break
+        for is_far in (False, *([True] if far is not None else [])):
+            if is_far and far is not None:
+                for lengths_B in lengths:
+                    lengths_B.fill_(far)
+            plain()
+            base = _timed(plain)
+            for key, seconds in timers.items():
+                took = seconds()
+                after = _timed(plain)
+                ratios.setdefault((*key, is_far), []).append(2 * took / (base + after))
+                bases[is_far].append(after)
+                base = after
+            for lengths_B, before_B in zip(lengths, before, strict=True):
+                lengths_B.copy_(before_B)
+    for cache in engine.caches:
+        cache.park(0, cache.batch)
+    return fit_costs(ratios, bases, near, far, model is not None and model.single_pass), agree
+
+
+def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str, int], Callable[[], float]]:
+    """Return timers of all rounds compared with a plain step.
+
+    Keys are kind, and width or depth; each timer returns seconds.
+    """
+    model, context = model_drafter_of(engine), engine.variant(params).round(0, rows).context
+    timers: dict[tuple[str, int], Callable[[], float]] = {}
+    longest = engine.num_draft
+    few = sorted({max(1, longest // SHARE_OF_LONGEST), longest} - {0})
+    for num_nodes in few if engine.offloaded else _lengths(longest)[1:]:
+        timers["step", 1 + num_nodes] = partial(_timed, _step(engine, params, num_nodes, rows))
+    if model is not None:
+        deepest, largest = chain(max(1, engine.num_draft // 2)), engine.variant(params).policy.shapes[-1]
+        kinds = {"draft": deepest, **({"level": largest} if largest.is_tree else {})}
+        for kind, shape in kinds.items():
+            depths = (1,) if model.single_pass else (shape.depth,) if engine.offloaded else (1, shape.depth)
+            for depth in dict.fromkeys(depths):
+                timers[kind, depth] = partial(_draft_seconds, model, context, shape, depth)
+        if model.time_catch_up(context, MISSED):
+            timers["read", 0] = lambda: _timed(partial(model.time_catch_up, context, MISSED)) / MISSED
+    return timers
+
+
+def model_drafter_of(engine: Engine) -> Drafter | None:
+    """Return the engine's model drafter, also of a hybrid; None without one."""
+    drafter = engine.drafter
+    return getattr(drafter, "model_drafter", None) if drafter and drafter.runs_on_host else drafter
+
+
+def _step(engine: Engine, params: SamplingParams, num_nodes: int, rows: int) -> Callable[[], object]:
+    """Return a round of idle rows with `num_nodes` draft tokens.
+
+    The round changes nothing.
+    """
+    engine.deactivate_rows()
+    round_ = engine.variant(params).round(0, rows)
+    tree = DraftTree(torch.zeros(rows, num_nodes, dtype=torch.int64))
+
+    @torch.inference_mode()
+    def step() -> object:
+        return round_.verify(tree).packed_result_BX.tolist()
+
+    return step
+
+
+def _draft_seconds(drafter: Drafter, context: DraftContext, shape: DraftShape, depth: int) -> float:
+    """Time a draft of this kind with `depth` levels and fewest nodes."""
+    nodes = min(shape.nodes, depth + 1) if shape.is_tree else depth
+    return _timed(lambda: drafter.draft(context, shape._replace(depth=depth, nodes=nodes)).tokens.tolist())
+
+
+def _timed(function) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def _spread(times: list[float]) -> float:
+    """Return the ratio of the upper to the lower quartile."""
+    low, _, high = quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+    return high / low
+
+
+def _lengths(most: int) -> list[int]:
+    """Return 0, 1, 2, 4 ... and `most`.
+
+    Costs are nearly linear between these numbers.
+    """
+    powers_of_two = [2**i for i in range(most.bit_length()) if 2**i < most]
+    return [0, *powers_of_two, most]

@@ -1,0 +1,73 @@
+"""Options of an engine: limits, forms of rounds, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compile.cuda_graphs import Graphs
+from offload.prefetcher import TransferStats
+from sharesd import sampling
+from sharesd.engine.decode_round import OverlapHook
+from sharesd.engine.stats import Stats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Limits, forms of rounds and hooks of one engine."""
+
+    max_context: int
+    """Most tokens of prompt and answer.
+
+    The cache needs slots for them and two verify steps more, three with `async_scheduling`: finished rows rest after
+    the context, and rounds of other rows compute them too.
+    """
+    auto_length: bool = False
+    """Choice of each draft's shape by a policy.
+
+    Otherwise the drafter's largest shape is used.
+    """
+    widths: Sequence[int] | None = None
+    """Allowed numbers of tokens of a step; None: any number.
+
+    Steps are padded to the next width. A single width, equal in all modes, if the target's bits of a row depend on the
+    width.
+    """
+    recompute_decoded_kv: bool = False
+    """Reuse of KV in whole prefill chunks only.
+
+    Needed if prefill and decode steps write different bits.
+    """
+    graphs: Graphs | None = None
+    """Captures rounds, which are replayed then; None: rounds run eagerly."""
+    buckets: bool = False
+    """Capture rounds for 1, 2, 4 ... rows, and all of them.
+
+    Requires bits of a row that do not depend on the number of rows, and kernels that skip rows of negative length.
+    """
+    gumbel: Callable[..., Tensor] = sampling.gumbel
+    """Gumbel noise; may be a compiled form."""
+    max_queue: int | None = None
+    """Waiting requests; None: no limit."""
+    prefill_chunk: int | None = None
+    """Prompt tokens per round while other requests are decoded.
+
+    None: 512; on a CPU few enough not to delay rounds. Numbers are for CPUs only.
+    """
+    async_scheduling: bool = False
+    """Launch each round before the host reads the last one; a draft that needs the host is launched right after."""
+    transfer_stats: Callable[[], TransferStats] | None = None
+    """Total traffic of offloaded weights, if there are any."""
+    overlap_hook: OverlapHook | None = None
+    """Runs draft steps while the target waits for offloaded weights."""
+    on_finish: Callable[[Stats], None] | None = None
+    """Called with the counts of each finished request."""
+    require_trees: bool = True
+    """Reject requests that draft trees cannot serve; otherwise they get chains."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Offloading: each target pass loads weights over a slow link."""
+        return self.transfer_stats is not None

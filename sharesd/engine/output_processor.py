@@ -1,0 +1,154 @@
+"""Results of rounds: new tokens, counts, times and the policy's evidence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from compile.adaptive_threads import STEP_THREADS
+from compile.device_timer import Clock
+from sharesd.engine.options import EngineOptions
+from sharesd.engine.outputs import Source, TokenChunk
+from sharesd.engine.request import Request, mean_progress
+from sharesd.engine.round_launcher import InFlightRound
+from sharesd.engine.scheduler import Scheduler
+from sharesd.engine.stats import Stats
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.speculation.draft_tree import DraftTree
+
+
+class Tokens(NamedTuple):
+    """New tokens of one row, with what belongs to each of them."""
+
+    ids: list[int]
+    sources: list[Source]
+    drafters: Sequence[str | None]
+    """Drafter of each token; None: the target's own."""
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+class OutputProcessor:
+    """Reads the results of launched rounds and emits their tokens."""
+
+    def __init__(self, cache: StaticKVCache, scheduler: Scheduler, clock: Clock, options: EngineOptions) -> None:
+        """As `Engine` has them."""
+        self._cache, self._scheduler, self._clock = cache, scheduler, clock
+        self._on_finish, self._transfer_stats = options.on_finish, options.transfer_stats
+        self.stats = Stats()
+        """Counts of the last call, or of all steps since."""
+        self._traffic_before = self._transfer_stats() if self._transfer_stats else None
+        self.busy_since = 0.0
+        """End time of the last collected round or prompt chunk."""
+
+    def begin_call(self, stats: Stats) -> None:
+        """Count into `stats` from now on."""
+        self.stats = stats
+        self._traffic_before = self._transfer_stats() if self._transfer_stats else None
+
+    def collect(self, in_flight: InFlightRound, launch_early: Callable[[], bool]) -> list[TokenChunk]:
+        """Return the tokens of a round; record its acceptance and times.
+
+        `launch_early` launches the next round as soon as the tokens are known, if rounds may overlap with the host's
+        work; it returns True if it did.
+        """
+        batch, counted, is_last_call, place, tree, decision, result, marks, launched = in_flight
+        num_nodes, policy = tree.tokens.shape[1], batch.variant.policy
+        started = max(launched, self.busy_since)  # earlier time belongs to the round before
+        self._clock.wait(marks[-1])
+        packed = result.packed_result_BX.tolist()  # the one host synchronisation of a round
+        logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
+        top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
+        live = [request for request in batch.live if request.row is not None]
+        if not live:
+            self.busy_since = time.perf_counter()
+            return []
+        lines = [request.row - batch.first for request in live]  # type: ignore[operator]
+        drafter = self._scheduler.drafter
+        if drafter is not None and drafter.runs_on_host:
+            drafter.on_host_result([result.drafter_feedback(packed[line]) for line in lines])
+        names = _drafters_by_node(tree)
+        before, chunks, paths = [request.num_emitted for request in live], [], {}
+        for request, line in zip(live, lines, strict=True):
+            num_new, num_drafted = packed[line][0], num_nodes if request.params.speculate else 0
+            path = paths[request] = result.path(packed[line])
+            last: Source = "target" if not num_drafted else "bonus" if num_new > tree.depth else "recovered"
+            accepted: list[Source] = ["accepted"] * (num_new - 1)
+            chunk = self.emit(
+                request,
+                Tokens(
+                    packed[line][1 : 1 + num_new],
+                    [*accepted, last],
+                    [*(names[node - 1] for node in path), None],
+                    logprobs[line][:num_new] if logprobs and request.params.logprobs else None,
+                    top_logprobs(request, *(part[line][:num_new] for part in top)) if top else None,
+                ),
+            )
+            for each in (self.stats, request.stats):
+                each.record_round(num_drafted, num_new - 1, len(chunk.token_ids))
+            request.stats.accept_lengths[0].append(len(chunk.token_ids))
+            chunks.append(chunk)
+        ended = time.perf_counter()
+        if early := launch_early():  # the rest of the host's work overlaps with the next round
+            self.busy_since = ended
+        draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
+        policy.live.at(*place)
+        policy.restore(decision)
+        progress = mean_progress(live, before, is_last_call)
+        accepted_paths = [paths[request] for request in counted if request in paths]
+        took = ended - started
+        STEP_THREADS.record_round(took, policy.expected(tree))
+        if batch.variant.records_rounds:
+            policy.record(tree, accepted_paths, draft_s, max(verify_s, took - draft_s), progress)
+        if not num_nodes:
+            self._scheduler.prefill.record_round_time(took)
+        self.busy_since = ended if early else time.perf_counter()
+        overhead_s = self.busy_since - started - draft_s - verify_s
+        for each in (self.stats, *(request.stats for request in live)):
+            each.record_step(tree.num_steps, draft_s, verify_s, overhead_s)
+        self.record_transfers()
+        return chunks
+
+    def emit(self, request: Request, tokens: Tokens) -> TokenChunk:
+        """Return the chunk of a row's new tokens.
+
+        Tokens after the end of the text are dropped and not counted.
+        """
+        ids, sources, drafters, logprobs, top = tokens
+        count, text = request.take(ids)
+        logprobs, top = logprobs and logprobs[:count], top and top[:count]
+        cut = ids[:count], sources[:count], list(drafters[:count])
+        chunk = TokenChunk(request, *cut, text, logprobs, top, request.finish_reason)
+        for stats in (self.stats, request.stats):
+            stats.record_tokens(chunk.sources)
+        assert request.row is not None
+        cached_ids = self._cache.cached_ids[request.row]
+        cached_ids += request.tokens[len(cached_ids) : -1]  # KV of dropped tokens is never looked at
+        if chunk.finish_reason is not None:
+            self._scheduler.release(request)
+            if self._on_finish is not None:
+                self._on_finish(request.stats)
+        return chunk
+
+    def record_transfers(self) -> None:
+        """Count the traffic of offloaded weights since the call began."""
+        if self._transfer_stats is not None and self._traffic_before is not None:
+            self.stats.traffic = self._transfer_stats().since(self._traffic_before)
+
+
+def _drafters_by_node(tree: DraftTree) -> list[str | None]:
+    """Return the name of each node's drafter."""
+    return [tree.drafter or None] * (tree.tokens.shape[1] - tree.num_filled) + [tree.filler] * tree.num_filled
+
+
+def top_logprobs(
+    request: Request, ids: list[list[int]], logprobs: list[list[float]]
+) -> list[list[tuple[int, float]]] | None:
+    """Return the likeliest tokens of each position with log-probabilities.
+
+    Their number is that of the request.
+    """
+    num = request.params.top_logprobs
+    return [list(zip(*pair, strict=True))[:num] for pair in zip(ids, logprobs, strict=True)] if num else None

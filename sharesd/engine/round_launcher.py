@@ -1,0 +1,165 @@
+"""Launch of rounds: forms the batch, makes the draft, starts the verification."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from torch import Tensor
+
+from compile.adaptive_threads import STEP_THREADS
+from compile.device_timer import Clock, Mark
+from sharesd.devices.host_buffers import upload
+from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
+from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
+from sharesd.engine.grammar_mask import compute_grammar_mask
+from sharesd.engine.request import Request, counted_requests, max_round_cost
+from sharesd.engine.scheduler import Scheduler
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.speculation.draft_policy import Decision
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, runs_on_host
+
+
+class Batch(NamedTuple):
+    """Requests decoded together, unchanged until one joins or leaves."""
+
+    live: list[Request]
+    texts: dict[int, list[int]]
+    """Token ids by row; the lists grow with the requests."""
+    plain: list[int]
+    """Rows that take no drafts."""
+    constrained: bool
+    """True if any request has a grammar."""
+    first: int
+    """Row of the first line of results."""
+    end: int
+    variant: DecodeVariant
+    round: Round
+
+
+class InFlightRound(NamedTuple):
+    """A launched round whose result has not been read."""
+
+    batch: Batch
+    counted: list[Request]
+    """Requests whose tokens the policy counts."""
+    is_last_call: bool
+    """True if all requests are prompts of one call, and none waits."""
+    place: tuple[float, int, int]
+    """Arguments of `LiveCosts.at`."""
+    tree: DraftTree
+    decision: Decision
+    result: RoundResult
+    marks: list[Mark]
+    started: float
+
+
+class RoundLauncher:
+    """Starts rounds of all requests that are being decoded."""
+
+    def __init__(
+        self,
+        cache: StaticKVCache,
+        scheduler: Scheduler,
+        variants: DecodeVariants,
+        state: BatchState,
+        clock: Clock,
+        *,
+        async_scheduling: bool,
+    ) -> None:
+        """As `Engine` has them."""
+        self._cache, self._scheduler, self._variants, self._state = cache, scheduler, variants, state
+        self._clock, self._on_gpu = clock, cache.lengths.device.type == "cuda"
+        self._copies_result = async_scheduling or self._on_gpu
+        self._batch: Batch | None = None
+        self._num_changes = -1  # of the scheduler, when the batch was formed
+        self._num_idle = 0  # rounds since the drafter took part
+        self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
+        self.prefilled = False
+        """A prompt chunk was read since the last round."""
+
+    def reset(self) -> None:
+        """Drop the batch and a deferred draft."""
+        self._batch = self._deferred_shape = None
+
+    def invalidate(self) -> None:
+        """Form the batch anew before the next round."""
+        self._batch = None
+
+    def launch(self, before: InFlightRound | None = None) -> InFlightRound | None:
+        """Launch a round of all live requests.
+
+        Returns None if there are none, or if the host must first read the round `before` it.
+        """
+        started, scheduler = time.perf_counter(), self._scheduler
+        if self._batch is None or self._num_changes != scheduler.num_changes:
+            self._batch, self._num_changes = self._form_batch(), scheduler.num_changes
+        batch, drafter = self._batch, scheduler.drafter
+        if batch is None or (before is not None and batch.constrained):
+            return None
+        policy, live, first = batch.variant.policy, batch.live, batch.first
+        is_last_call = not scheduler.waiting and scheduler.prefill.request is None and live[0].call is not None
+        counted = counted_requests(live, is_last_call)
+        policy.counted_rows = [request.row for request in counted]  # type: ignore[misc]
+        policy.max_round_cost = max_round_cost(live, self.prefilled)
+        num = batch.end - first
+        place = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1, STEP_THREADS.size, num
+        policy.live.at(*place)
+        tree, shape = batch.round.no_draft, NO_DRAFT
+        if drafter is not None and len(batch.plain) < len(live):
+            policy.num_unread_tokens = drafter.num_unread_tokens(batch.texts)
+            shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._num_idle), None
+            if shape.nodes and before is not None and self._num_idle and drafter.needs_catch_up:
+                self._deferred_shape = shape
+                return None
+        marks = [self._clock.mark()]
+        if shape.nodes:
+            assert drafter is not None
+            drafter.catch_up(batch.texts, self._num_idle > 0, batch.plain, _max_unread_tokens(before))
+            tree = drafter.draft(batch.round.context, shape)
+            if tree.num_steps:
+                tree = tree._replace(num_unread_tokens=policy.num_unread_tokens)
+            marks.append(self._clock.mark())
+        result = batch.round.verify(tree, self._grammar_masks(batch, tree) if batch.constrained else None)
+        if self._copies_result:
+            result = batch.round.copy_to_host(result)
+        marks.append(self._clock.mark())
+        self._num_idle = 0 if shape.nodes else self._num_idle + 1
+        return InFlightRound(batch, counted, is_last_call, place, tree, policy.decision(), result, marks, started)
+
+    def _form_batch(self) -> Batch | None:
+        """Collect all live requests and upload their rows; None without any."""
+        live = self._scheduler.live
+        if not live:
+            return None
+        rows: list[int] = [request.row for request in live]  # type: ignore[misc]
+        first, end = self._scheduler.rows.span(rows)
+        variant = self._variants.of_rows(rows)
+        active, drafts = [0] * self._cache.batch, [False] * self._cache.batch
+        for row, request in zip(rows, live, strict=True):
+            active[row], drafts[row] = 1, request.params.speculate
+        upload(self._state.active_B, active)
+        upload(self._state.drafts_B, drafts)
+        texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
+        plain = [row for row in rows if not drafts[row]]
+        constrained = any(request.matcher is not None for request in live)
+        return Batch(live, texts, plain, constrained, first, end, variant, variant.round(first, end))
+
+    def _grammar_masks(self, batch: Batch, tree: DraftTree) -> GrammarMaskFn:
+        """Return a function that computes grammar masks during the target's read."""
+        draft, mark = runs_on_host(tree), self._clock.mark()
+
+        def masks() -> tuple[Tensor, list[tuple[int, int]]]:
+            if tree.tokens.shape[1]:
+                self._clock.wait(mark)
+            return compute_grammar_mask(draft, batch.live, batch.first, self._variants.vocab_size, pinned=self._on_gpu)
+
+        return masks
+
+
+def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:
+    """Return the most tokens that an unread round adds to each row."""
+    if before is None:
+        return {}
+    most = 1 + before.tree.tokens.shape[1]
+    return {request.row: most for request in before.batch.live if request.row is not None}

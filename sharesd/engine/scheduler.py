@@ -1,0 +1,209 @@
+"""Admission of requests: the queue, batch rows, and the prompt in prefill."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from sharesd import sampling
+from sharesd.drafters.base import Drafter
+from sharesd.engine.options import EngineOptions
+from sharesd.engine.prefill_scheduler import PrefillScheduler
+from sharesd.engine.request import QueueFull, Request
+from sharesd.engine.row_allocator import RowAllocator
+from sharesd.engine.stats import Stats
+from sharesd.engine.stop_checker import StopChecker
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.models.base import CausalModel
+from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling import RowSampling
+from sharesd.sampling.grammar import Grammars
+from sharesd.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class Scheduler:
+    """Requests of one engine, waiting or with a batch row."""
+
+    def __init__(
+        self,
+        target: CausalModel,
+        tokenizer: Tokenizer,
+        caches: Sequence[StaticKVCache],
+        drafter: Drafter | None,
+        row_sampling: RowSampling,
+        *,
+        options: EngineOptions,
+        span: Callable[[Sequence[int]], tuple[int, int]],
+    ) -> None:
+        """Build a scheduler over the target's and a model drafter's `caches`.
+
+        `span`: first and end row of a round over rows.
+
+        Raises ValueError for a `prefill_chunk` that the target does not support.
+        """
+        self._target, self._tokenizer, self._caches, self._options = target, tokenizer, caches, options
+        self._sampling = row_sampling
+        self.drafter = drafter
+        cache = caches[0]
+        self.waiting: deque[Request] = deque()
+        self.rows = RowAllocator(cache, recompute_decoded_kv=options.recompute_decoded_kv, span=span)
+        self.prefill = PrefillScheduler(
+            target,
+            cache,
+            drafter,
+            recompute_decoded_kv=options.recompute_decoded_kv,
+            prefill_chunk=options.prefill_chunk,
+            offloaded=options.is_offloaded,
+        )
+        self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=self._eos_ids())
+        self.num_changes = 0
+        """Number of times that a request joined or left the decoded ones."""
+        self.owner: object | None = None
+        """Owner of the cache while requests of this engine use it."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that run or wait."""
+        return [*self.waiting, *(request for request in self.rows.requests if request is not None)]
+
+    @property
+    def live(self) -> list[Request]:
+        """Requests that are being decoded, by row."""
+        prefilled = self.prefill.request
+        return [request for request in self.rows.requests if request is not None and request is not prefilled]
+
+    @property
+    def is_busy(self) -> bool:
+        """True if any request runs or waits."""
+        return bool(self.waiting or self.rows.used)
+
+    @property
+    def can_prefill(self) -> bool:
+        """A prompt is in prefill, or waits while a row is free."""
+        return bool(self.prefill.request or (self.waiting and self.rows.free))
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Return token ids of a prompt.
+
+        Raises ValueError if the prompt cannot be decoded with these parameters.
+        """
+        ids = self.tokenize(prompt)
+        self.check_params(params)
+        return ids
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return token ids of a text or list of ids.
+
+        Raises ValueError if empty, too long or outside the vocabulary.
+        """
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError("a prompt is empty; give at least one token")
+        if len(ids) >= self._options.max_context:
+            raise ValueError(
+                f"a prompt has {len(ids)} tokens and the context holds {self._options.max_context}, which leaves no "
+                "room for an answer; shorten it or raise max_context"
+            )
+        wrong = next((i for i in ids if not 0 <= i < self._target.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {self._target.vocab_size}")
+        return ids
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for parameters that this engine does not support."""
+        sampling.check_bias(params, self._target.vocab_size)
+        if params.grammar is not None:
+            self.grammars.matcher(params.grammar)
+        shapes = self.drafter.shapes if self.drafter and self._options.require_trees else ()
+        if params.acceptance != "match" and any(shape.is_tree for shape in shapes):
+            raise ValueError(f"acceptance {params.acceptance} decides about chains only; take match, or no draft trees")
+
+    def check_queue(self) -> None:
+        """Raise QueueFull if no further request may wait."""
+        num_waiting, max_queue = len(self.waiting), self._options.max_queue
+        if max_queue is not None and num_waiting - len(self.rows.free) + 1 > max_queue:
+            raise QueueFull(f"{num_waiting} requests wait and the queue holds {max_queue}; try again later")
+
+    def add(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        index: int,
+        stats: Stats,
+        *,
+        reuse: bool = True,
+        call: object | None = None,
+    ) -> Request:
+        """Append a new request to the queue. Arguments as of `Request`."""
+        room = self._options.max_context - len(ids)
+        checker = StopChecker(self._tokenizer, params, eos_ids=self._eos_ids(), room=room)
+        matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
+        reuse = reuse and not params.prompt_logprobs
+        request = Request(ids, params, index, checker, stats, matcher=matcher, reuse=reuse, call=call)
+        stats.accept_lengths.append([])
+        stats.prompt_tokens = len(ids)
+        self.waiting.append(request)
+        return request
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        return *self._target.eos_ids, *self._tokenizer.eos_ids
+
+    def admit(self) -> Request:
+        """Give the next waiting request a row, and begin its prefill."""
+        request = self.waiting.popleft()
+        row = self.rows.allocate(request)
+        self.prefill.request = request
+        self._sampling.place(row, request.params, request.index, request.prompt_ids)
+        self.num_changes += 1
+        if self.drafter is not None:
+            self.drafter.begin(row, request.prompt_ids, request.reuse)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request without a finish reason; free its row at once."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request.row is not None and self.rows.requests[request.row] is request:
+            self.release(request)
+        elif request.finish_reason is None:
+            return
+        request.cancelled = request.finish_reason is None
+
+    def release(self, request: Request) -> None:
+        """Free the row of a request.
+
+        Parks the row, unless another owner of the cache may have given it away.
+        """
+        assert request.row is not None
+        row = request.row
+        self._sampling.release(row)
+        self.rows.release(request)
+        if self._caches[0].owner is self.owner:
+            for cache in self._caches:
+                cache.park(row, row + 1)
+        if self.prefill.request is request:
+            self.prefill.request = None
+        self.num_changes += 1
+
+    def acquire_cache(self) -> object:
+        """Drop all requests and park all rows; return the new ownership mark.
+
+        This engine becomes the cache's owner.
+        """
+        for row in self.rows.used:
+            self._sampling.release(row)
+        self.rows.clear()
+        self.waiting.clear()
+        self.prefill.request = None
+        self.num_changes += 1
+        self.owner = self._caches[0].acquire(object())
+        for cache in self._caches:
+            cache.park(0, cache.batch)
+        return self.owner
+
+    def check_owner(self, owner: object | None = None) -> None:
+        """Raise RuntimeError if another engine or call has acquired the cache since."""
+        if self._caches[0].owner is not (owner or self.owner):
+            raise RuntimeError("another call has used the cache meanwhile; end or close one before the next")

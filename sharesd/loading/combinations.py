@@ -1,0 +1,350 @@
+"""Table of options that do not go together, with messages. Imports no torch.
+
+Rows are checked as soon as their facts are known: `OPTIONS` on the command line already, `TARGET` once the checkpoint's
+config is read, `RESOLVED` once device and compile mode are chosen. `NO_OFFLOAD` holds reasons against an offload plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sharesd.config import SMALL, EngineConfig
+from sharesd.drafters import registry, selection
+from sharesd.drafters.spec import Need, Support
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """Options, and facts about device and model that were found so far."""
+
+    config: EngineConfig
+    modes: tuple[str, ...]
+    drafters: frozenset[str]
+    """Active drafters of `modes`; those of mode auto only once they are chosen."""
+    replicas: int | None = None
+    launched: int = 1
+    """Processes that a launcher started to share prompts."""
+    quant_skip: tuple[str, ...] = ()
+    """`--quant-skip` beside `--draft-quant auto`."""
+    unsupported: str | None = None  # reason why the target is no native decoder
+    device: str = "cpu"
+    compile: str = "auto"
+    """Compile mode, `auto` resolved."""
+    has_triton: bool = True
+    draft_device: str | None = None
+    num_stages: int = 1
+    has_device_memory: bool = False
+    """True if the device has memory of its own, to which offloaded blocks come from the host's."""
+    in_memory: bool = False
+    """True if tensors stand in for the checkpoint's files."""
+    has_block_source: bool = False
+    """True if the caller offloads blocks itself."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, modes: Sequence[str] = (), **facts: object) -> Combination:
+        """Return the combination of a config and its active drafters."""
+        chosen = tuple(modes or (config.mode,))
+        drafters = frozenset(selection.active_drafters(config, *chosen))
+        return cls(config=config, modes=chosen, drafters=drafters, **facts)  # type: ignore[arg-type]
+
+    @property
+    def on_gpu(self) -> bool:
+        """True on a CUDA device."""
+        return self.device.startswith("cuda")
+
+    @property
+    def heads(self) -> list[str]:
+        """Active drafters that are trained heads."""
+        return [name for name in registry.names("head") if name in self.drafters]
+
+    @property
+    def not_sharded(self) -> tuple[str, ...]:
+        """Active drafters that need the whole target on one device."""
+        return registry.lacking(self.drafters - {registry.NAIVE}, Support.TENSOR_PARALLEL)
+
+    def needs(self, need: Need) -> bool:
+        """True if an active drafter has this need."""
+        return bool(registry.those(self.drafters, need))
+
+    @property
+    def has_quantized_linears(self) -> bool:
+        """True if linears are quantized for our kernels."""
+        config = self.config
+        second = self.needs(Need.SECOND_MODEL) and selection.second_model(config) is None
+        copies = second or self.needs(Need.QUANTIZED_TARGET)
+        head_quant = config.head_quant if self.heads else None
+        quants = (config.quant if copies else None, head_quant)
+        return any(quant is not None and quant.format.solver is not None for quant in quants)
+
+
+class Row(NamedTuple):
+    """A combination that is refused."""
+
+    applies: Callable[[Combination], bool]
+    message: Callable[[Combination], str]
+
+
+def _has_duplicate_heads(c: Combination) -> bool:
+    return len({selection.head_mode(head) for head in c.config.heads}) < len(c.config.heads)
+
+
+def _mode_without_head(c: Combination) -> str | None:
+    return next((mode for mode in c.heads if selection.head_of(c.config, mode) is None), None)
+
+
+def _missing_head(c: Combination) -> str:
+    mode, heads = _mode_without_head(c), c.config.heads
+    if not heads:
+        return f"mode {mode} needs a trained head; give one (--draft-head FOLDER)"
+    other, fits = heads[0], selection.head_mode(heads[0])
+    return f"{other} is a head of mode {fits}: take mode {fits}, not {mode}, or give another head"
+
+
+def _has_unused_draft_model(c: Combination) -> bool:
+    """True unless a drafter uses the second model, or drafters are chosen when the model is loaded."""
+    config = c.config
+    if config.draft is None:
+        return False
+    active = [selection.active_drafters(config, mode) for mode in (config.mode, *c.modes)]
+    drafters = {*config.hybrid_with, *(name for names in active for name in names)}
+    return all(active) and not drafters.intersection(selection.needing(Need.SECOND_MODEL))
+
+
+def _has_other_budget(c: Combination) -> bool:
+    tree = c.config.explicit_tree
+    return tree is not None and c.config.num_draft not in (None, tree[2])
+
+
+def _tree(c: Combination) -> str:
+    return ":".join(map(str, c.config.explicit_tree or ()))
+
+
+def _stage_flag(c: Combination) -> str:
+    split = c.config.split
+    return "--devices" if split.devices else "--device-map" if split.device_map is not None else "--max-memory"
+
+
+OPTIONS: tuple[Row, ...] = (
+    Row(
+        lambda c: c.config.tensor_parallel_style == "reduce" and c.config.tensor_parallel == 1,
+        lambda c: "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks, or leave it out",
+    ),
+    Row(
+        lambda c: c.config.offload.when == "off" and (c.config.offload.limited or c.config.offload.folder is not None),
+        lambda c: "offload is off, and a limit or a folder for it is given; leave it at auto",
+    ),
+    Row(
+        lambda c: bool(c.config.split.devices) and c.config.split.device_map is not None,
+        lambda c: (
+            f"devices are {', '.join(c.config.split.devices)} and device_map is {c.config.split.device_map!r}; "
+            "give one of the two"
+        ),
+    ),
+    Row(
+        lambda c: c.config.split.device_map not in (None, "auto") and bool(c.config.split.max_memory),
+        lambda c: f"device_map {c.config.split.device_map!r} says where blocks go, and max_memory is given; drop it",
+    ),
+    Row(
+        lambda c: c.config.split.enabled and c.config.device != "auto",
+        lambda c: f"device is {c.config.device!r} and the stages have devices of their own; leave device out",
+    ),
+    Row(
+        lambda c: c.config.split.enabled and c.config.tensor_parallel > 1,
+        lambda c: (
+            f"tensor_parallel is {c.config.tensor_parallel}, whose ranks have one device each, and there are "
+            "stages; drop one of the two"
+        ),
+    ),
+    Row(
+        _has_other_budget,
+        lambda c: (
+            f"num_draft is {c.config.num_draft} and tree is {_tree(c)}; leave num_draft to be chosen, or make it "
+            f"{c.config.max_draft_tokens} for the whole tree in every round"
+        ),
+    ),
+    Row(
+        _has_duplicate_heads,
+        lambda c: f"heads are {', '.join(c.config.heads)}, some of which are for one mode; give one for each",
+    ),
+    Row(lambda c: _mode_without_head(c) is not None, _missing_head),
+    Row(
+        lambda c: (
+            c.config.head_quant is not None
+            and not any(selection.head_of(c.config, mode) for mode in registry.names("head"))
+        ),
+        lambda c: (
+            f"head_quant is {c.config.head_quant} and there is no head; drop it, or give one (--draft-head FOLDER)"
+        ),
+    ),
+    Row(
+        _has_unused_draft_model,
+        lambda c: (
+            f"draft is {c.config.draft!r} but mode is {c.config.mode!r}; a draft model belongs to mode "
+            f"{registry.choices(selection.needing(Need.SECOND_MODEL))}"
+        ),
+    ),
+    Row(
+        lambda c: c.config.draft == SMALL and selection.second_model(c.config) is None,
+        lambda c: f"draft is {SMALL!r}, which is for the embedded model alone; give a folder, or leave it out",
+    ),
+    Row(
+        lambda c: c.config.tensor_parallel > 1 and c.config.compile in ("regional", "full"),
+        lambda c: (
+            f"compile is {c.config.compile!r} and tensor_parallel is {c.config.tensor_parallel}, whose steps "
+            "wait for each other between linears; take native on a CPU, off on a GPU, or auto"
+        ),
+    ),
+    Row(
+        lambda c: c.config.tensor_parallel > 1 and bool(c.not_sharded),
+        lambda c: (
+            f"tensor_parallel is {c.config.tensor_parallel}, and {c.not_sharded[0]} drafts on one device; drop "
+            f"mode {c.not_sharded[0]}"
+        ),
+    ),
+    Row(
+        lambda c: c.config.tensor_parallel > 1 and ":" in c.config.device,
+        lambda c: (
+            f"device is {c.config.device!r} and tensor_parallel is {c.config.tensor_parallel}; take cuda for one each"
+        ),
+    ),
+    Row(
+        lambda c: c.replicas is not None and c.config.tensor_parallel > 1,
+        lambda c: f"--replicas is {c.replicas} and --tensor-parallel {c.config.tensor_parallel}; drop one of the two",
+    ),
+    Row(
+        lambda c: c.replicas is not None and c.config.split.enabled,
+        lambda c: f"--replicas is {c.replicas}, which have one device each, and there are stages; drop one of them",
+    ),
+    Row(
+        lambda c: c.launched > 1 and c.replicas is not None,
+        lambda c: f"--replicas is {c.replicas} and a launcher has started {c.launched} processes; take one of two",
+    ),
+    Row(
+        lambda c: c.launched > 1 and c.config.tensor_parallel > 1,
+        lambda c: (
+            f"--tensor-parallel is {c.config.tensor_parallel} and a launcher has started {c.launched} "
+            "processes; take one of two"
+        ),
+    ),
+    Row(
+        lambda c: c.launched > 1 and c.config.split.enabled,
+        lambda c: f"a launcher has started {c.launched} processes, which have one device each; drop {_stage_flag(c)}",
+    ),
+    Row(
+        lambda c: bool(c.quant_skip),
+        lambda c: (
+            f"--draft-quant auto chooses what to skip, and --quant-skip is {c.quant_skip[0]!r}; drop one of the two"
+        ),
+    ),
+)
+"""Rows about options alone."""
+
+TARGET: tuple[Row, ...] = (
+    Row(
+        lambda c: c.unsupported is not None and c.config.split.enabled,
+        lambda c: f"only native decoders are split among devices: {c.unsupported}; leave devices out",
+    ),
+    Row(
+        lambda c: c.unsupported is not None and c.config.tensor_parallel > 1,
+        lambda c: (
+            f"tensor_parallel is {c.config.tensor_parallel}, and only native decoders are shared out: {c.unsupported}"
+        ),
+    ),
+)
+"""Rows about options and the target's architecture."""
+
+RESOLVED: tuple[Row, ...] = (
+    Row(
+        lambda c: c.config.draft_device is not None and not c.needs(Need.SECOND_MODEL),
+        lambda c: (
+            f"draft_device is {c.config.draft_device!r} and no mode is "
+            f"{registry.choices(selection.needing(Need.SECOND_MODEL))}; leave it out"
+        ),
+    ),
+    Row(
+        lambda c: c.compile == "native" and c.on_gpu,
+        lambda c: f"compile is 'native' but device is {c.device}; use regional or full on a GPU",
+    ),
+    Row(
+        lambda c: c.compile == "full" and c.has_block_source,
+        lambda c: "compile is 'full', and offloaded blocks run one by one; take native, or regional on a GPU",
+    ),
+    Row(
+        lambda c: c.draft_device is not None and c.draft_device != c.device.partition(":")[0],
+        lambda c: (
+            f"draft_device is {c.config.draft_device!r} and the target is on {c.device}, which would wait for "
+            "it; give a device of its kind"
+        ),
+    ),
+    Row(
+        lambda c: c.draft_device is not None and c.compile == "full",
+        lambda c: (
+            f"compile is 'full' and draft_device is {c.config.draft_device!r}, where steps go over and come back "
+            "from; take regional, or auto"
+        ),
+    ),
+    Row(
+        lambda c: c.config.split.enabled and c.has_block_source,
+        lambda c: "blocks in stages stay where they are; drop offload, or devices",
+    ),
+    Row(
+        lambda c: c.num_stages > 1 and c.compile == "full",
+        lambda c: "compile is 'full' and a step runs on several devices; take regional, or auto",
+    ),
+    Row(
+        lambda c: c.on_gpu and not c.has_triton and c.has_quantized_linears,
+        lambda c: (
+            f"linears are to be quantized, which on {c.device} takes Triton; take a mode without them (naive, "
+            "eagle, suffix), --draft-quant bnb:4:64, or --device cpu"
+        ),
+    ),
+)
+"""Rows about options and how they were resolved."""
+
+NO_OFFLOAD: tuple[Row, ...] = (
+    Row(
+        lambda c: c.config.split.enabled,
+        lambda c: "the model is split among devices, which keep all of it",
+    ),
+    Row(
+        lambda c: c.has_device_memory and c.config.compile == "full",
+        lambda c: "compile is 'full', and offloaded blocks run one by one; take regional, or auto",
+    ),
+    Row(
+        lambda c: not c.has_device_memory and c.in_memory,
+        lambda c: (
+            "the weights are made in memory, and on a CPU they travel from files; write them, and give the folder"
+        ),
+    ),
+    Row(
+        lambda c: not c.has_device_memory and c.config.compile not in ("auto", "native"),
+        lambda c: f"compile is {c.config.compile!r}; offloaded blocks run in the CPU kernel (--compile native)",
+    ),
+    Row(
+        lambda c: c.config.tensor_parallel > 1,
+        lambda c: (
+            f"tensor_parallel is {c.config.tensor_parallel}, and ranks keep all of their weights; drop one of the two"
+        ),
+    ),
+)
+"""Reasons against an offload plan: an error with a memory limit, else the model stays resident."""
+
+
+def check(rows: Sequence[Row], combination: Combination) -> None:
+    """Raise ValueError with the message of the first row that applies."""
+    message = first_message(rows, combination)
+    if message is not None:
+        raise ValueError(message)
+
+
+def first_message(rows: Sequence[Row], combination: Combination) -> str | None:
+    """Return the message of the first row that applies."""
+    return next((row.message(combination) for row in rows if row.applies(combination)), None)
+
+
+def check_options(config: EngineConfig, modes: Sequence[str] = (), **facts: object) -> None:
+    """Raise ValueError for unknown drafters, and options that do not go together."""
+    selection.check_drafters(config, *modes)
+    check(OPTIONS, Combination.of(config, modes, **facts))

@@ -1,0 +1,293 @@
+"""From options to a `ResolvedConfig`, before weights are read.
+
+A checkpoint's config and the sizes of its tensors suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from compile.attention import warn_unknown_flash
+from compile.cpp_extension import set_compiler_caches
+from multigpu.pipeline_parallel import PipelinePlan
+from offload.plan import Plan
+from offload.planner import DoesNotFit
+from sharesd.config import CompileMode, EngineConfig, Mode
+from sharesd.devices.selection import (
+    device_of,
+    dtype_of,
+    fall_back_to_cpu,
+    open_device,
+    prepare_cuda,
+    use,
+    warn_untested,
+)
+from sharesd.drafters import registry, selection
+from sharesd.drafters.spec import Need
+from sharesd.execution.kernel_choice import choose_kernels
+from sharesd.execution.step_widths import fixed_width
+from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
+from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, Combination, check, check_options, first_message
+from sharesd.models import hub
+from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.loader import decoder_config
+from sharesd.parallel.pipeline_planner import plan_pipeline
+from sharesd.weights.backend import CudaBackend, backend_for
+from sharesd.weights.kv_slots import kv_slots
+from sharesd.weights.offload_planner import Offloading, plan_for
+
+TREE_TOP, TREE_DEPTH = 3, 6
+"""Draft trees of no given size: nodes of a level that have children, and how many each has; levels at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedConfig:
+    """Every decision that is made before weights are read."""
+
+    config: EngineConfig
+    """Options, with kernels, drafters of mode auto, and the plan's bits and draft lengths filled in."""
+    modes: tuple[Mode, ...]
+    folder: Path
+    """Checkpoint of the target."""
+    device: torch.device
+    dtype: torch.dtype
+    compile: CompileMode
+    has_triton: bool
+    auto: AutoDrafters | None = None
+    """Drafters of mode auto, if they were chosen here."""
+    plan: Plan | None = None
+    """Plan of what stays in memory; None without a limit if all of it fits."""
+    offload: Offloading | None = None
+    """The plan with its config and layout; None if all weights stay."""
+    pipeline: PipelinePlan | None = None
+    has_block_source: bool = False
+    """True if the caller offloads blocks itself."""
+    in_memory: bool = False
+    """True if tensors stand in for the checkpoint's files."""
+
+    @property
+    def drafters(self) -> frozenset[str]:
+        """Active drafters of all modes."""
+        return frozenset(selection.active_drafters(self.config, *self.modes))
+
+    def drafters_with(self, need: Need) -> tuple[str, ...]:
+        """Return the active drafters with a need."""
+        return registry.those(self.drafters, need)
+
+    @property
+    def offloads(self) -> bool:
+        """True if some weights of the target are fetched for each pass."""
+        return self.offload is not None or self.has_block_source
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if ranks share the target."""
+        return self.config.tensor_parallel > 1
+
+    @property
+    def captures(self) -> bool:
+        """True if rounds are captured in CUDA graphs."""
+        return self.device.type == "cuda" and self.config.compile != "off" and not self.is_sharded
+
+    @property
+    def step_width(self) -> int:
+        """Rows of every step, if the target needs a single number."""
+        return fixed_width(self.device.type, self.config.max_draft_tokens)
+
+    @property
+    def tree(self) -> tuple[int, int, int] | None:
+        """Children per node, depth and budget of draft trees; None = chains."""
+        config = self.config
+        is_chosen = config.tree == "auto" and config.num_draft is None and config.max_draft > 1
+        is_native = self.compile == "native" and not self.offloads
+        if not is_chosen or not is_native or not self.drafters.intersection(registry.names("self", "model", "head")):
+            return config.explicit_tree
+        depth = min(TREE_DEPTH, config.max_draft - 1)
+        return TREE_TOP, depth, min(config.max_draft, TREE_TOP + (depth - 1) * TREE_TOP**2)
+
+    @property
+    def has_async_trees(self) -> bool:
+        """True if draft trees grow while offloaded weights are fetched."""
+        return self.offloads and self.device.type == "cpu" and self.tree is not None
+
+    @property
+    def drafts_trees(self) -> bool:
+        """True if any drafter may draft trees."""
+        return self.tree is not None or bool({*registry.names("table", "mix")} & {*self.drafters, *self.modes})
+
+    def num_slots(self, max_context: int) -> int:
+        """Return the KV slots of a row for a context."""
+        top, depth, _ = self.tree or (0, 0, 0)
+        return kv_slots(
+            max_context,
+            self.step_width,
+            tree=(top, depth),
+            ahead=self.captures,
+            prefetches=self.has_async_trees,
+            pads=self.compile != "native",
+        )
+
+
+def resolve_config(
+    config: EngineConfig,
+    modes: Sequence[Mode] | None = None,
+    *,
+    progress: Progress = silent,
+    in_memory: bool = False,
+    has_block_source: bool = False,
+    is_rank_zero: bool = True,
+) -> ResolvedConfig:
+    """Resolve options on this machine. Prepares CUDA before it begins, and downloads the target if need be.
+
+    Args:
+        modes: modes to load; None = the config's.
+        in_memory: tensors stand in for the checkpoint's files.
+        has_block_source: the caller offloads blocks itself, so that no plan is made.
+        is_rank_zero: False for tensor-parallel workers, which repeat no warnings.
+
+    Raises:
+        ValueError: options that cannot be honoured, with the remedy.
+        DoesNotFit: no plan stays within the limits.
+    """
+    chosen = tuple(modes or (config.mode,))
+    check_options(config, chosen)
+    resolver = _Resolver(config, chosen, progress, in_memory, has_block_source, is_rank_zero)
+    try:
+        return resolver.resolve()
+    except DoesNotFit as error:
+        if not resolver.takes_any_device or resolver.device.type == "cpu":
+            raise
+        fall_back_to_cpu(f"{resolver.device} is too small, {error}")
+        return resolver.resolve()
+
+
+class _Resolver:
+    def __init__(
+        self,
+        config: EngineConfig,
+        modes: tuple[Mode, ...],
+        progress: Progress,
+        in_memory: bool,
+        has_block_source: bool,
+        is_rank_zero: bool,
+    ) -> None:
+        self._config, self._modes, self._progress = config, modes, progress
+        self._in_memory, self._has_block_source, self._is_rank_zero = in_memory, has_block_source, is_rank_zero
+        self.takes_any_device = config.device == "auto" and not config.split.enabled and config.tensor_parallel == 1
+        self.device = torch.device("cpu")
+
+    def resolve(self) -> ResolvedConfig:
+        self.device = self._open_device()
+        dtype = dtype_of(self._config.dtype, self.device)
+        kernels = choose_kernels(self._config.kernels, self.device, dtype)
+        config, auto = replace(self._config, kernels=kernels.kernels), None
+        folder = hub.resolve(config.target, progress=self._progress)
+        self._check_target(folder)
+
+        def choose(offloads: bool) -> AutoDrafters:
+            mode = compile_mode(config, self.device, kernels.triton)
+            return choose_drafters(config, folder, self.device, dtype, mode, offloads=offloads)
+
+        if "auto" in self._modes and not config.auto_drafters:
+            auto = choose(self._has_block_source)
+            config = replace(config, auto_drafters=auto.drafters)
+        offload = None if self._has_block_source else self._plan(config)
+        if auto is not None and offload is not None and offload.plan.offloads:
+            other = choose(offloads=True)
+            try:
+                offload = self._plan(replace(config, auto_drafters=other.drafters))
+                auto = other
+            except DoesNotFit:  # the drafters of a resident target need less memory
+                pass
+        plan = None if offload is None else offload.plan
+        if offload is not None and not offload.plan.offloads:
+            offload = None
+        if offload is not None:
+            config = offload.config
+        elif auto is not None:
+            config = replace(config, auto_drafters=auto.drafters)
+        pipeline = plan_pipeline(config, self._modes, folder, dtype)
+        device = self.device if pipeline is None else pipeline.output_device
+        use(device)
+        resolved = ResolvedConfig(
+            config=config,
+            modes=self._modes,
+            folder=folder,
+            device=device,
+            dtype=dtype,
+            compile=compile_mode(config, device, kernels.triton),
+            has_triton=kernels.triton,
+            auto=auto,
+            plan=plan,
+            offload=offload,
+            pipeline=pipeline,
+            has_block_source=self._has_block_source,
+            in_memory=self._in_memory,
+        )
+        check(RESOLVED, combination_of(resolved))
+        return resolved
+
+    def _open_device(self) -> torch.device:
+        """Open the device, with CUDA prepared before it begins."""
+        config = self._config
+        device = device_of(config.split.devices[-1] if config.split.devices else config.device)
+        if device.type == "cuda" or config.compile in ("regional", "full"):
+            set_compiler_caches()
+        if device.type == "cuda":
+            prepare_cuda(steady=config.steady_cublas)
+        device = open_device(device, auto=self.takes_any_device)
+        if device.type == "cuda":
+            if self._is_rank_zero:
+                warn_untested(device)
+                warn_unknown_flash()
+            use(device)
+        return device
+
+    def _check_target(self, folder: Path) -> None:
+        if not self._config.split.enabled and self._config.tensor_parallel == 1:
+            return
+        try:
+            decoder_config(folder)
+        except UnsupportedArchitecture as reason:
+            check(TARGET, Combination.of(self._config, self._modes, unsupported=str(reason)))
+
+    def _plan(self, config: EngineConfig) -> Offloading | None:
+        dtype = dtype_of(config.dtype, self.device)
+        width = fixed_width(self.device.type, config.max_draft_tokens)
+        has_device_memory = isinstance(backend_for(self.device, dtype, width, config.max_batch), CudaBackend)
+        facts = Combination.of(config, self._modes, has_device_memory=has_device_memory, in_memory=self._in_memory)
+        return plan_for(
+            config,
+            self._modes,
+            progress=self._progress,
+            in_memory=self._in_memory,
+            obstacle=first_message(NO_OFFLOAD, facts),
+        )
+
+
+def combination_of(resolved: ResolvedConfig) -> Combination:
+    """Return the facts that rows of `combinations.RESOLVED` look at."""
+    config = resolved.config
+    return Combination.of(
+        config,
+        resolved.modes,
+        device=str(resolved.device),
+        compile=resolved.compile,
+        has_triton=resolved.has_triton,
+        draft_device=None if config.draft_device is None else device_of(config.draft_device).type,
+        num_stages=1 if resolved.pipeline is None else len(resolved.pipeline.stages),
+        has_block_source=resolved.has_block_source,
+    )
+
+
+def compile_mode(config: EngineConfig, device: torch.device, has_triton: bool) -> CompileMode:
+    """Return the compile mode: as given, else native or regional."""
+    if config.compile != "auto":
+        return config.compile
+    on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 and has_triton else "off"
+    return "native" if device.type == "cpu" else on_gpu

@@ -1,0 +1,115 @@
+"""From a loaded target to its KV cache and compiled steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+from compile.attention import reads_live_slots
+from compile.cuda_graphs import Graphs
+from compile.decoder_stack import NativeStack
+from multigpu.process_group import Group
+from quant.switch_linear import Switch
+from sharesd.engine.row_allocator import powers_of_two
+from sharesd.execution.batch_invariance import RowBits, check_rows
+from sharesd.execution.step_compiler import StepCompiler
+from sharesd.execution.step_widths import choose_step_widths, first_block_view
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.loading.resolve import ResolvedConfig
+from sharesd.loading.target import LoadedTarget
+from sharesd.models.base import CausalModel
+from sharesd.models.decoder import Decoder
+from sharesd.parallel.tp_driver import RankZeroModel
+
+log = logging.getLogger(__name__)
+
+
+class TargetSteps:
+    """KV cache and compiled steps of the target and of draft models."""
+
+    def __init__(self, resolved: ResolvedConfig, target: LoadedTarget, switch: Switch, group: Group | None) -> None:
+        """`group`: ranks that share the target, this one being rank 0."""
+        config, model = resolved.config, target.model
+        self._resolved, self._target, self._model, self._switch, self._group = resolved, target, model, switch, group
+        self._compiler = StepCompiler(resolved.compile, given=config.compile, switch=switch, group=group)
+        for head in target.heads.by_mode.values() if target.heads is not None else ():
+            self._compiler.prepare(head)
+        self.gumbel = self._compiler.noise(resolved.device.type == "cpu")
+        if resolved.captures and target.streamed is not None:
+            log.warning("weights travel: passes of the target are not captured in CUDA graphs, drafts are")
+        self.graphs = Graphs() if resolved.captures else None
+        self._draft_widths = {1, *([config.explicit_tree[0]] if config.explicit_tree else [])}
+        self._rank_zero = None if group is None else RankZeroModel(model, switch, group)
+        self.num_slots = resolved.num_slots(target.context.tokens)
+        self.cache = (self._rank_zero or model).new_cache(config.max_batch, self.num_slots, target.taps)
+        self.widths = choose_step_widths(
+            model,
+            fixed=resolved.step_width,
+            most=1 + config.max_draft_tokens,
+            exact=config.exact,
+            wants_trees=resolved.drafts_trees,
+            compiles=resolved.compile in ("regional", "full"),
+            step_of=partial(self.compile, model),
+            bits_of=self._check_rows,
+        )
+        self.step = self.widths.step
+        """The target, as it runs."""
+
+    @property
+    def may_have_buckets(self) -> bool:
+        """True if rounds are captured, and attention reads nothing of idle rows."""
+        resolved, model = self._resolved, self._model
+        return (
+            self.graphs is not None
+            and self._target.streamed is None
+            and isinstance(model, Decoder)
+            and reads_live_slots(resolved.device, resolved.dtype, model.config.head_dim)
+        )
+
+    @property
+    def can_capture(self) -> bool:
+        """True if rounds can be captured: not with transformers' code."""
+        return isinstance(self._model, Decoder) or self.step is not self._model
+
+    @cached_property
+    def quantized_step(self) -> CausalModel:
+        """The target, as its quantized weights draft."""
+        if isinstance(self._model, Decoder) or self.step is self._model:
+            return self.step
+        with self._switch.quantized_weights():
+            return self.compile(self._model, self._draft_widths)
+
+    def compile_draft_model(self, model: CausalModel) -> CausalModel:
+        """Compile the steps of a second model.
+
+        The first step of a draft reads two tokens.
+        """
+        return self.compile(model, {*self._draft_widths, 2})
+
+    def compile(self, model: CausalModel, widths: set[int]) -> CausalModel:
+        """Compile the steps of a model for these widths, on all ranks."""
+        if isinstance(model, Decoder):
+            widths = {*self._draft_widths, *widths}
+        if model is self._model:
+            step = self._compiler.compile(model, widths, lambda: self.cache, self._draft_widths)
+            return self._rank_zero or step
+        new_cache = partial(model.new_cache, self._resolved.config.max_batch, self.num_slots)
+        return self._compiler.compile(model, widths, new_cache, self._draft_widths)
+
+    def new_cache(self) -> StaticKVCache:
+        """Return another KV cache of the target, of the same size."""
+        return self.step.new_cache(self._resolved.config.max_batch, self.num_slots)
+
+    def _check_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
+        """Compare bits of rows for widths, and batches of captured rounds."""
+        max_batch = self._resolved.config.max_batch
+        batches = powers_of_two(max_batch)[:-1] if self.may_have_buckets else []
+        check = partial(check_rows, trees=self._resolved.drafts_trees, batches=batches)
+        if self._resolved.compile == "full" or self._group is not None:
+            return check(step, self.cache, widths)
+        assert isinstance(self._model, Decoder)
+        first = first_block_view(self._model)
+        if isinstance(self._model.run_stack, NativeStack):
+            first.run_stack = self._compiler.stack(first)
+        return check(first, first.new_cache(max_batch, self.num_slots), widths)

@@ -1,0 +1,277 @@
+"""From a `ResolvedConfig` to models in memory: read, quantized, packed and offloaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from compile.adaptive_threads import STEP_THREADS
+from compile.cpp_extension import prepare
+from compile.op_registry import runs_triton
+from multigpu.pipeline_parallel import PipelinePlan
+from multigpu.tensor_parallel import UNSHARDED, Shard
+from offload.block_layout import Layout
+from offload.prefetcher import Prefetcher
+from quant.quantize_model import PackFn, QuantReport
+from quant.switch_linear import Switch
+from sharesd.config import SMALL
+from sharesd.devices.selection import device_of
+from sharesd.drafters import selection
+from sharesd.drafters.base import num_bytes
+from sharesd.drafters.spec import Need
+from sharesd.loading.max_context import Context, choose_context
+from sharesd.loading.resolve import ResolvedConfig
+from sharesd.models.base import CausalModel
+from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.decoder import Decoder
+from sharesd.models.hub import resolve
+from sharesd.models.loader import BlockCallback, Tensors, decoder_config, load_model
+from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
+from sharesd.parallel.pipeline_stages import StagedBlocks
+from sharesd.weights.backend import backend_for
+from sharesd.weights.draft_heads import DraftHeads
+from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
+from sharesd.weights.offloaded_decoder import OffloadedBlocks
+from sharesd.weights.packing import pack_for_cpu, packer_for_cuda
+from sharesd.weights.quantize import ModelQuantizer
+
+log = logging.getLogger(__name__)
+
+BlockSource = Callable[[Decoder], tuple[Prefetcher, Layout]]
+"""Moves packed weights of some blocks elsewhere; returns the stream that fetches them, and the layout of a record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedTarget:
+    """The target with its weights as steps need them."""
+
+    model: CausalModel
+    weight_bytes: int
+    """Weights at full precision."""
+    context: Context
+    heads: DraftHeads | None
+    streamed: OffloadedBlocks | None
+    """Offloaded blocks, if there are any."""
+    placed: OffloadLoader | None
+    """Loader of the offload plan, if there is one."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Depths of hidden states that trained heads read."""
+        return () if self.heads is None else self.heads.taps
+
+
+def prepare_cpu(resolved: ResolvedConfig) -> None:
+    """Fix the number of threads, and build C++ kernels of native steps."""
+    STEP_THREADS.fix(resolved.config.threads)
+    if resolved.compile == "native":
+        prepare(str(resolved.dtype).removeprefix("torch."), "choice")
+
+
+def find_draft_model(resolved: ResolvedConfig, tokenizer: Tokenizer, progress: Progress) -> Path | None:
+    """Return the folder of the second model, if one is given.
+
+    Raises:
+        ValueError: its vocabulary is not the target's.
+    """
+    config = resolved.config
+    name = selection.second_model(config)
+    if name is None or not resolved.drafters_with(Need.SECOND_MODEL):
+        return None
+    folder = resolve(name, progress=progress)
+    if config.draft != SMALL:  # which has no tokenizer of its own
+        require_same_vocabulary(tokenizer, load_tokenizer(folder))
+    return folder
+
+
+class ModelLoader:
+    """Loads the models of one start, in one dtype."""
+
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        *,
+        part: Shard = UNSHARDED,
+        tensors: Tensors | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        """`part`: share of the target that this rank loads. `tensors` stand in for the checkpoint's weight files."""
+        self._resolved, self._part, self._tensors, self._progress = resolved, part, tensors, progress
+        self.switch = Switch()
+        self.reports: dict[str, QuantReport] = {}
+        """Drafter -> its quantized linears."""
+        self._backend = backend_for(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
+        self._quantizing = ModelQuantizer(
+            resolved.config.quant,
+            device=resolved.device,
+            folder=None if tensors else resolved.folder,
+            build=self._pack_fn,
+            progress=progress,
+        )
+
+    def load_target(self, heads: DraftHeads | None = None, block_source: BlockSource | None = None) -> LoadedTarget:
+        """Load the target and its trained heads.
+
+        Heads come before the target's linears are quantized, since they may share the LM head.
+        """
+        resolved, quantized = self._resolved, None
+        sharing = resolved.drafters_with(Need.QUANTIZED_TARGET)
+        if sharing:
+            quantized = StreamingQuantizer(partial(self._quantizing.layer_quantizer, switch=self.switch))
+        placed = None
+        if resolved.offload is not None:
+            placed = OffloadLoader(resolved.offload, self._backend, quantized, self._progress)
+        with nullcontext() if placed is None else placed:
+            model = self._read(
+                resolved.folder,
+                tensors=self._tensors,
+                on_block_loaded=placed,
+                mmap_embeddings=placed is not None,
+                part=self._part,
+                split=resolved.pipeline,
+            )
+            weight_bytes = num_bytes(model)
+            if placed is not None and quantized is not None:
+                weight_bytes -= quantized.report().quantized_bytes
+            if heads is not None:
+                for mode, report in heads.load(model, self._quantizing, resolved.device).items():
+                    self._record(mode, report=report)
+            if quantized is not None:
+                report = quantized.finish() if placed else self._quantizing.whole(model, self.switch)
+                self._record(*sharing, report=report)
+            if placed is not None:
+                assert isinstance(model, Decoder)
+                placed.load_head(model)
+                block_source = placed.stream
+        context = self._choose_context(model, () if heads is None else heads.taps)
+        streamed = self._pack_target(model, block_source, is_placed=placed is not None)
+        return LoadedTarget(
+            model=model, weight_bytes=weight_bytes, context=context, heads=heads, streamed=streamed, placed=placed
+        )
+
+    def load_draft_model(self, folder: Path | None, target: LoadedTarget) -> CausalModel:
+        """Load the second model, or without a folder a quantized target.
+
+        Raises:
+            ValueError: its vocabulary is not the target's, or its context is shorter.
+        """
+        if folder is not None:
+            model = self._read(folder, split=self._draft_stage(folder))
+            if model.vocab_size != target.model.vocab_size:
+                raise ValueError(
+                    f"the draft model has {model.vocab_size} logits and the target {target.model.vocab_size}; "
+                    "give a draft model of the target's family"
+                )
+        else:
+            model = self._load_copy(target)
+        if isinstance(model, Decoder):
+            self._backend.pack_model(model)
+            self._backend.finalize(model)
+        if model.max_context < target.context.tokens:
+            raise ValueError(
+                f"the draft model's context is {model.max_context} tokens; set max_context to that, or less"
+            )
+        return model
+
+    def _load_copy(self, target: LoadedTarget) -> CausalModel:
+        """Load a quantized copy of the target, block by block."""
+        folder, drafters = self._resolved.folder, self._resolved.drafters_with(Need.SECOND_MODEL)
+        if not isinstance(target.model, Decoder):
+            model = self._read(folder)
+            self._record(*drafters, report=self._quantizing.whole(model))
+            return model
+        quantized = StreamingQuantizer(self._quantizing.layer_quantizer)
+        model = self._read(
+            folder,
+            tensors=self._tensors,
+            on_block_loaded=quantized,
+            mmap_embeddings=target.placed is not None,
+            split=self._draft_stage(folder),
+        )
+        self._record(*drafters, report=quantized.finish())
+        return model
+
+    def _read(
+        self,
+        folder: Path,
+        *,
+        tensors: Tensors | None = None,
+        on_block_loaded: BlockCallback | None = None,
+        mmap_embeddings: bool = False,
+        part: Shard = UNSHARDED,
+        split: PipelinePlan | None = None,
+    ) -> CausalModel:
+        resolved = self._resolved
+        model = load_model(
+            folder,
+            dtype=resolved.dtype,
+            device=resolved.device,
+            trust_remote_code=resolved.config.trust_remote_code,
+            progress=self._progress,
+            tensors=tensors,
+            on_block_loaded=on_block_loaded,
+            mmap_embeddings=mmap_embeddings,
+            part=part,
+            split=split,
+        )
+        if split is not None and split.crosses_devices:
+            assert isinstance(model, Decoder)
+            model.ranges = StagedBlocks(split).ranges
+        return model
+
+    def _draft_stage(self, folder: Path) -> PipelinePlan | None:
+        """Return the stage of a second model on its own device."""
+        config, device = self._resolved.config, self._resolved.device
+        if config.draft_device is None:
+            return None
+        plan = PipelinePlan.of([device_of(config.draft_device)], [decoder_config(folder).num_hidden_layers])
+        return replace(plan, caller_device=device, simulated_latency_s=config.split.simulated_latency_s)
+
+    def _choose_context(self, model: CausalModel, taps: tuple[int, ...]) -> Context:
+        resolved = self._resolved
+        config = resolved.config
+        is_planned = resolved.offload is not None or resolved.pipeline is not None or resolved.is_sharded
+        context = choose_context(
+            config,
+            model,
+            resolved.device,
+            taps=taps,
+            copies=2 if resolved.drafters_with(Need.SECOND_MODEL) else 1,
+            planned=config.offload.limited or is_planned,
+        )
+        log.info("context: %d tokens (%s)", context.tokens, context.reason)
+        return context
+
+    def _pack_target(
+        self, model: CausalModel, block_source: BlockSource | None, *, is_placed: bool
+    ) -> OffloadedBlocks | None:
+        """Pack linears for the device's kernels; offloaded ones are placed already."""
+        if not isinstance(model, Decoder):
+            return None
+        self._backend.pack_model(model)
+        streamed = None
+        if block_source is not None:
+            shares = self._resolved.drafters_with(Need.QUANTIZED_TARGET)
+            is_quantized = (lambda: self.switch.quantized) if shares else None
+            streamed = OffloadedBlocks(model, *block_source(model), is_quantized)
+            model.ranges = streamed.ranges
+        if not is_placed:
+            self._backend.finalize(model, keep=streamed.linears if streamed else ())
+        return streamed
+
+    def _pack_fn(self) -> PackFn | None:
+        """Return the packer of quantized linears; None = the choice of `quant`."""
+        resolved = self._resolved
+        if resolved.compile == "native":
+            return pack_for_cpu
+        if not runs_triton(resolved.device):
+            return None
+        return packer_for_cuda(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
+
+    def _record(self, *drafters: str, report: QuantReport) -> None:
+        self.reports |= dict.fromkeys(drafters, report)
+        log.info("quantized %d linears to %s in %.1f s", report.num_linears, report.spec, report.seconds)

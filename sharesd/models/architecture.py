@@ -1,0 +1,205 @@
+"""Description of a model family for the native decoder; imports no torch.
+
+The families are the files of `sharesd.models.architectures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from compile.activations import ACTIVATIONS
+from sharesd.models.checkpoint import token_ids
+from sharesd.models.decoder_config import DecoderConfig, LayerType, UnsupportedArchitecture
+from sharesd.models.hf_config import HFConfig
+from sharesd.models.rope_parameters import ROPE_TYPES, context_limit, read_rope
+
+BLOCK_NAMES: dict[str, tuple[str, ...]] = {
+    "attn.o": ("self_attn.o_proj",),
+    "mlp.down": ("mlp.down_proj",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "attn_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+}
+"""Llama's names: module of a block -> modules of a checkpoint's layer.
+
+The block's module holds the rows of the layer's modules, in this order.
+"""
+
+GGUF_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+GGUF_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GGUF_BLOCK_NAMES = {
+    **GGUF_ATTENTION,
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+"""Llama's .gguf names: block part -> module of a checkpoint's layer."""
+_GGUF_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def default_gguf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that Llama's .gguf files leave out."""
+    return {"hidden_act": "silu"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGUFLayout:
+    """Names and conventions of a family's .gguf files."""
+
+    name: str
+    """`general.architecture` of the file."""
+    class_name: str
+    """Class of transformers, for config.json."""
+    block_names: Mapping[str, str] = field(default_factory=lambda: GGUF_BLOCK_NAMES)
+    """Part of a block -> module of a checkpoint's layer."""
+    biased: frozenset[str] = frozenset()
+    """Parts of a block with a bias."""
+    pairs_rows: bool = False
+    """Q and K rotate neighbouring rows of a head, not its halves.
+
+    Checkpoints rotate halves.
+    """
+    norms_plus_one: bool = False
+    """Norm weights include the one that checkpoints leave out."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Further keys, without the name -> fields of config.json."""
+    rope_scaling: bool = True
+    """Files may have keys `rope.scaling.*`."""
+    extra_config: Callable[[Mapping[str, Any]], dict[str, Any]] = default_gguf_config
+    """Makes fields that files leave out from those read so far."""
+    sentencepiece: Literal["text_prefix", "segment_prefix", "no_prefix"] = "text_prefix"
+    """Place of the space that sentencepiece adds.
+
+    Before a text, or before each part between special tokens. With "no_prefix" (Gemma) no space is added: runs of
+    spaces are tokens, and merges follow the order of tokens instead of scores.
+    """
+
+    def checkpoint_name(self, stored: str) -> str:
+        """Return a tensor's name in a checkpoint.
+
+        Raises:
+            UnsupportedArchitecture: the family lacks such a tensor.
+        """
+        part, _, kind = stored.rpartition(".")
+        if kind == "weight" and part in _GGUF_OUTER_NAMES:
+            return f"{_GGUF_OUTER_NAMES[part]}.weight"
+        match part.split("."):
+            case ["blk", number, inner] if inner in self.block_names and (kind == "weight" or inner in self.biased):
+                return f"model.layers.{number}.{self.block_names[inner]}.{kind}"
+        raise UnsupportedArchitecture(f"tensor {stored!r} is not known")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A model family: its configs, its weight names and its .gguf files."""
+
+    model_type: str
+    """`model_type` of config.json."""
+    to_decoder_config: Callable[[HFConfig], DecoderConfig]
+    """Conversion of a config.
+
+    Raises UnsupportedArchitecture for features that the native decoder does not compute exactly.
+    """
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields that config.json may leave out."""
+    multimodal_type: str = ""
+    """`model_type` of checkpoints with further towers, whose `text_config` is of this family."""
+    block_names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BLOCK_NAMES)
+    """Module of a block -> modules of a checkpoint's layer, see BLOCK_NAMES."""
+    ignored_prefixes: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+    """Prefixes of unused tensors, with or without `model.` before them."""
+    gguf: GGUFLayout | None = None
+    """None if files of the family are converted by transformers."""
+
+
+def llama_like(
+    config: HFConfig,
+    *,
+    rope_parameters: Sequence[Mapping[str, Any]] = (),
+    partial_rotary: bool = False,
+    act_field: str = "hidden_act",
+    **fields: Any,
+) -> DecoderConfig:
+    """Return a DecoderConfig of Llama's shape, changed by `fields`.
+
+    `rope_parameters`: instead of the one in the config. `partial_rotary`: heads may be rotated in part. `act_field`
+    names the activation.
+    """
+    heads, hidden = config.require("num_attention_heads"), config.require("hidden_size")
+    head_dim = config.get("head_dim") or hidden // heads
+    hidden_act = config.get(act_field, "silu")
+    if hidden_act not in ACTIVATIONS:
+        raise config.unsupported(f"activation {hidden_act!r}")
+    if config.get("use_bidirectional_attention"):
+        raise config.unsupported("bidirectional attention")
+    ropes = tuple(rope_parameters) or (read_rope(config),)
+    for rope in ropes:
+        _check_rope(config, rope, partial_rotary)
+    positions = config.require("max_position_embeddings")
+    values: dict[str, Any] = {
+        "vocab_size": config.require("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": config.require("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": positions,
+        "max_context": min(context_limit(rope, positions) for rope in ropes),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "attention_multiplier": head_dim**-0.5,
+        "eos_ids": token_ids(config.get("eos_token_id")),
+    }
+    if "layer_types" not in fields:
+        values["layer_types"] = (LayerType(0, 0),) * config.require("num_hidden_layers")
+    return DecoderConfig(
+        model_type=config.model_type, rope_parameters=ropes, hidden_act=hidden_act, **{**values, **fields}
+    )
+
+
+def _check_rope(config: HFConfig, rope: Mapping[str, Any], partial_rotary: bool) -> None:
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise config.unsupported(f"rope type {kind!r}")
+    for key in ROPE_TYPES[kind]:
+        if key not in rope:
+            raise ValueError(f"config.json of this {config.model_type} checkpoint has rope {kind!r} without {key!r}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial_rotary:
+        raise config.unsupported(f"partial_rotary_factor {rope['partial_rotary_factor']}")
+
+
+def mixed_layers(
+    config: HFConfig,
+    *,
+    window: int,
+    slides: Callable[[int], bool],
+    ropes: Sequence[int] | None = None,
+    sliding_ropes: Sequence[int] | None = None,
+) -> tuple[LayerType, ...]:
+    """Return the layers of a family that mixes full and sliding attention.
+
+    `slides`: if layer i has a window, for configs without `layer_types`. `ropes`, `sliding_ropes`: rope index of each
+    layer if its attention is full, or sliding (default: 0, and that of full attention).
+    """
+    num_layers = config.require("num_hidden_layers")
+    ropes = ropes or (0,) * num_layers
+    types = config.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if slides(i) and window else "full_attention" for i in range(num_layers)]
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise config.unsupported(f"layer type {kind!r}")
+    if "sliding_attention" in types and not window:
+        raise config.unsupported("sliding_attention layers but no sliding_window")
+    return tuple(
+        LayerType(window, local) if kind == "sliding_attention" else LayerType(0, rope)
+        for kind, rope, local in zip(types[:num_layers], ropes, sliding_ropes or ropes, strict=False)
+    )

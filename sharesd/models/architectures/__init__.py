@@ -1,0 +1,63 @@
+"""Families of the native decoder, one file each; imports no torch.
+
+Each module has a tuple `ARCHITECTURES`; a new file adds a family.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from sharesd.models.architecture import Architecture
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.hf_config import HFConfig
+
+
+@cache
+def _registry() -> dict[str, Architecture]:
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return {found.model_type: found for module in modules for found in module.ARCHITECTURES}
+
+
+def architectures() -> Iterator[Architecture]:
+    """Yield all architectures."""
+    yield from _registry().values()
+
+
+def register(architecture: Architecture) -> None:
+    """Add an architecture, or replace the one of its `model_type`."""
+    _registry()[architecture.model_type] = architecture
+
+
+def unregister(model_type: str) -> None:
+    """Remove an architecture."""
+    del _registry()[model_type]
+
+
+def model_types() -> list[str]:
+    """Return the values of `model_type` that the native decoder serves."""
+    return sorted(name for each in architectures() for name in (each.model_type, each.multimodal_type) if name)
+
+
+def architecture_of(model_type: str) -> Architecture:
+    """Return the architecture of this `model_type`; raises UnsupportedArchitecture."""
+    if model_type not in _registry():
+        served = ", ".join(model_types())
+        raise UnsupportedArchitecture(f"architecture {model_type!r} has no native decoder; it serves {served}")
+    return _registry()[model_type]
+
+
+def read_config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Return the DecoderConfig of a config.json; see `DecoderConfig.from_hf`."""
+    model_type = fields.get("model_type", "")
+    for each in architectures():
+        if each.multimodal_type and each.multimodal_type == model_type:
+            outer = {k: fields[k] for k in ("tie_word_embeddings", "eos_token_id") if k in fields}
+            fields = {**outer, **fields["text_config"]}
+            model_type = fields.get("model_type", each.model_type)
+            break
+    architecture = architecture_of(model_type)
+    return architecture.to_decoder_config(HFConfig(model_type, architecture.defaults, fields))

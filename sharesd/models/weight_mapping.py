@@ -1,0 +1,158 @@
+"""Tensors of a checkpoint to parameters of the decoder.
+
+Names, merged rows, parts of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from multigpu.tensor_parallel import TILE, Shard, require_divisible
+from sharesd.models.architectures import architecture_of
+from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYERS = "model.layers."
+
+
+def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield checkpoint name and parameter, or rows of a merged parameter."""
+    yield EMBEDDING, decoder.embed.weight.data
+    yield "model.norm.weight", decoder.norm.weight.data
+    if not decoder.config.tie_word_embeddings:
+        yield HEAD, decoder.head.weight.data
+    for i, block in enumerate(decoder.blocks):
+        for name, tensor in block_tensors(block, decoder.config):
+            yield f"{LAYERS}{i}.{name}", tensor
+
+
+def block_tensors(block: nn.Module, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and parameter of one block, as `decoder_tensors` does.
+
+    Names are without the layer's number; modules without parameters are left out.
+    """
+    for path, names in architecture_of(config.model_type).block_names.items():
+        module = attrgetter(path)(block)
+        if module is None:
+            continue
+        for kind, parameter in module.named_parameters():
+            for name, view in zip(names, parameter.data.split(_rows(block, path, names, parameter)), strict=True):
+                yield f"{name}.{kind}", view
+
+
+def _rows(block: nn.Module, path: str, names: tuple[str, ...], parameter: Tensor) -> list[int]:
+    """Return how many rows of a merged module belong to each name."""
+    if path == "attn.qkv" and len(names) == 3:
+        q, k, d = attrgetter("attn.num_attention_heads", "attn.num_key_value_heads", "attn.head_dim")(block)
+        return [q * d, k * d, k * d]
+    return [len(parameter) // len(names)] * len(names)
+
+
+def rename_tensors(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors that the decoder needs, renamed.
+
+    Each is (name in the file, name as in `decoder_tensors`, values).
+    """
+    ignored = architecture_of(config.model_type).ignored_prefixes
+    for stored_name, tensor in stored:
+        name = text_name(stored_name)
+        if stored_name.removeprefix("model.").startswith(ignored) or (config.tie_word_embeddings and name == HEAD):
+            continue
+        if name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
+            continue
+        if config.gemma_norm and name.endswith("norm.weight"):
+            tensor = tensor.double() + 1.0  # stored minus one
+        yield stored_name, name, tensor
+
+
+def text_name(name: str) -> str:
+    """Return a tensor's name without the prefix of multimodal checkpoints."""
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")
+
+
+def split_tensors(
+    named: Iterable[tuple[str, str, Tensor]], config: DecoderConfig, part: Shard
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield named tensors cut to the rows that one rank holds.
+
+    Of `o` and `down` the rank holds columns.
+    """
+    q, k = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    rows: dict[str, tuple[int, ...]] = {HEAD.removesuffix(".weight"): (config.vocab_size,)}
+    columns: set[str] = set()
+    for path, names in architecture_of(config.model_type).block_names.items():
+        if path in ("attn.o", "mlp.down"):
+            columns |= set(names)
+        if path in ("attn.qkv", "mlp.gate_up"):
+            sizes = (q, k, k) if path == "attn.qkv" else (config.intermediate_size,) * 2
+            rows |= {names[0]: sizes} if len(names) == 1 else dict(zip(names, ((size,) for size in sizes), strict=True))
+    for stored_name, name, tensor in named:
+        module = name.rpartition(".")[0]
+        if module.startswith(LAYERS):
+            module = module.removeprefix(LAYERS).partition(".")[2]
+        if module in columns:
+            tensor = part.cut_second(tensor)
+        elif module in rows:
+            tensor = part.cut(tensor, rows[module])
+        yield stored_name, name, tensor
+
+
+def check_tensor_parallel(config: DecoderConfig, num_parts: int, gate_tile: int = TILE) -> None:
+    """Raise ValueError if the decoder does not divide evenly.
+
+    `gate_tile` outputs of gate and up stay together.
+    """
+    if num_parts == 1:
+        return
+    sizes = {
+        "key/value heads": (config.num_key_value_heads, 1),
+        "outputs of o and down": (config.hidden_size, TILE),
+        "outputs of gate and up": (config.intermediate_size, gate_tile),
+        "outputs of the head": (config.vocab_size, TILE),
+    }
+    require_divisible(num_parts, sizes)
+
+
+def _copy(name: str, parameter: Tensor, tensor: Tensor) -> None:
+    parameter.copy_(tensor)
+
+
+def copy_tensors(
+    parameters: dict[str, Tensor],
+    stored: Iterable[tuple[str, str, Tensor]],
+    folder: Path,
+    what: str,
+    progress: Progress = silent,
+    put: Callable[[str, Tensor, Tensor], None] = _copy,
+) -> None:
+    """Copy each tensor of a checkpoint into the parameter of its name.
+
+    `stored` as `rename_tensors` yields it; `put` gets name, parameter and values. Raises ValueError that names missing,
+    unexpected or wrongly shaped tensors.
+    """
+    total, unexpected = len(parameters), []
+    for stored_name, name, tensor in stored:
+        parameter = parameters.pop(name, None)
+        if parameter is None:
+            unexpected.append(stored_name)
+            continue
+        if parameter.shape != tensor.shape:
+            found, wanted = list(tensor.shape), list(parameter.shape)
+            raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
+        put(name, parameter, tensor)
+        progress("loading weights", total - len(parameters), total)
+    if parameters or unexpected:
+        problems = [
+            f"{kind} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+            for kind, names in (("missing", list(parameters)), ("unexpected", unexpected))
+            if names
+        ]
+        raise ValueError(f"{folder} does not fit {what}: {'; '.join(problems)}")

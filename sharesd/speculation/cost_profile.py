@@ -1,0 +1,97 @@
+"""Costs from timed rounds: fitted, joined over several starts, and kept in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from operator import attrgetter
+from statistics import median
+from typing import Any
+
+from sharesd.speculation.cost_model import Costs
+from sharesd_files import JsonCache
+
+RATES = ("draft", "level", "draft_begin", "level_begin", "draft_slot", "level_slot", "read")
+"""Fields of `Costs` that are single numbers."""
+
+
+def fit_costs(
+    ratios: Mapping[tuple[str, int, bool], list[float]],
+    bases: Mapping[bool, list[float]],
+    near: float,
+    far: float | None,
+    single_pass: bool,
+) -> Costs:
+    """Fit lines through times at two contexts, not falling with width.
+
+    Args:
+        ratios: times over those of plain steps, by kind, width or depth, and whether the context was far.
+        bases: seconds of plain steps at the near and the far context.
+        near: live slots of the near context.
+        far: those of the far one; None if it was not measured.
+        single_pass: drafts take one step whatever their depth.
+    """
+    plain = {is_far: min(times) for is_far, times in bases.items() if times}
+
+    def line(kind: str, width: int) -> tuple[float, float]:
+        at_near, at_far = (
+            plain[is_far] * (median(ratios[kind, width, is_far]) if (kind, width) != ("step", 1) else 1.0)
+            for is_far in (False, far is not None)
+        )
+        slot = max(0.0, at_far - at_near) / (far - near) if far is not None else 0.0
+        return at_near - slot * near, slot
+
+    costs = Costs(single_pass=single_pass)
+    for width in sorted({1, *(width for kind, width, _ in ratios if kind == "step")}):
+        at, slot = line("step", width)
+        costs.step[width] = max([at, *costs.step.values()])
+        costs.step_slot[width] = max([slot, *costs.step_slot.values()])
+    for kind in ("draft", "level"):
+        depths = sorted({depth for name, depth, _ in ratios if name == kind})
+        if depths:
+            (first, _), (last, slot), num = line(kind, depths[0]), line(kind, depths[-1]), depths[-1]
+            # More steps that took no longer than one were timed amid noise, and none is free.
+            each = min(first, (last - first) / (num - 1)) if last > first else last / num
+            setattr(costs, kind, each)
+            setattr(costs, f"{kind}_begin", first - each if len(depths) > 1 else 0.0)
+            setattr(costs, f"{kind}_slot", slot / num)
+    if ("read", 0, False) in ratios:
+        costs.read = plain[False] * median(ratios["read", 0, False])
+    return costs
+
+
+def typical(measured: Sequence[Costs]) -> Costs:
+    """Return medians of several measurements relative to a plain step.
+
+    They are scaled to the fastest plain step.
+    """
+    plain = min(costs.step[1] for costs in measured)
+
+    def middle(of: Callable[[Costs], float]) -> float:
+        return plain * median(of(costs) / costs.step[1] for costs in measured)
+
+    def middles(name: str) -> dict[int, float]:
+        return {width: middle(lambda costs, width=width: getattr(costs, name)[width]) for width in measured[0].step}  # type: ignore[misc]
+
+    rates = {name: middle(attrgetter(name)) for name in RATES}
+    return Costs(step=middles("step"), step_slot=middles("step_slot"), single_pass=measured[0].single_pass, **rates)
+
+
+def load_costs(kept: JsonCache) -> list[Costs]:
+    """Return costs that earlier starts measured; [] if there are none, with a warning if unreadable."""
+    return kept.load(lambda found: [_checked(each) for each in found]) or []
+
+
+def _checked(found: dict[str, Any]) -> Costs:
+    step, step_slot = ({int(width): float(s) for width, s in found[name].items()} for name in ("step", "step_slot"))
+    rates = {name: float(found[name]) for name in RATES}
+    if min(step.values()) <= 0 or min(*rates.values(), *step_slot.values()) < 0:
+        raise ValueError("times must be positive")
+    if 1 not in step or step.keys() != step_slot.keys():
+        raise ValueError("a width is missing")
+    return Costs(step=step, step_slot=step_slot, single_pass=found["single_pass"], **rates)
+
+
+def save_costs(kept: JsonCache, measured: Sequence[Costs]) -> None:
+    """Write costs of several starts."""
+    kept.save([asdict(costs) for costs in measured])

@@ -1,0 +1,190 @@
+"""Predicted tokens and seconds of rounds, from running acceptance and measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from sharesd.speculation.acceptance_stats import AcceptanceEstimator, DraftEstimate, LookupCalibration
+from sharesd.speculation.cost_model import LiveCosts
+from sharesd.speculation.draft_scorer import DraftScorer
+from sharesd.speculation.draft_tree import DraftShape
+from sharesd.speculation.policy_config import PolicyConfig
+
+
+class DraftEstimates:
+    """Rates of draft shapes in tokens per second, and their evidence."""
+
+    def __init__(
+        self,
+        live: LiveCosts,
+        max_nodes: int,
+        first_alphas: tuple[float, float],
+        config: PolicyConfig,
+        *,
+        can_stop_early: bool,
+    ) -> None:
+        """Build estimates; `first_alphas`: acceptance of chains and trees before evidence.
+
+        `can_stop_early`: drafts end if unsure.
+        """
+        self._live, self._max_nodes, self._first_alphas = live, max_nodes, first_alphas
+        self._config, self._can_stop_early = config, can_stop_early
+        self.num_unread_tokens = 0
+        """Tokens that a model must read before the coming draft."""
+        self.tables_match = False
+        """True if tables predict the coming tokens.
+
+        Models are right more often there.
+        """
+        self.tables, self.beside = LookupCalibration(), LookupCalibration()
+        """Calibration of tables alone, and beside a model's draft."""
+        self._estimators: dict[object, AcceptanceEstimator] = {}  # by `tables_match` and kind of draft
+        self._verified, self._hits = [0.0] * max_nodes, [0.0] * max_nodes  # of trees by a node's rank; decayed
+        self._has_drafted = False
+
+    def rate(self, gain: float, num_nodes: float, draft_s: float = 0.0) -> float:
+        """Return tokens per second of rounds with this gain and draft.
+
+        A round emits 1 + `gain` tokens out of `num_nodes` draft tokens.
+        """
+        if not self._live.is_measured:  # a round is a round
+            return 1 + gain
+        return (1 + gain) / (draft_s + self._live.step(1 + num_nodes))
+
+    def shape_rate(self, shape: DraftShape) -> float:
+        """Return tokens per second of rounds with this model draft shape."""
+        return self.rate_of(shape, self.of(shape))
+
+    def rate_of(self, shape: DraftShape, estimate: DraftEstimate) -> float:
+        """Return `shape_rate` by an estimate that shapes of one kind share."""
+        extra, more = self.beside.per_round if shape.nodes else (0.0, 0.0)
+        draft_s, nodes = self.size(shape, estimate)
+        draft_s += self.catch_up_s / self._config.catch_up_rounds if shape.nodes else 0.0
+        return self.rate(self._gain(shape, estimate.survival) + extra, nodes + more, draft_s)
+
+    def hoped_tree_rate(self, tree: DraftShape, chain: DraftShape) -> float:
+        """Return tokens per second of the best tree, predicted from chains.
+
+        Levels are assumed to miss half as often as the tokens of such chains.
+        """
+        num_unread_tokens = [1 - survived for survived in self._estimator(chain).survival()]
+        gains = accumulate((1 - miss / 2 for miss in num_unread_tokens[: tree.depth]), initial=0.0)
+        rounds = ((gain, DraftShape(depth, depth + 1, tree.window)) for depth, gain in enumerate(gains) if depth)
+        return max(self.rate(gain, shape.nodes, self._live.draft(shape)) for gain, shape in rounds)
+
+    def hoped_gain(self, shape: DraftShape, num_rows: int) -> float:
+        """Return the draft tokens that a trial of this chain or tree may turn out to gain."""
+        usual, best = self._first_alphas[shape.is_tree], self._config.hoped_alphas[shape.is_tree]
+        alpha = usual + (best - usual) / num_rows**0.5  # means of many rows are near the usual
+        return sum(alpha**depth for depth in range(1, shape.depth + 1))
+
+    def of(self, shape: DraftShape) -> DraftEstimate:
+        """Return the estimate for drafts of this kind."""
+        if not shape.nodes:
+            return DraftEstimate([], [], 0.0)
+        estimator, stops = self._estimator(shape), self._can_stop_early
+        return DraftEstimate(
+            estimator.survival(),
+            estimator.continue_probs() if stops and not self._live.table.single_pass else [],
+            estimator.nodes(shape.nodes) if stops else shape.nodes,
+        )
+
+    def size(self, shape: DraftShape, estimate: DraftEstimate) -> tuple[float, float]:
+        """Return mean seconds and tokens of drafts of at most this shape."""
+        steps = sum(estimate.continue_probs[: shape.depth]) if estimate.continue_probs else shape.depth
+        draft_s = self._live.draft(shape) * (steps / shape.depth if shape.depth else 1.0)
+        return draft_s, estimate.nodes if shape.is_tree and self._can_stop_early else steps
+
+    @property
+    def catch_up_s(self) -> float:
+        """Seconds, without the drift, of reading what a model missed."""
+        return self.num_unread_tokens * self._live.table.read
+
+    def made_gain(self, shape: DraftShape, scorer: DraftScorer | None) -> float:
+        """Return the mean accepted tokens of a model's finished draft."""
+        if shape.is_tree and scorer is None:
+            return self._gain(shape, self._estimator(shape).survival())
+        return sum(self.node_accept_probs(shape, scorer))
+
+    def node_accept_probs(self, shape: DraftShape, scorer: DraftScorer | None) -> list[float]:
+        """Return the acceptance probability of each model draft node, best first."""
+        if scorer is not None and len(scorer.accept_probs) == shape.nodes:
+            return scorer.mean_accept_probs()
+        if shape.is_tree:
+            return self._by_rank()[: shape.nodes]
+        return self._estimator(shape).survival()[: shape.depth]
+
+    def record_draft(
+        self, shape: DraftShape, paths: Sequence[Sequence[int]], max_depth: int, scorer: DraftScorer | None
+    ) -> None:
+        """Count which nodes of a model's draft were accepted.
+
+        Args:
+            shape: of the model's part of the draft.
+            paths: accepted verify rows, from 1, of each counted row.
+            max_depth: depth that the draft might have had.
+            scorer: of a draft that may end early.
+        """
+        self._has_drafted |= shape.nodes > 0
+        for path in paths if shape.nodes else ():
+            accepted = sum(node <= shape.nodes for node in path)
+            self._estimator(shape).record(accepted, shape.depth, max_depth, shape.nodes)
+            for rank in range(shape.nodes if shape.is_tree and scorer is None else 0):
+                self._verified[rank] += 1
+                self._hits[rank] += rank + 1 in path
+        if scorer is not None and paths and len(scorer.accept_probs) == shape.nodes:
+            best_chains = scorer.record([{node - 1 for node in path if node <= shape.nodes} for path in paths])
+            for length, accepted in best_chains if shape.is_tree else ():
+                chain = DraftShape(self._max_nodes, self._max_nodes, shape.window)
+                self._estimator(chain).record(accepted, length, max_depth, length)
+
+    def record_table_nodes(
+        self,
+        shape: DraftShape,
+        num_nodes: int,
+        gains: Sequence[float],
+        paths: Sequence[Sequence[int]],
+        progress: float,
+    ) -> None:
+        """Count the accepted table nodes of a round.
+
+        The nodes were beside a model's draft of this shape or alone. `gains`: predicted tokens by number of nodes.
+        """
+        calibration, accepted = self.tables, progress - 1
+        if shape.nodes:
+            calibration = self.beside
+            accepted = sum(node > shape.nodes for path in paths for node in path) / len(paths)
+        predicted = gains[min(num_nodes, len(gains) - 1)] if num_nodes else 0.0
+        calibration.record(num_nodes, predicted, accepted)
+
+    def fade(self, share: float) -> None:
+        """Let the evidence count less."""
+        self.tables.fade(share)
+        if self._has_drafted:
+            self.beside.fade(share)
+            for estimator in self._estimators.values():
+                estimator.fade(share)
+            self._verified = [share * count for count in self._verified]
+            self._hits = [share * count for count in self._hits]
+
+    def _estimator(self, shape: DraftShape) -> AcceptanceEstimator:
+        """Return the estimator for this shape kind, window and match of tables."""
+        key = (self.tables_match, shape.is_tree, shape.window)
+        if key not in self._estimators:
+            self._estimators[key] = AcceptanceEstimator(self._max_nodes, self._first_alphas[shape.is_tree])
+        return self._estimators[key]
+
+    def _gain(self, shape: DraftShape, survival: list[float]) -> float:
+        gain = sum(survival[: shape.depth])
+        return gain * self._reach(shape.nodes) if shape.is_tree and not self._can_stop_early else gain
+
+    def _reach(self, num_nodes: int) -> float:
+        """Return the share of a tree's accepted nodes in the best `num_nodes`."""
+        rates = self._by_rank()
+        return sum(rates[:num_nodes]) / sum(rates)
+
+    def _by_rank(self) -> list[float]:
+        """Return acceptance by rank; proportional to 1/rank before evidence."""
+        by_rank = zip(self._hits, self._verified, strict=True)
+        return [(hits + 1 / rank) / (tries + 1) for rank, (hits, tries) in enumerate(by_rank, 1)]

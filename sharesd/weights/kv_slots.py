@@ -1,0 +1,50 @@
+"""KV slots of a batch row: its context, and the overhang of rounds."""
+
+from __future__ import annotations
+
+import torch
+
+from compile.kv_layout import new_kv, round_slots
+from sharesd.config import EngineConfig
+from sharesd.models.decoder import Decoder
+from sharesd.models.prefill import slots_for
+from sharesd.speculation.draft_tree import async_tree_slots
+
+WIDEST_STEP = 16
+"""Rows of a step for short drafts, at most; see `sharesd.execution.step_widths`."""
+
+
+def kv_slots(
+    context: int,
+    step_width: int,
+    *,
+    tree: tuple[int, int] = (0, 0),
+    ahead: bool = False,
+    prefetches: bool = False,
+    pads: bool = False,
+) -> int:
+    """Return the KV slots of a row that holds `context` tokens.
+
+    A row that ended in a round of several tokens ends beyond the context, and takes part in steps of others.
+
+    Args:
+        context: tokens of prompt and answer, at most.
+        step_width: rows of the widest step.
+        tree: children of a node, and depth, of draft trees of models.
+        ahead: rounds are launched ahead, so that a row runs on by one more.
+        prefetches: trees grow on while they are verified.
+        pads: prompts may be read in padded pieces.
+    """
+    top, depth = tree
+    slots = context + step_width * (1 + ahead) + max(step_width, 2 + top * depth)
+    if prefetches:
+        slots += async_tree_slots(top, depth)
+    return max(slots, slots_for(context)) if pads else slots
+
+
+def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
+    """Return the bytes of each layer's keys and values, for all rows of `slots` slots."""
+    c, dtype = decoder.config, decoder.embed.weight.dtype
+    few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"))
+    per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
+    return [config.max_batch * round_slots(slots) * per_slot] * c.num_hidden_layers

@@ -1,0 +1,56 @@
+"""Timing of products before any weights are read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from quant.config import QuantConfig
+from quant.quantized_weight import QuantizedWeight
+from sharesd.weights.backend import WeightBackend
+
+PROBE_BYTES, PROBED_BYTES = 2**25, 2**27
+"""Bytes of a timed matrix, and of all its copies, which exceed caches."""
+
+
+class StepTimer:
+    """Seconds of products, for each byte of weights that come from memory."""
+
+    def __init__(self, backend: WeightBackend, dtype: torch.dtype, num_inputs: int) -> None:
+        self._backend, self._dtype = backend, dtype
+        outputs = max(64, PROBE_BYTES // (num_inputs * dtype.itemsize) // 64 * 64)
+        self._shape = outputs, num_inputs
+
+    def full(self, rows: Sequence[int]) -> list[float]:
+        """Return the seconds per byte of a full-precision linear, for each number of rows."""
+        (N, K), device = self._shape, self._backend.device
+        linear = nn.Linear(K, N, bias=False, device="meta")
+        linear.weight = nn.Parameter(torch.ones(N, K, dtype=self._dtype, device=device), requires_grad=False)
+        packed = self._backend.pack(linear)
+        return [self._seconds_per_byte(packed, num) for num in rows]
+
+    def quantized(self, quant: QuantConfig, bits: int, rows: int) -> float:
+        """Return the seconds per byte of a linear of `bits`."""
+        return self._seconds_per_byte(self._quantized_linear(quant, bits), rows)
+
+    def _quantized_linear(self, quant: QuantConfig, bits: int) -> nn.Module:
+        """A linear without a solution: all codes are alike."""
+        (N, K), device, form = self._shape, self._backend.device, quant.format
+        group = form.group(K, bits, quant.group_size)
+        if form.solver is not None:
+            scale, q = torch.ones(N, K // group, device=device), torch.ones(N, K, dtype=torch.uint8, device=device)
+            weight = QuantizedWeight(q=q, scale=scale, zero=scale, bits=bits, group_size=group)
+            return self._backend.quantized_linear(weight, form)
+        weight_NK = torch.ones(N, K, dtype=self._dtype, device=device)
+        return form.linear("a linear", weight_NK, None, bits=bits, group_size=group, dtype=self._dtype, device=device)
+
+    def _seconds_per_byte(self, linear: nn.Module, rows: int) -> float:
+        num_bytes = sum(tensor.nbytes for tensor in (*linear.parameters(), *linear.buffers()))
+        copies = [linear, *(copy.deepcopy(linear) for _ in range(PROBED_BYTES // num_bytes - 1))]
+        x_MK = torch.ones(rows, self._shape[1], dtype=self._dtype, device=self._backend.device)
+        with torch.inference_mode():
+            return self._backend.time_calls([partial(each, x_MK) for each in copies]) / num_bytes

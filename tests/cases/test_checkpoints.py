@@ -1,0 +1,148 @@
+"""Checkpoint folders that say something unusual: done as it means, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharesd import LLM, SamplingParams
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.tokenizer import load_tokenizer
+from tests.cases.inputs import BEGIN, CLOSE, PAD, PLAIN, backend, config_of, llama, save, weights
+from tests.cases.test_gguf import WRONG_TODAY, right, tokens_of
+from tests.helpers.tiny_heads import make_head
+
+NOT_NUMBERS = "not numbers|not a number|NaN|nan|finite"
+
+
+def inf_row(folder: Path) -> Path:
+    """One infinite number, in the embedding of " moon"."""
+    tensors = weights(vocab=384, seed=21)
+    tensors["model.embed_tokens.weight"][backend().token_to_id("Ġmoon"), 5] = math.inf
+    return save(folder, tensors, config_of("llama", tensors))
+
+
+@WRONG_TODAY
+@pytest.mark.parametrize("mode", ["naive", "suffix"])
+def test_logits_that_are_not_numbers_are_an_error(mode: Any, tmp_path: Path) -> None:
+    with LLM(mode=mode, target=str(inf_row(tmp_path / "x")), device="cpu", max_context=64) as llm:
+        fine = llm.generate(["the river"], SamplingParams(max_new_tokens=4))
+        assert set(fine[0].token_ids) != {0}
+        with pytest.raises((ValueError, RuntimeError, ArithmeticError), match=NOT_NUMBERS):
+            llm.generate(["under the moon"], SamplingParams(max_new_tokens=4))
+
+
+@WRONG_TODAY
+def test_what_overflows_in_float16_is_an_error(tmp_path: Path) -> None:
+    tensors = weights(vocab=384, seed=22)
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 2.0**15
+    folder = save(tmp_path / "x", tensors, config_of("llama", tensors))
+    with LLM(mode="naive", target=str(folder), device="cpu", dtype="bfloat16", max_context=64) as llm:
+        assert set(llm.generate(["the old tree"], SamplingParams(max_new_tokens=4))[0].token_ids) != {0}
+    with (
+        LLM(mode="naive", target=str(folder), device="cpu", dtype="float16", max_context=64) as llm,
+        pytest.raises((ValueError, RuntimeError, ArithmeticError), match=NOT_NUMBERS),
+    ):
+        llm.generate(["the old tree"], SamplingParams(max_new_tokens=4))
+
+
+@WRONG_TODAY
+@pytest.mark.parametrize(("vocab", "seed"), [(384, 31), (704, 32)])
+def test_a_draft_model_may_have_other_padding(vocab: int, seed: int, tmp_path: Path) -> None:
+    target, draft = llama(tmp_path / "t", vocab=640, seed=31), llama(tmp_path / "d", vocab=vocab, seed=seed)
+    expected = tokens_of(target, "the old tree", 8)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_context": 64}
+    with LLM(mode="classic", target=str(target), draft=str(draft), **options) as llm:
+        [done] = llm.generate(["the old tree"], SamplingParams(max_new_tokens=8))
+    assert done.token_ids == expected
+
+
+@pytest.mark.parametrize("same", [True, pytest.param(False, marks=WRONG_TODAY)])
+def test_a_stored_head_of_a_tied_model_is_used_or_refused(same: bool, tmp_path: Path) -> None:
+    tensors = weights(vocab=384, seed=41)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight" if same else "lm_head.weight"].roll(
+        int(not same), 1
+    )
+    folder = save(tmp_path / "x", tensors, config_of("llama", tensors, tie_word_embeddings=True))
+    try:
+        found = tokens_of(folder)
+    except ValueError as error:
+        assert not same and "lm_head" in str(error)
+    else:
+        assert found == right(folder)
+
+
+# Tokenizers
+
+ENTRY = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+NOTES = "the old<|note|> tree<|left|> sings"
+
+
+@WRONG_TODAY
+def test_roles_may_stand_in_the_map_alone(tmp_path: Path) -> None:
+    tensors = weights(vocab=384, seed=71)
+    config = {k: v for k, v in config_of("llama", tensors).items() if k not in ("eos_token_id", "bos_token_id")}
+    show = "{{ bos_token }}" + PLAIN + "{{ sep_token }}"
+    folder = save(tmp_path / "x", tensors, config, show, bos_token=None, eos_token=None)
+    roles = {"bos_token": BEGIN, "eos_token": {"content": CLOSE, **ENTRY}, "sep_token": PAD}
+    (folder / "special_tokens_map.json").write_text(json.dumps(roles))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids == (2,)
+    shown = tokenizer.render_chat([{"role": "user", "content": "the moon"}])
+    assert shown == f"{BEGIN}{BEGIN}user: the moon{CLOSE}{BEGIN}assistant: {PAD}"
+
+
+@WRONG_TODAY
+def test_added_tokens_may_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
+    folder, num = llama(tmp_path / "x", seed=72), backend().get_vocab_size()
+    (folder / "added_tokens.json").write_text(json.dumps({"<|note|>": num, "<|/note|>": num + 1}))
+    expected = [332, 271, 383, 274, 30, 94, 78, 71, 72, 86, 94, 32, 279]
+    assert load_tokenizer(folder).encode(NOTES, False) == expected
+
+
+@WRONG_TODAY
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_additional_special_tokens_are_special(file: str, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "x", seed=73)
+    said = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(said | {"additional_special_tokens": ["<|left|>", "<|right|>"]}))
+    expected = [332, 271, 30, 94, 80, 81, 86, 71, 94, 32, 274, 383, 279]
+    assert load_tokenizer(folder).encode(NOTES, False) == expected
+
+
+# Sections of config.json
+
+
+@WRONG_TODAY
+def test_a_quantization_section_of_null_says_nothing(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "x", seed=101, quantization_config=None)
+    assert len(tokens_of(folder, "the moon", 4)) == 4
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+@WRONG_TODAY
+def test_a_quantization_section_of_null_in_a_head_says_nothing(tmp_path: Path) -> None:
+    target = llama(tmp_path / "target", seed=160)
+    head = make_head(tmp_path / "head", decoder_config(target), "eagle")
+    load_head(edited(head, quantization_config=None), load_decoder(target, dtype=torch.float32))
+
+
+@WRONG_TODAY
+def test_a_head_that_hands_on_its_normed_output_is_refused_by_name(tmp_path: Path) -> None:
+    """Or honoured: then compare the second step's logits with those of an engine that has the switch."""
+    target = load_decoder(llama(tmp_path / "target", seed=160), dtype=torch.float32)
+    load_head(make_head(tmp_path / "plain", target.config, "eagle3"), target)
+    changed = edited(make_head(tmp_path / "changed", target.config, "eagle3"), norm_output=True)
+    with pytest.raises(ValueError, match="norm_output"):
+        load_head(changed, target)

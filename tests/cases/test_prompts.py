@@ -1,0 +1,112 @@
+"""Prompts in unusual bytes and files: answered, or refused in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharesd.cli.main import main
+from sharesd.data.prompt_files import read_prompts
+from tests.cases.inputs import llama
+from tests.cases.test_gguf import WRONG_TODAY
+
+LATIN1 = "naïve bird".encode("latin-1")
+AS_ARGUMENT = LATIN1.decode("utf-8", "surrogateescape")
+"""Such bytes as Python hands them on."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(llama(tmp_path_factory.mktemp("cases") / "x", seed=81))
+
+
+def generate(target: str, *more: str) -> int:
+    sizes = ("--device", "cpu", "--max-context", "128", "--max-new-tokens", "4")
+    return main(["generate", "--mode", "naive", "--target", target, *sizes, *more])
+
+
+@WRONG_TODAY
+@pytest.mark.parametrize(
+    "arguments",
+    [("--raw", AS_ARGUMENT), ("--system", AS_ARGUMENT, "the moon"), ("--stop", AS_ARGUMENT, "the moon")],
+    ids=["prompt", "system", "stop"],
+)
+def test_bytes_that_are_no_utf8_are_refused(
+    target: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(target, *arguments) == 2
+    assert "UTF-8" in capsys.readouterr().err
+
+
+@WRONG_TODAY
+@pytest.mark.parametrize("text", [LATIN1, "the old tree".encode("utf-16")], ids=["latin-1", "utf-16"])
+def test_so_are_those_of_standard_input(
+    target: str, text: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8", errors="surrogateescape"))
+    assert generate(target, "-") == 2
+    assert "UTF-8" in capsys.readouterr().err
+
+
+def turn(role: str, text: str) -> dict[str, str]:
+    return {"from": role, "value": text}
+
+
+TALKS = [
+    [turn("human", "the old tree"), turn("gpt", "sings")],
+    [turn("gpt", "and then")],
+    [turn("human", "the river"), turn("gpt", "runs")],
+]
+"""ShareGPT; one has no user."""
+
+
+@pytest.fixture
+def sharegpt(tmp_path: Path) -> Path:
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps([{"id": f"t{i}", "conversations": talk} for i, talk in enumerate(TALKS)]))
+    return file
+
+
+def answers(target: str, file: Path) -> list[Any]:
+    out = file.with_suffix(".out")
+    assert generate(target, "--prompts", str(file), "--out", str(out)) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@WRONG_TODAY
+def test_a_conversation_without_a_user_is_left_out(target: str, sharegpt: Path) -> None:
+    assert len(answers(target, sharegpt)) == 2
+
+
+@WRONG_TODAY
+def test_the_batch_format_of_openai_is_read(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "batch.jsonl"
+    bodies = [
+        {"model": "any", "messages": [{"role": "user", "content": text}], "max_tokens": 6}
+        for text in ("the moon", "a stone")
+    ]
+    rows = [{"custom_id": f"row-{i}", "method": "POST", "url": "/v1/chat/completions"} for i in range(2)]
+    file.write_text("".join(json.dumps(row | {"body": body}) + "\n" for row, body in zip(rows, bodies, strict=True)))
+    assert [answer["custom_id"] for answer in answers(target, file)] == ["row-0", "row-1"]
+
+
+@WRONG_TODAY
+def test_a_context_beside_a_question_is_part_of_the_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "context.jsonl"
+    row = {"instruction": "Who sings?", "context": "The bird sings at night.", "response": "The bird."}
+    file.write_text(json.dumps(row) + "\n")
+    [prompt] = read_prompts([str(file)])
+    assert "Who sings?" in prompt and "The bird sings at night." in prompt
+
+
+@WRONG_TODAY
+def test_the_load_test_reads_conversations_too(sharegpt: Path) -> None:
+    from benchmark.serve import workload
+
+    draw: Any = workload.from_file(2, str(sharegpt), 4, ids=False)
+    assert {request.prompt for request in draw} <= {"the old tree", "the river"}

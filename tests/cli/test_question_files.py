@@ -1,0 +1,314 @@
+"""Question files: the built-in set, the three official layouts, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import huggingface_hub
+import pytest
+
+from sharesd.data.questions import (
+    BUILTIN_FILE,
+    BUILTIN_LABEL,
+    LAYOUTS,
+    load,
+)
+
+CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
+
+
+def mtbench_row(**changes: object) -> dict:
+    return {"question_id": 7, "category": "stem", "turns": ["Why is ice slippery?", "Since when?"]} | changes
+
+
+def without(field: str) -> dict:
+    return {name: value for name, value in mtbench_row().items() if name != field}
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes rows (or raw bytes) to a file and returns its path."""
+
+    def _write(*rows: object, name: str = "questions.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        path.write_bytes(b"\n".join(lines))
+        return path
+
+    return _write
+
+
+def complaint(path: str | Path, benchmark: str = "mtbench") -> str:
+    with pytest.raises(ValueError) as caught:
+        load(benchmark, path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# The built-in set
+
+
+def test_builtin_set_has_five_two_turn_questions_in_each_of_eight_categories():
+    found = load("mtbench")
+    assert Counter(q.category for q in found.questions) == dict.fromkeys(CATEGORIES, 5)
+    assert [q.id for q in found.questions] == list(range(1001, 1041))
+    assert all(len(q.turns) == 2 for q in found.questions)
+    assert all(turn == turn.strip() and len(turn) > 20 for q in found.questions for turn in q.turns)
+    turns = [turn.lower() for q in found.questions for turn in q.turns]
+    assert len(set(turns)) == 80
+
+
+def test_builtin_set_has_passages_to_extract_from_and_fits_a_small_context():
+    found = load("mtbench")
+    assert all(len(q.turns[0].split()) > 80 for q in found.questions if q.category == "extraction")
+    assert all(sum(len(turn) for turn in q.turns) < 2000 for q in found.questions)
+
+
+def test_builtin_set_is_never_called_mt_bench():
+    found = load("mtbench")
+    assert (found.name, found.label, found.source) == ("builtin", "ShareSD built-in questions", "built-in")
+    assert found.label == BUILTIN_LABEL
+    text = BUILTIN_FILE.read_text(encoding="utf-8").lower()
+    assert "mt-bench" not in text and "mtbench" not in text
+
+
+@pytest.mark.parametrize("num_questions", [1, 3, 8, 12, 39, 40])
+def test_any_number_of_builtin_questions_is_spread_evenly_over_the_categories(num_questions: int):
+    counts = Counter(q.category for q in load("mtbench", num_questions=num_questions).questions)
+    per_category = [counts[category] for category in CATEGORIES]
+    assert sum(per_category) == num_questions
+    assert max(per_category) - min(per_category) <= 1
+
+
+# Choosing
+
+
+def test_load_takes_the_first_questions_of_a_file(write):
+    path = write(*(mtbench_row(question_id=i) for i in (5, 3, 9)))
+    assert [q.id for q in load("mtbench", path, 2).questions] == [5, 3]
+    assert [q.id for q in load("mtbench", path).questions] == [5, 3, 9]
+
+
+def test_more_questions_than_there_are_is_refused_with_both_numbers(write):
+    path = write(mtbench_row())
+    with pytest.raises(ValueError, match=r"num_questions is 2, but questions.jsonl holds 1"):
+        load("mtbench", path, 2)
+    with pytest.raises(ValueError, match=r"num_questions is 41, but ShareSD built-in questions holds 40"):
+        load("mtbench", None, 41)
+
+
+@pytest.mark.parametrize("num_questions", [0, -3])
+def test_fewer_than_one_question_is_refused(num_questions: int):
+    with pytest.raises(ValueError, match=rf"num_questions is {num_questions}; it must be at least 1"):
+        load("mtbench", None, num_questions)
+
+
+def test_unknown_benchmark_is_refused_and_the_known_ones_are_named():
+    with pytest.raises(ValueError, match="benchmark is 'mmlu'; choose one of mtbench, gsm8k, humaneval"):
+        load("mmlu")
+    assert list(LAYOUTS) == ["mtbench", "gsm8k", "humaneval"]
+
+
+# The three layouts
+
+
+def test_mtbench_layout(write):
+    found = load("mtbench", str(write(mtbench_row(), mtbench_row(question_id="b", extra=1))))
+    first, second = found.questions
+    assert (first.id, first.category, first.turns) == (7, "stem", ("Why is ice slippery?", "Since when?"))
+    assert second == replace(first, id="b")
+    assert (found.name, found.label) == ("mtbench", "questions.jsonl")
+    assert found.source.endswith("questions.jsonl") and len(found.source) > len(found.label)
+
+
+@pytest.mark.parametrize("unused", ["", None, "Molten film.", ["a", ""], [["a"], ["b", "c"]], [{}], "\ud800"])
+def test_fields_that_are_not_asked_are_no_reason_to_refuse(write, unused: object):
+    """Spec-Bench has references that are lists of lists."""
+    found = load("mtbench", write(mtbench_row(reference=unused, answer=unused)))
+    assert found.questions == load("mtbench", write(mtbench_row())).questions
+    assert load("gsm8k", write({"question": "2 + 2?", "answer": unused})).questions[0].turns == ("2 + 2?",)
+    code = {"task_id": "HumanEval/0", "prompt": "def half(x):", "canonical_solution": unused}
+    assert load("humaneval", write(code)).questions[0].id == "HumanEval/0"
+
+
+def test_gsm8k_layout(write):
+    found = load("gsm8k", write({"question": "2 + 2?", "answer": "#### 4"}, {"question": "2 + 3?"}))
+    first, second = found.questions
+    assert (first.id, first.category, first.turns) == (0, "math", ("2 + 2?",)) and second.id == 1
+
+
+def test_humaneval_layout_is_wrapped_for_chat_without_changing_the_code(write):
+    code = 'def half(x: float) -> float:\n    """Half of x."""\n'
+    row = {"task_id": "HumanEval/0", "prompt": "\n" + code, "canonical_solution": "    return x / 2\n", "test": "..."}
+    (question,) = load("humaneval", write(row)).questions
+    assert (question.id, question.category) == ("HumanEval/0", "coding")
+    (turn,) = question.turns
+    assert turn.startswith("Complete this Python function") and f"```python\n{code}```" in turn
+
+
+@pytest.mark.parametrize("name", ["questions.jsonl.gz", "questions.jsonl"])
+def test_gzip_is_known_by_its_content(tmp_path: Path, name: str):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(json.dumps(mtbench_row()).encode()))
+    assert load("mtbench", path).questions[0].id == 7
+
+
+def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_harmless(write):
+    path = write(b"\xef\xbb\xbf" + json.dumps(mtbench_row()).encode() + b"\r", b"", b"  ", b'{"question_id": 8}')
+    message = complaint(path)
+    assert message.startswith(f"{path}:4: field 'category' is missing")
+
+
+def test_a_unicode_line_separator_inside_a_text_is_no_new_line(write):
+    row = json.dumps(mtbench_row(turns=["one\u2028two\u0085three"]), ensure_ascii=False).encode()
+    assert load("mtbench", write(row)).questions[0].turns == ("one\u2028two\u0085three",)
+
+
+# What is wrong with a file
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (without("question_id"), "field 'question_id' is missing; a question needs question_id, category and turns"),
+        (without("category"), "field 'category' is missing"),
+        (without("turns"), "field 'turns' is missing"),
+        (mtbench_row(turns=None), "field 'turns' is missing"),
+        (mtbench_row(turns=[]), "field 'turns' is empty; write at least one message"),
+        (mtbench_row(turns="Why?"), "field 'turns' holds a text; write a list of texts"),
+        (mtbench_row(turns=["Why?", 3]), "field 'turns[1]' holds a number; write a text"),
+        (mtbench_row(turns=["Why?", None]), "field 'turns[1]' holds null; write a text"),
+        (mtbench_row(turns=["Why?", " \n"]), "field 'turns[1]' holds an empty text"),
+        (mtbench_row(turns=["Why \ud800?"]), "field 'turns[0]' holds '\\ud800', half of a character"),
+        (mtbench_row(category=["stem"]), "field 'category' holds a list; write a text"),
+        (mtbench_row(category=""), "field 'category' holds an empty text"),
+        (mtbench_row(question_id=1.5), "field 'question_id' is 1.5; write a whole number or a text"),
+        (mtbench_row(question_id=True), "field 'question_id' is True"),
+        (mtbench_row(question_id=""), "field 'question_id' is ''"),
+        ([1, 2], "found a list; a question is an object"),
+        (None, "found null; a question is an object"),
+        (b'{"question_id": 8', "not JSON (Expecting ',' delimiter at column 18); write one JSON object on each line"),
+        (b"question 8", "not JSON (Expecting value at column 1)"),
+        (b'{"question_id": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"category": "caf\xe9"}', "byte 18 (0xe9) is not UTF-8; save the file as UTF-8"),
+        (mtbench_row(question_id="a"), "id 'a' is that of"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(write, row: object, expected: str):
+    path = write(mtbench_row(question_id="a"), row, mtbench_row(question_id="c"))
+    message = complaint(path)
+    assert message.startswith(f"{path}:2: ")
+    assert expected in message
+
+
+def test_a_repeated_id_names_both_lines(write):
+    path = write(mtbench_row(question_id=4), b"", mtbench_row(question_id=4))
+    assert complaint(path) == f"{path}:3: id 4 is that of {path}:1 already; change one of them"
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "row", "expected"),
+    [
+        ("gsm8k", {"answer": "4"}, "field 'question' is missing"),
+        ("gsm8k", {"question": 4}, "field 'question' holds a number"),
+        ("humaneval", {"prompt": "def f():"}, "field 'task_id' is missing; a question needs task_id and prompt"),
+        ("humaneval", {"task_id": "t"}, "field 'prompt' is missing"),
+        ("humaneval", {"task_id": "t", "prompt": ""}, "field 'prompt' holds an empty text"),
+        ("gsm8k", mtbench_row(), "field 'question' is missing"),
+    ],
+)
+def test_the_other_layouts_are_checked_too(write, benchmark: str, row: dict, expected: str):
+    path = write(row)
+    message = complaint(path, benchmark)
+    assert message.startswith(f"{path}:1: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize("content", [(), (b"", b"  ", b"")])
+def test_an_empty_file_is_refused(write, content: tuple[bytes, ...]):
+    path = write(*content)
+    assert complaint(path) == f"{path} holds no questions; write one JSON object on each line"
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
+    missing = tmp_path / "none.jsonl"
+    assert complaint(missing).startswith(f"cannot read questions from {missing}: No such file")
+    assert complaint(tmp_path).startswith(f"cannot read questions from {tmp_path}: ")
+    assert "name a JSON Lines file" in complaint(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda z: z[:-6], lambda z: z[:10] + b"\xff" * 9 + z[19:], lambda z: b"{}" + z])
+def test_a_broken_gzip_file_is_refused(tmp_path: Path, damage):
+    path = tmp_path / "questions.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(json.dumps(mtbench_row()).encode())))
+    message = complaint(path)
+    assert message.startswith(f"{path}: not a whole gzip file (")
+    assert "fetch it again" in message
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    """A pretended hub and Parquet reader: `hub.rows` is what they give, `hub.asked` what was downloaded."""
+    state = SimpleNamespace(rows=[], asked=[], error=None)
+
+    def download(repo: str, file: str, *, repo_type: str) -> str:
+        state.asked.append((repo, file, repo_type))
+        if state.error is not None:
+            raise state.error
+        return "local.parquet"
+
+    package, parquet = ModuleType("pyarrow"), ModuleType("pyarrow.parquet")
+    vars(parquet)["read_table"] = lambda path: SimpleNamespace(to_pylist=lambda: state.rows)
+    vars(package)["parquet"] = parquet
+    monkeypatch.setitem(sys.modules, "pyarrow", package)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return state
+
+
+def test_gsm8k_and_humaneval_come_from_the_hub_where_no_file_is_given(hub):
+    hub.rows = [{"question": "2 + 2?", "answer": "#### 4"}]
+    found = load("gsm8k")
+    assert (found.label, found.questions[0].turns) == ("openai/gsm8k (test)", ("2 + 2?",))
+    hub.rows = [{"task_id": "HumanEval/0", "prompt": "def f():\n"}]
+    assert load("humaneval").questions[0].id == "HumanEval/0"
+    assert [(repo, kind) for repo, _, kind in hub.asked] == [
+        ("openai/gsm8k", "dataset"),
+        ("openai/openai_humaneval", "dataset"),
+    ]
+
+
+def test_a_row_of_the_hub_is_named_too(hub):
+    hub.rows = [{"question": "2 + 2?"}, {"question": None}]
+    with pytest.raises(ValueError, match=r"hub:openai/gsm8k/main/.*\.parquet:2: field 'question' is missing"):
+        load("gsm8k")
+
+
+def test_offline_says_what_was_tried_and_how_to_go_on(hub):
+    hub.error = huggingface_hub.errors.LocalEntryNotFoundError("not in the cache,\nand no network.")
+    with pytest.raises(ValueError) as caught:
+        load("gsm8k")
+    message = str(caught.value)
+    assert "openai/gsm8k (main/test-00000-of-00001.parquet)" in message
+    assert "not in the cache, and no network" in message
+    assert "--questions FILE" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("benchmark", ["gsm8k", "humaneval"])
+def test_without_pyarrow_nothing_is_downloaded(hub, monkeypatch: pytest.MonkeyPatch, benchmark: str):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet")
+    with pytest.raises(ValueError, match="needs pyarrow, which is not installed; install pyarrow, or .*--questions"):
+        load(benchmark)
+    assert hub.asked == []

@@ -1,0 +1,147 @@
+"""`ResolvedConfig` from options and a checkpoint's config alone: the folder has no weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.loading.costs_file import costs_file
+from sharesd.loading.resolve import TREE_DEPTH, TREE_TOP, ResolvedConfig, compile_mode, resolve_config
+from sharesd.models.prefill import slots_for
+from sharesd.sampling_params import SamplingParams
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+RAW = {"model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    raw = {**RAW, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return tmp_path
+
+
+def resolved(folder: Path, *modes: Any, **options: Any) -> ResolvedConfig:
+    given: dict[str, Any] = {"target": str(folder), "device": "cpu", "mode": "naive", **options}
+    if "split" in options:
+        del given["device"]
+    return resolve_config(EngineConfig(**given), modes or None, in_memory=True)
+
+
+def test_options_of_a_cpu(folder: Path) -> None:
+    found = resolved(folder)
+    assert (found.device, found.dtype, found.compile) == (CPU, torch.bfloat16, "native")
+    assert found.modes == ("naive",) and found.drafters == {"naive"} and found.folder == folder
+    assert found.plan is found.offload is found.pipeline is found.auto is None
+    assert not found.captures and not found.offloads and not found.is_sharded
+    with pytest.raises(FrozenInstanceError):
+        found.device = GPU  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "modes", "tree"),
+    [
+        ({}, ("share",), (TREE_TOP, TREE_DEPTH, 8)),
+        ({"max_draft": 3}, ("share",), (TREE_TOP, 2, 3)),
+        ({}, ("suffix",), None),
+        ({"num_draft": 4}, ("share",), None),
+        ({"tree": "off"}, ("share",), None),
+        ({"compile": "off"}, ("share",), None),
+        ({"compile": "off", "tree": (2, 4, 8)}, ("share",), (2, 4, 8)),
+    ],
+)
+def test_trees_of_models(folder: Path, options: dict[str, Any], modes: tuple[str, ...], tree: Any) -> None:
+    found = resolved(folder, *modes, **options)
+    assert found.tree == tree
+    assert found.drafts_trees == (tree is not None or modes == ("suffix",))
+
+
+def test_slots_hold_the_context_a_rest_and_a_draft(folder: Path) -> None:
+    plain = resolved(folder, num_draft=4)
+    assert plain.step_width == 9 and plain.num_slots(100) == 100 + 9 + 9
+    tree = resolved(folder, "share", tree=(4, 6, 8))
+    assert tree.num_slots(100) == 100 + 9 + 2 + 4 * 6
+    captured = replace(plain, device=GPU)
+    assert captured.captures and captured.num_slots(100) == 100 + 2 * 16 + 16
+    growing = replace(tree, has_block_source=True)
+    assert growing.has_async_trees and growing.num_slots(100) == tree.num_slots(100) + 1 + 4 * (2 * 6 + 1)
+    assert replace(plain, compile="off").num_slots(100) == max(118, slots_for(100))
+
+
+def test_rounds_are_captured_on_a_gpu_unless_ranks_share_the_target(folder: Path) -> None:
+    found = replace(resolved(folder), device=GPU)
+    assert found.captures
+    for options in ({"compile": "off"}, {"tensor_parallel": 2}):
+        assert not replace(found, config=replace(found.config, **options)).captures
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "has_triton", "ranks", "mode"),
+    [
+        ("auto", CPU, True, 1, "native"),
+        ("auto", GPU, True, 1, "regional"),
+        ("auto", GPU, False, 1, "off"),
+        ("auto", GPU, True, 2, "off"),
+        ("full", GPU, False, 1, "full"),
+        ("off", CPU, True, 1, "off"),
+    ],
+)
+def test_compile_modes(given: Any, device: torch.device, has_triton: bool, ranks: int, mode: str) -> None:
+    assert compile_mode(EngineConfig(compile=given, tensor_parallel=ranks), device, has_triton) == mode
+
+
+def test_stages_and_auto_drafters_are_chosen_without_weights(folder: Path) -> None:
+    found = resolved(folder, split=PipelineConfig(devices=("cpu", "cpu")))
+    assert found.pipeline is not None and [stage.num_blocks for stage in found.pipeline.stages] == [2, 2]
+    assert found.device == found.pipeline.output_device
+    auto = resolved(folder, "auto", "naive", draft="other")
+    assert auto.auto is not None and auto.auto.drafters[0] == "classic"
+    assert auto.drafters == {"naive", *auto.auto.drafters} and auto.config.auto_drafters == auto.auto.drafters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": (2, 4, 8), "num_draft": 4}, "num_draft is 4 and tree is 2:4:8"),
+        ({"draft_device": "cpu"}, "no mode is classic"),
+        ({"split": PipelineConfig(devices=("cpu", "cpu")), "compile": "full"}, "a step runs on several devices"),
+        ({"offload": OffloadConfig(host_memory=10**9)}, "no plan for offloading: the weights are made in memory"),
+    ],
+)
+def test_rows_of_all_tables_are_checked(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(folder, **options)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"split": PipelineConfig(devices=("cpu", "cpu"))}])
+def test_only_native_decoders_are_split(folder: Path, options: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps({**RAW, "model_type": "new"}))
+    with pytest.raises(ValueError, match="only native decoders are"):
+        resolved(folder, **options)
+
+
+def test_costs_are_kept_for_all_that_they_depend_on(folder: Path, own_cache: None) -> None:
+    found, params = resolved(folder), SamplingParams()
+
+    def file(config: ResolvedConfig = found, mode: str = "share", params: SamplingParams = params, widths: Any = None):
+        return costs_file(config, mode, params, widths=widths, streamed=None).file
+
+    same = [
+        file(params=SamplingParams(seed=4, max_new_tokens=9, stop=("a",))),
+        file(replace(found, config=replace(found.config, max_queue=3))),
+    ]
+    assert {*same} == {file()} and file().name.startswith("costs-")
+    others = [
+        file(mode="naive"),
+        file(widths=(9,)),
+        file(params=SamplingParams(temperature=1.0)),
+        file(replace(found, dtype=torch.float32)),
+        file(replace(found, config=replace(found.config, max_batch=2))),
+    ]
+    assert len({file(), *others}) == 6

@@ -1,0 +1,134 @@
+"""The registry of architectures, and a family from outside the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sharesd import LLM, SamplingParams
+from sharesd.models.architecture import BLOCK_NAMES, GGUF_BLOCK_NAMES, Architecture, GGUFLayout, llama_like
+from sharesd.models.architectures import architecture_of, model_types, register, unregister
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.hf_config import HFConfig
+from sharesd.models.loader import load_decoder
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_models import make_checkpoint
+
+NAMES = {
+    "self_attn.q_proj": "mixer.query",
+    "self_attn.k_proj": "mixer.key",
+    "self_attn.v_proj": "mixer.value",
+    "self_attn.o_proj": "mixer.out",
+    "mlp.gate_proj": "ffn.w1",
+    "mlp.up_proj": "ffn.w3",
+    "mlp.down_proj": "ffn.w2",
+    "input_layernorm": "norm_1",
+    "post_attention_layernorm": "norm_2",
+}
+"""Llama's modules -> those of the made-up family."""
+FACTOR = 2.0
+"""On embeddings; exact in every dtype."""
+
+
+def _read(config: HFConfig) -> DecoderConfig:
+    if config.get("twisted"):
+        raise config.unsupported("twisted branches")
+    return llama_like(config, embedding_multiplier=config.get("embedding_factor", 1.0))
+
+
+BANYAN = Architecture(
+    model_type="banyan",
+    to_decoder_config=_read,
+    defaults={"embedding_factor": FACTOR},
+    block_names={path: tuple(NAMES.get(name, name) for name in names) for path, names in BLOCK_NAMES.items()},
+    ignored_prefixes=("roots.",),
+    gguf=GGUFLayout(
+        name="banyan",
+        class_name="BanyanForCausalLM",
+        block_names={part: NAMES[name] for part, name in GGUF_BLOCK_NAMES.items()},
+        pairs_rows=True,
+        fields={"embedding_scale": "embedding_factor"},
+    ),
+)
+"""Llama with other names, and scaled embeddings."""
+
+
+@pytest.fixture
+def banyan() -> Iterator[None]:
+    register(BANYAN)
+    yield
+    unregister("banyan")
+
+
+def as_banyan(llama: Path, folder: Path) -> Path:
+    """The same model as a checkpoint of the made-up family, its embedding divided by FACTOR."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((llama / name).read_bytes())
+    config = json.loads((llama / "config.json").read_text()) | {"model_type": "banyan"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {"roots.weight": torch.zeros(3)}
+    for name, tensor in load_file(llama / "model.safetensors").items():
+        for old, new in NAMES.items():
+            name = name.replace(old, new)
+        tensors[name] = tensor / FACTOR if "embed_tokens" in name else tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.usefixtures("banyan")
+def test_a_family_of_another_file_loads_and_decodes(tmp_path: Path) -> None:
+    llama = make_checkpoint(tmp_path / "llama")
+    params, texts = SamplingParams(max_new_tokens=12), []
+    for folder in (llama, as_banyan(llama, tmp_path / "banyan")):
+        with LLM(mode="share", target=str(folder), device="cpu", max_context=128) as llm:
+            texts.append(llm.generate(["the cat sat on the"], params)[0].token_ids)
+    assert texts[0] == texts[1] and len(set(texts[0])) > 3
+
+
+@pytest.mark.usefixtures("banyan")
+def test_its_gguf_files_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+    file = write_gguf(tmp_path / "banyan.gguf", "banyan", extra={"embedding_scale": 4.0})
+    plain = load_decoder(converted_folder(write_gguf(tmp_path / "llama.gguf")), dtype=torch.float32)
+    scaled = load_decoder(converted_folder(file), dtype=torch.float32)
+    assert scaled.config.model_type == "banyan"
+    assert scaled.config.embedding_multiplier == 4.0
+    plain.embed.weight.data.mul_(4.0)  # and the head, which is tied
+    of_plain, of_scaled = (model(torch.arange(40, 48)[None], model.new_cache(1, 16)) for model in (plain, scaled))
+    assert torch.equal(of_plain / 4.0, of_scaled)
+    layout = architecture_of("banyan").gguf
+    assert layout is not None
+    with pytest.raises(UnsupportedArchitecture, match="roots"):
+        layout.checkpoint_name("blk.0.roots.weight")
+
+
+def test_what_a_family_refuses_is_named() -> None:
+    with pytest.raises(UnsupportedArchitecture, match="'banyan' has no native decoder; it serves gemma2, .*smollm3"):
+        DecoderConfig.from_hf({"model_type": "banyan"})
+    register(BANYAN)
+    try:
+        assert "banyan" in model_types()
+        with pytest.raises(UnsupportedArchitecture, match="'banyan' with twisted branches"):
+            DecoderConfig.from_hf({"model_type": "banyan", "twisted": True})
+        with pytest.raises(ValueError, match="this banyan checkpoint has no 'num_attention_heads'"):
+            DecoderConfig.from_hf({"model_type": "banyan"})
+    finally:
+        unregister("banyan")
+
+
+@pytest.mark.subprocess
+def test_architectures_import_no_torch() -> None:
+    code = "import sys; from sharesd.models.architectures import model_types; print(len(model_types()), *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    number, *modules = done.stdout.split()
+    assert int(number) >= 9 and not {"torch", "transformers", "gguf"} & set(modules)

@@ -1,0 +1,80 @@
+"""Atomic writes and cached JSON values of `sharesd_files`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+
+from sharesd_files import JsonCache, atomic_files, atomic_path, atomic_write, cache_root
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "new" / "x.txt"
+    atomic_write(path, "é\n", durable=durable)
+    assert path.read_bytes() == "é\n".encode() and names(path.parent) == ["x.txt"]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)  # no private file of mkstemp
+    with atomic_path(path, durable=durable) as fresh:
+        fresh.write_bytes(b"\0")
+        assert path.read_bytes() == "é\n".encode() and fresh.suffix == ".txt"
+    assert path.read_bytes() == b"\0" and names(path.parent) == ["x.txt"]
+
+
+def test_nothing_moves_after_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(OSError, match="full"), atomic_files(tmp_path) as scratch:
+        (scratch / "a").write_text("new")
+        (scratch / "b").write_text("new")
+        raise OSError("full")
+    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_several_files_and_folders_move_together(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("stays")
+    with atomic_files(tmp_path) as scratch:
+        (scratch / "a").write_text("1")
+        (scratch / "folder").mkdir()
+        (scratch / "folder" / "b").write_text("2")
+    assert names(tmp_path) == ["a", "folder", "other"] and (tmp_path / "folder" / "b").read_text() == "2"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JsonCache:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+    return JsonCache("settings", "costs", ("model", 1))
+
+
+def test_values_are_cached_by_key(cache: JsonCache) -> None:
+    assert cache.load(float) is None
+    file = cache.save(2)
+    assert file.parent == cache_root() / "settings" and cache.load(float) == 2.0
+    assert JsonCache("settings", "costs", ("model", 1)).load(float) == 2.0
+    assert JsonCache("settings", "costs", ("model", 2)).load(float) is None
+    assert cache.with_key(4).load(float) is None and names(file.parent) == [file.name]
+    cache.with_key(4).save(3)
+    assert cache.with_key(4).load(float) == 3.0 and cache.load(float) == 2.0
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"tries": 1}', b'{"key": "other", "value": 1}', b"value"])
+def test_an_old_or_damaged_form_is_made_anew(
+    content: bytes, cache: JsonCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = cache.save(1)
+    if content == b"value":
+        content = json.dumps({**json.loads(file.read_text()), "value": "x"}).encode()
+    file.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert cache.load(float) is None
+    assert caplog.text.count(f"{file} is ignored and made anew") == 1
+    cache.save(5)
+    assert cache.load(float) == 5.0
