@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from quant.quantized_linear import build_low
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from benchmark.gpu.shapes import copies_of, copy_bandwidth, linears
 from benchmark.gpu.worker import Job, NotHere
 from compile.cuda.bench import num_weight_copies, seconds_per_call
 from quant.formats import import_optional
+from quant.formats.hqq.gemlite import GemliteLinear
 from quant.formats.hqq.gemlite_configs import load_configs, save_configs
 from quant.formats.hqq.solver import solve
 from sharesd.weights.packing import choose_cuda_kernel
@@ -68,7 +68,7 @@ def _product(
     solved = solve(weight_NK, bits, GROUP)
     torch.cuda.synchronize()
     row = {"solving, s": time.perf_counter() - started}
-    build = partial(build_low, "low", solved, None, dtype=torch.bfloat16)
+    build = partial(GemliteLinear, solved, None, torch.bfloat16)
     low, exact_NK = build(), solved.dequantize().double()
     import_optional("gemlite").set_native_atomic_bfp16(atomics == "bfloat16")
     started = time.perf_counter()

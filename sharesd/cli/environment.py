@@ -15,7 +15,7 @@ from typing import Any
 
 from sharesd import __version__
 from sharesd.config import EngineConfig
-from sharesd.drafters import selection
+from sharesd.drafters import registry, selection
 from sharesd.models.names import model_name
 from sharesd.weights.quant_tuning_cache import cpu_name
 
@@ -100,7 +100,7 @@ def settings_of(config: EngineConfig, **more: Any) -> dict[str, Any]:
         "compile": config.compile,
         "num_draft": config.num_draft or "auto",
         "max_draft": config.max_draft_tokens,
-        "hybrid_with": list(selection.active_drafters(config, "hybrid")),
+        "hybrid_with": list(selection.active_drafters(config, *registry.names("mix"))),
         **selection.files_shown(config),
     }
 

@@ -62,7 +62,7 @@ def test_settings_are_measured_and_the_best_is_kept(
     best = max(measured, key=lambda each: each["speedup"])
     assert report["best"] == best["quant"] and report["settings"]["teacher_draft"] == 4
     [file] = (own_cache / "settings").glob("quant-*")
-    entry = json.loads(file.read_text())
+    entry = json.loads(file.read_text())["value"]
     assert str(QuantConfig.parse(entry["quant"], entry["skips"])) == best["quant"]
     assert entry["facts"]["alpha"] == best["alpha"]
     assert str(config_of("--target", str(tiny), "--draft-quant", "auto").quant) == best["quant"]
@@ -145,12 +145,13 @@ def test_a_setting_is_kept_for_its_place_alone(own_cache: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", "{}", b"\xff", '{"place": {}, "quant": "hqq:4:64", "skips": []}', "place only"],
+    ["", "{", "[]", "null", "{}", b"\xff", '{"key": {}, "value": {"quant": "hqq:4:64", "skips": []}}', "key only"],
 )
 def test_an_entry_that_cannot_be_read_is_ignored(content: str | bytes, caplog: pytest.LogCaptureFixture) -> None:
     file = save_tuned(place(), FOUR, {})
-    if content == "place only":
-        content = json.dumps({**json.loads(file.read_text()), "quant": "hqq:5:64"})
+    if content == "key only":
+        entry = json.loads(file.read_text())
+        content = json.dumps(entry | {"value": entry["value"] | {"quant": "hqq:5:64"}})
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with caplog.at_level(logging.WARNING, "sharesd.weights.quant_tuning_cache"):
         assert load_tuned(place()) is None

@@ -51,9 +51,9 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
     for num_draft, width in ((3, 9), (8, 9), (12, 16)):
         config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=num_draft, max_context=128)
         runtime = Runtime(config, ("naive", "share"))
-        assert runtime.engine("naive").widths == runtime.engine("share").widths == [width]
+        assert [runtime.engine(mode).options.widths for mode in ("naive", "share")] == [(width,), (width,)]
     assert "texts" not in caplog.text
-    assert Runtime(replace(config, exact=False), ("share",)).engine("share").widths is None
+    assert Runtime(replace(config, exact=False), ("share",)).engine("share").options.widths is None
 
 
 def test_fixed_widths_do_not_follow_the_length_of_drafts() -> None:

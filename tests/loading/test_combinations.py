@@ -76,7 +76,7 @@ RESOLVED: list[tuple[Combination, str]] = [
 ]
 NO_OFFLOAD: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES), "the model is split among devices, which keep all of it"),
-    (given(compile="full", facts={"has_device_memory": True}), "compile is 'full', and blocks"),
+    (given(compile="full", facts={"has_device_memory": True}), "compile is 'full', and offloaded blocks"),
     (given(facts={"in_memory": True}), "the weights are made in memory"),
     (given(compile="off"), "compile is 'off'; offloaded blocks run in the CPU kernel"),
     (given(tensor_parallel=2), "tensor_parallel is 2, and ranks keep all of their weights"),

@@ -360,6 +360,7 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
 
     kept = {"step": {"1": 1e-9, "9": 2e-9}, "step_slot": {"1": 0.0, "9": 0.0}, "draft": 3e-9, "level": 0.0}
     kept |= {"draft_slot": 0.0, "level_slot": 0.0, "read": 0.0, "draft_begin": 4e-9, "level_begin": 0.0}
+    kept["single_pass"] = False
     keep(kept, kept, kept)
     again = Runtime(config, ("share",)).engine("share")
     assert again.variant(SamplingParams()).policy.costs == typical(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from compile import op_registry
 from sharesd.cli import options
+from sharesd.cli.parser import Parser
 from sharesd.config import EngineConfig
 from sharesd.devices import selection
 from sharesd.devices.selection import CUBLAS_WITHOUT_SPLITS, prepare_cuda, steady_cublas
@@ -64,7 +64,7 @@ def test_preparing_says_when_it_is_too_late(untouched: pytest.MonkeyPatch, caplo
 
 
 def test_the_option() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     options.add_model_options(parser)
     for given in ([], ["--steady-cublas"]):
         config = options.engine_config(parser.parse_args(given), modes=("naive",))
