@@ -1,4 +1,4 @@
-"""Points of a sweep: figures, verdict and report."""
+"""Points of a sweep: figures, remarks and report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
     )
 
 
-def verdict_of(points: Sequence[Point]) -> list[str]:
+def remarks_of(points: Sequence[Point]) -> list[str]:
     """Return lines about lost points, modes that mix drafters, and texts."""
     known = [(point, point.speedup) for point in points if point.speedup is not None]
     lost = [_place(point) for point, speedup in known if speedup < MIN_SPEEDUP]
@@ -138,10 +138,10 @@ def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis]
             lines.setdefault(f"{point.mode} {_words(others)}".strip(), []).append((point.values[x_axis], point.speedup))
         draw_lines(out_dir / f"{name}.png", settings["model"], {"speedup over naive": lines}, x_axis)
         plots = [f"{name}.png"]
-    remarks = [tables_at_start(settings), *verdict_of(points)]
+    remarks = [tables_at_start(settings), *remarks_of(points)]
     report = Report(
         title=f"{name}: {', '.join(settings['modes'])} on {settings['model']}",
-        sections=[*sections, Section("Verdict", text=bullets(remarks))],
+        sections=[*sections, Section("Remarks", text=bullets(remarks))],
         intro="Milliseconds: a draft step, a verify step, a token of naive; without loading, prefill and first tokens.",
         plots=plots,
         **about,

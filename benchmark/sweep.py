@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from benchmark import arguments
-from benchmark.points import Axis, Point, finish, line_of, point_of, verdict_of
+from benchmark.points import Axis, Point, finish, line_of, point_of, remarks_of
 from benchmark.report import write_json
 from sharesd.cli import environment, options
 from sharesd.cli.console import err_console, loading_bars
@@ -110,10 +110,10 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
     ]
     found = question_files.first_turns(args.questions)
     questions = found.questions
-    most = max(-(-args.num_questions // config.max_batch) * config.max_batch for _, config in configs)
-    if most >= len(questions):
+    num_needed = max(-(-args.num_questions // config.max_batch) * config.max_batch for _, config in configs)
+    if num_needed >= len(questions):
         raise ValueError(
-            f"{most} questions are asked of the {len(questions)} of {found.label}, and warming up takes another; "
+            f"{num_needed} questions are asked of the {len(questions)} of {found.label}, and warming up takes another; "
             "lower --num-questions or the batch"
         )
     out_dir = environment.out_folder(args.out_dir, name)
@@ -139,7 +139,7 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
                 filler=args.filler or "Python's manual",
             )
             complete = len(points) == len(configs) * len(cells) * len(modes)
-            state = {"complete": complete, "verdict": verdict_of(points), "points": [asdict(each) for each in points]}
+            state = {"complete": complete, "remarks": remarks_of(points), "points": [asdict(each) for each in points]}
             write_json(out_dir / f"{name}.json", {**about, **state})
     finish(out_dir, name, about, axes, points)
     return 0 if all(point.identical for point in points) else 1
@@ -240,9 +240,9 @@ def _axis(text: str) -> Axis:
     return name.strip("-"), tuple(dict.fromkeys(parts))
 
 
-def _whole(name: str, text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"axis {name} holds {text!r}; give whole numbers from {least} on")
+def _whole(name: str, text: str, minimum: int) -> int:
+    if not text.isdecimal() or int(text) < minimum:
+        raise ValueError(f"axis {name} holds {text!r}; give whole numbers from {minimum} on")
     return int(text)
 
 

@@ -11,7 +11,7 @@ from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
 from sharesd.sampling_params import SamplingParams
 
-MOST, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
+MAX_ERROR, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
 """Share of the time that may be off; seconds of a call that may be counted twice, or lost; seconds of each round."""
 
 
@@ -36,7 +36,7 @@ def check_times(what: str, counted: Iterable[Stats], wall_s: float, *, on_gpu: b
     """Raise TimesDiffer unless the stats' calls took about `wall_s` together; on a CPU they may have taken less."""
     stats = list(counted)
     said_s = fsum(each.seconds for each in stats)
-    slack_s = MOST * wall_s + ROUND_S * sum(each.steps for each in stats)
+    slack_s = MAX_ERROR * wall_s + ROUND_S * sum(each.steps for each in stats)
     twice_s, lost_s = (slack_s + len(stats) * each for each in (TWICE_S, LOST_S))
     if said_s - wall_s > twice_s or (on_gpu and wall_s - said_s > lost_s):
         raise TimesDiffer(

@@ -145,12 +145,12 @@ def attend(
         if rotary is not None:
             angles = position_angles(rotary, T, lengths_B, tree_mask)
             q_BTHd, k_BTKd, rotary = rotate(q_BTHd, *angles), rotate(k_BTKd, *angles), None
-    new, old, sight = (q_BTHd, k_BTKd, v_BTKd), (k_cache, v_cache, lengths_B), (scale, window, recent, softcap)
+    new, old, extent = (q_BTHd, k_BTKd, v_BTKd), (k_cache, v_cache, lengths_B), (scale, window, recent, softcap)
     if has_kernel:
         places = (*(rotary or (None, None)), *old, *(tree_mask or (None, None)))
         q_norm, k_norm = norms or (None, None)
         how = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.gemma)
-        return torch.ops.sharesd.attend_(*new, *places, *sight, *how)
+        return torch.ops.sharesd.attend_(*new, *places, *extent, *how)
     if B == 1 and tree_mask is None and not recent and supports_flash(device, q_BTHd.dtype, d, softcap):
         _write(*new[1:], *old[:2], lengths_B[:, None] + torch.arange(T, device=device))
         ends_B = (lengths_B + T).to(torch.int32)

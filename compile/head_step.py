@@ -94,7 +94,7 @@ class NativeHead:
         num_kept, ends = (0, None) if states_BPD is None else (1, ends_B)
         return self._read(tokens_BS, features_BSX, num, cache, ends, num_kept, states_BPD=states_BPD)
 
-    def guess(
+    def propose(
         self, tokens_BS: Tensor, features_BSX: Tensor, num: int, cache: Any, ends_B: Tensor, depth: int
     ) -> Tensor:
         """See `sharesd.drafters.parallel.head.Parallel.guess`."""

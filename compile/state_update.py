@@ -2,7 +2,7 @@
 
 Each is one launch on a GPU, instead of several tensor operations.
 
-Legend: B rows, N draft tokens, T verify rows of a verdict, W rows of a step, X numbers for the drafter.
+Legend: B rows, N draft tokens, T verify rows of a result, W rows of a step, X numbers for the drafter.
 """
 
 from __future__ import annotations

@@ -120,11 +120,11 @@ def balance_blocks(sizes: PipelineSizes, limits: Sequence[float], names: Sequenc
         best = reached
     chosen = best[num_blocks][1]
     ends = list(accumulate(chosen, initial=0))
-    held = [sizes.of(stage, num_stages, *ends[stage : stage + 2]) for stage in range(num_stages)]
-    if any(num > limit for num, limit in zip(held, limits, strict=True)):
+    bytes_of_stages = [sizes.of(stage, num_stages, *ends[stage : stage + 2]) for stage in range(num_stages)]
+    if any(num > limit for num, limit in zip(bytes_of_stages, limits, strict=True)):
         plan = "; ".join(
             f"{name} would hold blocks {first} to {end - 1} with {num / 1e9:.2f} GB, and may hold {limit / 1e9:.2f} GB"
-            for name, (first, end), num, limit in zip(names, pairwise(ends), held, limits, strict=True)
+            for name, (first, end), num, limit in zip(names, pairwise(ends), bytes_of_stages, limits, strict=True)
         )
         raise DoesNotFit(f"the model does not fit: {plan}; give more devices or memory, or a shorter max_context")
     return chosen

@@ -54,13 +54,13 @@ class CudaLink:
         """Take over the record of each block; `close` frees them."""
         self._records, self._cuda = records, cuda
         self._stream = cuda.Stream()
-        self._under_way: deque[tuple[Any, Any]] = deque()  # beginning and end of copies not yet counted
+        self._in_flight: deque[tuple[Any, Any]] = deque()  # beginning and end of copies not yet counted
         self._busy_s = 0.0
 
     @property
     def busy_s(self) -> float:
-        while self._under_way and self._under_way[0][1].query():
-            begin, end = self._under_way.popleft()
+        while self._in_flight and self._in_flight[0][1].query():
+            begin, end = self._in_flight.popleft()
             self._busy_s += begin.elapsed_time(end) / 1000
         return self._busy_s
 
@@ -78,7 +78,7 @@ class CudaLink:
             begin.record(self._stream)
             slot.copy_(self._records[block].tensor, non_blocking=True)
             end.record(self._stream)
-        self._under_way.append((begin, end))
+        self._in_flight.append((begin, end))
         return _EventCopy(end, self._cuda)
 
     def synchronize(self) -> None:

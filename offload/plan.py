@@ -63,12 +63,12 @@ class Drafter:
     """Bytes that it keeps on the device."""
     step: float
     """Seconds to draft one more token."""
-    survival: tuple[float, ...]
+    cumulative_acceptance: tuple[float, ...]
     """Probabilities that the first 1, 2, ... draft tokens are accepted."""
     nodes: int = 0
     """Nodes of draft trees, all of them verified; 0: drafts are chains."""
     seen: int = 0
-    """Draft tokens measured for `survival`, besides the prior."""
+    """Draft tokens measured for `cumulative_acceptance`, besides the prior."""
     bits: int | None = None
     """Bits of quantized weights."""
     block: int | None = None
@@ -77,9 +77,11 @@ class Drafter:
     """Blocks that drafts run at full precision, and that are not offloaded."""
 
 
-def steady_survival(alpha: float) -> tuple[float, ...]:
-    """Return `Drafter.survival` for a constant acceptance probability."""
-    return tuple(accumulate(repeat(alpha, DEPTHS[-1]), lambda survival, each: survival * each))
+def constant_acceptance(alpha: float) -> tuple[float, ...]:
+    """Return `Drafter.cumulative_acceptance` for a constant acceptance probability."""
+    return tuple(
+        accumulate(repeat(alpha, DEPTHS[-1]), lambda cumulative_acceptance, each: cumulative_acceptance * each)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +113,8 @@ class Plan:
     """Memory taken of the host, if the device has its own."""
     transfer_s: float
     """Seconds of transfers in a pass."""
-    survival: tuple[float, ...]
-    """`Drafter.survival` of drafts of this depth."""
+    cumulative_acceptance: tuple[float, ...]
+    """`Drafter.cumulative_acceptance` of drafts of this depth."""
     round_s: float
     """Seconds of a round, predicted."""
     tokens_per_second: float
@@ -142,7 +144,7 @@ class Plan:
 
         The last round of an answer seldom uses all that it confirms. Without lengths: `tokens_per_second`.
         """
-        rounds = sum(_num_rounds(self.survival, length) for length in lengths)
+        rounds = sum(_num_rounds(self.cumulative_acceptance, length) for length in lengths)
         return sum(lengths) / (rounds * self.round_s) if rounds else self.tokens_per_second
 
 
@@ -154,9 +156,11 @@ class Reason(NamedTuple):
     why: str
 
 
-def _num_rounds(survival: Sequence[float], tokens: int) -> float:
+def _num_rounds(cumulative_acceptance: Sequence[float], tokens: int) -> float:
     """Return the mean number of rounds for so many tokens."""
-    ends = [before - after for before, after in pairwise((1.0, *survival, 0.0))]  # of drafts of which just so many hold
+    ends = [
+        before - after for before, after in pairwise((1.0, *cumulative_acceptance, 0.0))
+    ]  # of drafts of which just so many hold
     rounds = [0.0]
     for left in range(1, tokens + 1):
         rounds.append(1 + sum(end * rounds[max(0, left - kept)] for kept, end in enumerate(ends, 1)))

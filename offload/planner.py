@@ -61,7 +61,7 @@ def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Dra
         device_bytes=best.device_bytes,
         host_bytes=best.host_bytes,
         transfer_s=best.transfer() if offloaded else 0.0,
-        survival=best.drafter.survival[:depth],
+        cumulative_acceptance=best.drafter.cumulative_acceptance[:depth],
         round_s=best.round_time(depth),
         tokens_per_second=speed,
         naive_tokens_per_second=naive,
@@ -98,17 +98,17 @@ class _Case:
 
     def problem(self) -> str | None:
         """Return the smallest sufficient limit that is exceeded, if any."""
-        least = self.fixed + (self.slots + len(self.drafter.resident_blocks)) * self.block
+        needed = self.fixed + (self.slots + len(self.drafter.resident_blocks)) * self.block
         name = "cpu" if self.limits.host is None else "gpu"
-        if self.slots and self.limits.device < least:
-            return f"--{name}-memory-limit of at least {show_bytes(least, round_up=True)}"
+        if self.slots and self.limits.device < needed:
+            return f"--{name}-memory-limit of at least {show_bytes(needed, round_up=True)}"
         disk = self.limits.disk
-        least = self.sizes.host + (2 if disk is not None else self.num_offloaded) * self.block
-        if self.limits.host is not None and self.num_from_disk and self.limits.host < least:
-            return f"--cpu-memory-limit of at least {show_bytes(least, round_up=True)}"
-        least = self.sizes.num_blocks * self.block
-        if self.num_from_disk and disk is not None and disk < least:
-            return f"--offload-dir on a disk with {show_bytes(least, round_up=True)} free"
+        needed = self.sizes.host + (2 if disk is not None else self.num_offloaded) * self.block
+        if self.limits.host is not None and self.num_from_disk and self.limits.host < needed:
+            return f"--cpu-memory-limit of at least {show_bytes(needed, round_up=True)}"
+        needed = self.sizes.num_blocks * self.block
+        if self.num_from_disk and disk is not None and disk < needed:
+            return f"--offload-dir on a disk with {show_bytes(needed, round_up=True)} free"
         return None
 
     def offloaded_blocks(self) -> list[int]:
@@ -131,7 +131,7 @@ class _Case:
 
     def speed(self, depth: int) -> float:
         """Return the tokens per second with drafts of this depth."""
-        return (1 + sum(self.drafter.survival[:depth])) / self.round_time(depth)
+        return (1 + sum(self.drafter.cumulative_acceptance[:depth])) / self.round_time(depth)
 
     def round_time(self, depth: int) -> float:
         """Return the seconds of a round with drafts of this depth."""
@@ -143,12 +143,14 @@ class _Case:
 
     def fastest(self, max_depth: int) -> tuple[float, int]:
         """Return the highest tokens per second, and the depth that gives them."""
-        most = min(max_depth, self.drafter.nodes // 2) if self.drafter.nodes else max_depth  # trees are not that thin
-        ladder = [depth for depth in DEPTHS if depth <= most] if self.drafter.survival else []
+        max_length = (
+            min(max_depth, self.drafter.nodes // 2) if self.drafter.nodes else max_depth
+        )  # trees are not that thin
+        ladder = [depth for depth in DEPTHS if depth <= max_length] if self.drafter.cumulative_acceptance else []
         return max((self.speed(depth), depth) for depth in (0, *ladder))
 
 
-_NO_DRAFTER = Drafter(name=NAIVE, resident=0, step=0.0, survival=())
+_NO_DRAFTER = Drafter(name=NAIVE, resident=0, step=0.0, cumulative_acceptance=())
 
 
 def _spread(blocks: Sequence[int], num: int) -> list[int]:
@@ -194,10 +196,11 @@ def _reasons(
         yield Reason("slots", str(best.slots), f"{show_bytes(best.block)} each: filled ahead while others are computed")
     others = [f"{c.drafter.name} {c.fastest(max_depth)[0]:.3g} tok/s" for c in fitting if c is not best]
     others += [f"{name} needs {problem}" for name, problem in problems.items()]
-    if best.drafter.survival:
+    if best.drafter.cumulative_acceptance:
         known = "assumed" + (f", and {best.drafter.seen:,} seen" if best.drafter.seen else "")
         what = "level" if best.drafter.nodes else "token"
-        expected = f"a {what} holds in {best.drafter.survival[0]:.1%} ({known}), takes {best.drafter.step * 1e3:.3g} ms"
+        alpha = best.drafter.cumulative_acceptance[0]
+        expected = f"a {what} is accepted in {alpha:.1%} ({known}), takes {best.drafter.step * 1e3:.3g} ms"
         yield Reason("drafts", best.drafter.name, "; ".join([expected, *others]))
         rows = best.rows(depth)
         took = f"a pass takes {best.pass_time(1):.3g} s with 1 row, {best.pass_time(rows):.3g} s with {rows}"

@@ -77,9 +77,9 @@ class Prefetcher:
         self._after = dict(zip(self.blocks, (*self.blocks[1:], self.blocks[0]), strict=True))
         self._link, self._check = link, check
         self._unchecked = set(blocks if check is not None else ())
-        self._held: deque[_Coming] = deque()  # in use
+        self._in_use: deque[_Coming] = deque()  # in use
         self._coming: deque[_Coming] = deque()  # in the order of their use
-        self._meanwhile: Callable[[], bool] | None = None
+        self._overlap_work: Callable[[], bool] | None = None
         self._piece_s = 0.0  # what a piece of that takes
         self._wait_of: dict[int, float] = {}  # seconds that each block was late, the last time
         self._num_bytes, self._waited_s, self._started = 0, 0.0, time.perf_counter()
@@ -91,9 +91,9 @@ class Prefetcher:
         A block that is not next in order begins another pass, which ends all uses. LinkError if the block does not
         arrive; the next pass tries again.
         """
-        for held in self._held:
-            if held.block == block:
-                return held.slot
+        for fetched in self._in_use:
+            if fetched.block == block:
+                return fetched.slot
         if not self._coming or self._coming[0].block != block:
             self._turn_to(block)
         coming = self._coming[0]
@@ -112,34 +112,34 @@ class Prefetcher:
         finally:
             self._waited_s += time.perf_counter() - started
         self._wait_of[block] = max(0.0, (coming.copy.arrived or 0.0) - asked)
-        self._held.append(self._coming.popleft())
+        self._in_use.append(self._coming.popleft())
         return coming.slot
 
     @contextmanager
-    def meanwhile(self, work: Callable[[], bool] | None) -> Iterator[None]:
+    def overlap(self, work: Callable[[], bool] | None) -> Iterator[None]:
         """Run `work` in pieces while the host waits for a block.
 
         `work` returns False if there is no more. A piece longer than the block's last wait is not begun.
         """
-        self._meanwhile, self._piece_s = work, 0.0
+        self._overlap_work, self._piece_s = work, 0.0
         try:
             yield
         finally:
-            self._meanwhile = None
+            self._overlap_work = None
 
     def _use_the_wait(self, coming: _Coming, asked: float) -> None:
         now, end = asked, asked + self._wait_of.get(coming.block, 0.0)
-        while self._meanwhile is not None and coming.copy.arrived is None and now + self._piece_s < end:
-            if not self._meanwhile():
-                self._meanwhile = None
+        while self._overlap_work is not None and coming.copy.arrived is None and now + self._piece_s < end:
+            if not self._overlap_work():
+                self._overlap_work = None
             self._piece_s, now = time.perf_counter() - now, time.perf_counter()
 
     def done(self, block: int) -> None:
         """Release the first block in use; its slot gets another block."""
-        assert self._held and self._held[0].block == block, f"block {block} is not the first in use"
-        held = self._held.popleft()
-        last = self._coming[-1] if self._coming else (self._held or [held])[-1]
-        self._coming.append(self._fetch(self._after[last.block], held.slot, held))
+        assert self._in_use and self._in_use[0].block == block, f"block {block} is not the first in use"
+        fetched = self._in_use.popleft()
+        last = self._coming[-1] if self._coming else (self._in_use or [fetched])[-1]
+        self._coming.append(self._fetch(self._after[last.block], fetched.slot, fetched))
 
     @property
     def traffic(self) -> TransferStats:
@@ -154,7 +154,7 @@ class Prefetcher:
     def close(self) -> None:
         """End what is under way. The slots are the caller's again."""
         self._coming.clear()
-        self._held.clear()
+        self._in_use.clear()
         self._link.close()
 
     def _drop(self) -> None:
@@ -167,21 +167,21 @@ class Prefetcher:
         """Restart the order at a block, keeping slots that hold what comes."""
         if block not in self._after:
             raise ValueError(f"block {block} is not in this stream")
-        held = {coming.slot: coming for coming in (*self._held, *self._coming)}
-        self._held.clear()
+        fetched = {coming.slot: coming for coming in (*self._in_use, *self._coming)}
+        self._in_use.clear()
         self._coming.clear()
-        self._fill(block, {slot: held.get(slot) for slot in range(len(self.slots))})
+        self._fill(block, {slot: fetched.get(slot) for slot in range(len(self.slots))})
 
-    def _fill(self, block: int, held: dict[int, _Coming | None]) -> None:
+    def _fill(self, block: int, fetched: dict[int, _Coming | None]) -> None:
         """Fetch a block and its successors into all slots."""
         wanted = [block]
         while len(wanted) < len(self.slots):
             wanted.append(self._after[wanted[-1]])
-        kept = {coming.block: coming for coming in held.values() if coming is not None and coming.block in wanted}
+        kept = {coming.block: coming for coming in fetched.values() if coming is not None and coming.block in wanted}
         for coming in kept.values():
-            del held[coming.slot]
+            del fetched[coming.slot]
         for each in wanted:
-            self._coming.append(kept[each] if each in kept else self._fetch(each, *held.popitem()))
+            self._coming.append(kept[each] if each in kept else self._fetch(each, *fetched.popitem()))
 
     def _fetch(self, block: int, slot: int, before: _Coming | None) -> _Coming:
         """Start to fetch a block into a slot, once its old block is neither used nor moved."""

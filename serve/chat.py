@@ -75,7 +75,7 @@ class ChatFormat(ResponseFormat):
             return tokens.text, []
         if choice not in self._readers:
             names, must = {function.name for function in body.functions}, bool(body.must_call)
-            self._readers[choice] = CallReader(form, names, most=body.max_calls, must=must)
+            self._readers[choice] = CallReader(form, names, max_calls=body.max_calls, must=must)
         found = self._readers[choice].push(tokens.text, last=tokens.finish_reason is not None)
         if found.calls:
             self._called.add(choice)

@@ -43,14 +43,14 @@ class CallReader:
     """Reads one answer."""
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], *, most: int | None = None, must: bool = False
+        self, form: ToolFormat, names: Collection[str], *, max_calls: int | None = None, must: bool = False
     ) -> None:
         """Parse calls of the functions `names`.
 
-        Text after `most` calls is dropped. `must`: the answer has nothing but calls.
+        Text after `max_calls` calls is dropped. `must`: the answer has nothing but calls.
         """
-        self._form, self._names, self._most, self._must = form, names, most, must
-        self._held = ""  # text that was not read yet
+        self._form, self._names, self._max_calls, self._must = form, names, max_calls, must
+        self._buffer = ""  # text that was not read yet
         self._markup = ""  # what was read of what may become a call
         self._num_calls = 0
         self._braces, self._num_fed = _Braces(), 0
@@ -59,7 +59,7 @@ class CallReader:
 
     def push(self, text: str, *, last: bool) -> Read:
         """Parse the next piece; `last` flushes what was held back."""
-        self._held += text
+        self._buffer += text
         self._last, self._read = last, Read()
         while self._next():
             pass
@@ -69,30 +69,30 @@ class CallReader:
 
     def _text(self) -> bool:
         """Parse content up to a mark and the white space before it."""
-        mark, held = self._form.mark, self._held
-        at = held.find(mark) if mark else -1
+        mark, buffer = self._form.mark, self._buffer
+        at = buffer.find(mark) if mark else -1
         if at < 0:
-            begun = overlap(held, mark)
-            content = held[: len(held) - begun].rstrip() if mark else held
+            begun = overlap(buffer, mark)
+            content = buffer[: len(buffer) - begun].rstrip() if mark else buffer
             if self._last and not (begun and self._cut()):
-                content = held
+                content = buffer
             self._read.content += content
-            self._held = held[len(content) :]
+            self._buffer = buffer[len(content) :]
             return False
-        content, behind = held[:at].rstrip(), at + len(mark)
+        content, behind = buffer[:at].rstrip(), at + len(mark)
         self._read.content += content
-        self._markup, self._held = held[len(content) : behind], held[behind:]
+        self._markup, self._buffer = buffer[len(content) : behind], buffer[behind:]
         return self._go_on(self._opening)
 
     def _opening(self) -> bool:
         """Parse the text before an object."""
-        rest, bracket = self._held.lstrip(), self._form.opening.strip()
+        rest, bracket = self._buffer.lstrip(), self._form.opening.strip()
         if bracket and rest.startswith(bracket):
             rest = rest[len(bracket) :].lstrip()
         if not rest and not self._last:
             return False
-        self._markup += self._held[: len(self._held) - len(rest)]
-        self._held = rest
+        self._markup += self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = rest
         if not rest.startswith("{"):
             return not (self._cut() and not rest) and self._give_back()
         self._braces, self._num_fed = _Braces(), 0
@@ -100,75 +100,75 @@ class CallReader:
 
     def _head(self) -> bool:
         """Parse an object to its name, or whole if arguments come first."""
-        head = _HEAD.match(self._held)
+        head = _HEAD.match(self._buffer)
         if head:
             if head[1] not in self._names:
                 return self._give_back()
             self._begin(head[1])
-            self._held, self._braces = self._held[head.end() :], _Braces()
+            self._buffer, self._braces = self._buffer[head.end() :], _Braces()
             return self._go_on(self._arguments)
-        end = self._braces.feed(self._held[self._num_fed :])
+        end = self._braces.feed(self._buffer[self._num_fed :])
         if end is None:
-            self._num_fed = len(self._held)
+            self._num_fed = len(self._buffer)
             return self._last and not self._cut() and self._give_back()
         end += self._num_fed
-        name, arguments = _call(self._held[:end])
+        name, arguments = _call(self._buffer[:end])
         if name not in self._names or arguments is None:
             return self._give_back()
         self._begin(name)
         self._add(arguments)
-        self._held = self._held[end:]
+        self._buffer = self._buffer[end:]
         return self._go_on(self._after)
 
     def _arguments(self) -> bool:
-        end = self._braces.feed(self._held)
-        piece = self._held[:end]
+        end = self._braces.feed(self._buffer)
+        piece = self._buffer[:end]
         self._add(piece)
-        self._held, self._braces = self._held[len(piece) :], self._braces if end is None else _Braces(depth=1)
+        self._buffer, self._braces = self._buffer[len(piece) :], self._braces if end is None else _Braces(depth=1)
         return end is not None and self._go_on(self._object_end)
 
     def _object_end(self) -> bool:
         """Parse the rest of the object after its arguments."""
-        self._held = self._held.lstrip()
-        if not self._held:
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
             return False
-        return self._go_on(self._object_rest if self._held[0] in ",}" else self._after)
+        return self._go_on(self._object_rest if self._buffer[0] in ",}" else self._after)
 
     def _object_rest(self) -> bool:
-        end = self._braces.feed(self._held)
-        self._held = "" if end is None else self._held[end:]
+        end = self._braces.feed(self._buffer)
+        self._buffer = "" if end is None else self._buffer[end:]
         return end is not None and self._go_on(self._after)
 
     def _after(self) -> bool:
         """Parse the text between calls, or after the last one."""
-        if self._num_calls == self._most:
+        if self._num_calls == self._max_calls:
             return self._go_on(self._nothing)
-        rest, end, between = self._held.lstrip(), self._form.end.strip(), self._form.between.strip()
+        rest, end, between = self._buffer.lstrip(), self._form.end.strip(), self._form.between.strip()
         if end and rest.startswith(end):
-            self._held = rest[len(end) :]
+            self._buffer = rest[len(end) :]
             return self._go_on(self._behind)
         if rest.startswith(between):
-            behind = len(self._held) - len(rest) + len(between)
-            self._markup, self._held = self._held[:behind], self._held[behind:]
+            behind = len(self._buffer) - len(rest) + len(between)
+            self._markup, self._buffer = self._buffer[:behind], self._buffer[behind:]
             return self._go_on(self._opening)
         if not self._form.mark and rest.startswith("{"):
             self._markup = ""
             return self._go_on(self._opening)
         if end.startswith(rest):
-            self._held = "" if self._last else self._held
+            self._buffer = "" if self._last else self._buffer
             return False
         return self._go_on(self._behind)
 
     def _behind(self) -> bool:
         """Drop white space after calls."""
-        if self._held.strip():
+        if self._buffer.strip():
             return self._go_on(self._text)
         if self._last:
-            self._held = ""
+            self._buffer = ""
         return False
 
     def _nothing(self) -> bool:
-        self._held = ""
+        self._buffer = ""
         return False
 
     def _cut(self) -> bool:

@@ -32,7 +32,7 @@ __all__ = [
     "TokenChunk",
 ]
 
-_HOMES = {
+_MODULES = {
     "Completion": "sharesd.engine.outputs",
     "Engine": "sharesd.engine.engine",
     "EngineConfig": "sharesd.config",
@@ -46,9 +46,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'sharesd' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -245,7 +245,7 @@ class Runtime:
                 prefill_chunk=config.prefill_chunk,
                 async_scheduling=steps.graphs is not None and streamed is None,  # a pass too many takes long
                 transfer_stats=None if streamed is None else partial(getattr, streamed.stream, "traffic"),
-                overlap_hook=None if streamed is None else streamed.stream.meanwhile,
+                overlap_hook=None if streamed is None else streamed.stream.overlap,
                 on_finish=self._keeper(mode),
                 require_trees=config.explicit_tree is not None,
             ),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sharesd.drafters.recycle.table import RecycleTable
     from sharesd.engine.engine import Engine
 
-HELD_BACK = 10
+HELD_OUT = 10
 """One prompt of so many teaches hit rates instead of successors."""
 PIECE = 64
 """Tokens of each text that are read at a time."""
@@ -53,19 +53,19 @@ def run(args: argparse.Namespace) -> int:
     config = replace(config, drafter_options={**config.drafter_options, "recycle_table": "empty"}, max_batch=BATCH)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     prompts = read_prompts(args.prompts, args.num_prompts)
-    num_held_back = len(prompts) // HELD_BACK
-    if num_held_back == 0:
-        raise ValueError(f"the files hold {len(prompts)} prompts; give at least {HELD_BACK}")
+    num_held_out = len(prompts) // HELD_OUT
+    if num_held_out == 0:
+        raise ValueError(f"the files hold {len(prompts)} prompts; give at least {HELD_OUT}")
     with loading_bars() as progress:
         from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
         runtime = Runtime(config, ("naive", "recycle"), progress=progress)
         plain, recycling = runtime.engine("naive"), runtime.engine("recycle")
         [table] = recycling.drafter.tables  # type: ignore[union-attr]
-        texts = answered(plain, prompts[num_held_back:], params, progress=progress)
+        texts = answered(plain, prompts[num_held_out:], params, progress=progress)
         fill(table, plain, [[*prompt, *answer] for prompt, answer in texts])
         successors = table.successors.copy()
-        answered(recycling, prompts[:num_held_back], params)  # which teaches hit rates
+        answered(recycling, prompts[:num_held_out], params)  # which teaches hit rates
     table.successors = successors
     table.save(out)
     known = int((successors[:, 0] >= 0).sum())

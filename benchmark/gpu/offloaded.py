@@ -19,7 +19,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 
 GIB = 2**30
-MOST_DRAFT = 32  # equal in all cases, since texts may depend on the width of steps
+MAX_DRAFT = 32  # equal in all cases, since texts may depend on the width of steps
 SECONDS = 40  # of a case at most
 
 
@@ -63,7 +63,7 @@ def run(job: Job, size: str, cases: Sequence[Case], *, prompts: int, tokens: int
         if not job.has_time(SECONDS):
             break
         offload = OffloadConfig(device_memory=case.limit, choose_bits=False, choose_depth=False)
-        options: dict[str, Any] = {"mode": case.mode, "offload": offload, "max_draft": MOST_DRAFT}
+        options: dict[str, Any] = {"mode": case.mode, "offload": offload, "max_draft": MAX_DRAFT}
         options["quant"] = QuantConfig(bits=case.bits, head_bits=case.bits)
         model = widened_model(job, size, (case.mode,), label=case.label, **options)
         with job.part(case.label), model as runtime, closing(runtime):

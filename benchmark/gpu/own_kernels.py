@@ -22,7 +22,7 @@ from compile.cuda.bench import num_weight_copies, seconds_per_call
 from quant.formats.hqq.solver import solve
 from sharesd.weights.packing import pack_for_cuda
 
-MOST = 16  # rows of a step at most
+MAX_ROWS = 16  # rows of a step at most
 
 
 def _kernels(job: Job) -> SimpleNamespace:
@@ -81,10 +81,10 @@ def _times(job: Job, calls: Sequence[Callable[[], object]], rows: int, nbytes: i
 
 
 def _measure_linear(job: Job, kernels: SimpleNamespace, size: str, name: str, N: int, K: int) -> None:
-    weights, x_MK = copies_of(_random(job, N, K) * K**-0.5), _random(job, MOST, K)
-    modules = [kernels.linear(_linear(weight), MOST) for weight in weights]
+    weights, x_MK = copies_of(_random(job, N, K) * K**-0.5), _random(job, MAX_ROWS, K)
+    modules = [kernels.linear(_linear(weight), MAX_ROWS) for weight in weights]
     row: dict[str, Any] = {"model": size, "linear": name}
-    for rows in (1, 9, MOST):
+    for rows in (1, 9, MAX_ROWS):
         row |= _times(job, [partial(module, x_MK[:rows]) for module in modules], rows, weights[0].nbytes)
     library_s = seconds_per_call([partial(F.linear, x_MK[:1], weight) for weight in weights])
     job.add("linears", {**row, "us, cuBLAS": 1e6 * library_s})
@@ -92,7 +92,7 @@ def _measure_linear(job: Job, kernels: SimpleNamespace, size: str, name: str, N:
 
 def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: int, K: int) -> None:
     solved, x_MK = solve(_random(job, N, K) * K**-0.5, bits, 64), _random(job, 2, K)
-    build = partial(kernels.low, solved, None, dtype=torch.bfloat16, max_rows=MOST)
+    build = partial(kernels.low, solved, None, dtype=torch.bfloat16, max_rows=MAX_ROWS)
     low = build()
     modules = [low, *(build() for _ in range(num_weight_copies(low.nbytes, x_MK.device) - 1))]
     row: dict[str, Any] = {"bits": bits, "linear": name}
@@ -104,12 +104,12 @@ def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: in
 def _measure_attention(job: Job, kernels: SimpleNamespace, slots: int, live: int) -> None:
     """Time steps of 7B's heads behind so many live slots: chains, a sliding window, and the window of drafts."""
     H, K, d = (4, 2, 16) if job.tiny else (66, 22, 64)
-    q, new, k, v = (_random(job, 1, *shape, d) for shape in ((MOST, H), (MOST, K), (K, slots), (K, slots)))
+    q, new, k, v = (_random(job, 1, *shape, d) for shape in ((MAX_ROWS, H), (MAX_ROWS, K), (K, slots), (K, slots)))
     lengths = torch.tensor([live], device=job.device)
     for kind, window, recent in (("chain", 0, 0), ("window", slots // 4, 0), ("recent", 0, slots // 8)):
         row: dict[str, Any] = {"slots": slots, "live": live, "kind": kind}
         nbytes = 2 * k.element_size() * K * d * min(live, window or live, recent or live)
-        for rows in (1, MOST):
+        for rows in (1, MAX_ROWS):
             inputs = (q[:, :rows], new[:, :rows], new[:, :rows], None, None, k, v, lengths, None, None)
             call = partial(kernels.attend, *inputs, d**-0.5, window, recent, 0.0)
             row |= _times(job, [call] * 10, rows, nbytes)
@@ -119,7 +119,7 @@ def _measure_attention(job: Job, kernels: SimpleNamespace, slots: int, live: int
 def _measure_dependent_launch(job: Job, kernels: SimpleNamespace, width: int) -> None:
     """Time square products in a row, as a graph, with and without dependent launch."""
     weights = copies_of(_random(job, width, width) * width**-0.5)
-    modules = nn.Sequential(*(kernels.linear(_linear(weight), MOST) for weight in weights))
+    modules = nn.Sequential(*(kernels.linear(_linear(weight), MAX_ROWS) for weight in weights))
     call = partial(modules, _random(job, 1, width))
     row: dict[str, Any] = {"width": width, "products": len(modules)}
     row["us, with"] = 1e6 * seconds_per_call([call]) / len(modules)

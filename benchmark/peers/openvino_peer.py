@@ -61,11 +61,11 @@ def _converted(library: Any, source: Path) -> Path:
     """Return the GGUF file in OpenVINO's own format, converted now if that was not done before."""
     from sharesd_files import cache_root
 
-    home, about = cache_root() / "openvino", source.stat()
-    converted = home / f"{source.stem}-{about.st_size}-{about.st_mtime_ns}-{library.get_version()}"
+    folder, about = cache_root() / "openvino", source.stat()
+    converted = folder / f"{source.stem}-{about.st_size}-{about.st_mtime_ns}-{library.get_version()}"
     if not converted.exists():
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home, prefix="partial-") as scratch:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as scratch:
             fresh = Path(scratch) / "model"
             fresh.mkdir()
             link = fresh / source.name

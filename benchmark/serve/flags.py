@@ -19,8 +19,8 @@ Convert = Callable[[str], float]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all options."""
     positive: Convert = lambda text: _float(text, "a number above 0", above=True)  # noqa: E731
-    finite: Convert = lambda text: _float(text, "a number", least=-math.inf, above=True)  # noqa: E731
-    at_least_0: Convert = lambda text: _float(text, "a number from 0 on")  # noqa: E731
+    finite: Convert = lambda text: _float(text, "a number", minimum=-math.inf, above=True)  # noqa: E731
+    not_negative: Convert = lambda text: _float(text, "a number from 0 on")  # noqa: E731
     spawn = "start our own server in mode naive and in each of these, with commas, and compare; its own options go "
     spawn += "behind --, such as -- --max-batch 8"
     turns = "run all servers of --spawn at once and ask them in turns, N times each, with other prompts each time; "
@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             ("--seed", int, 0, "N", "of random prompts, departures and sampling"),
         ],
         "sampling": [
-            ("--temperature", at_least_0, 0.0, "T", "0 is greedy"),
+            ("--temperature", not_negative, 0.0, "T", "0 is greedy"),
             ("--top-p", finite, None, "X", "not sent by default"),
             ("--top-k", int, None, "X", "not sent by default"),
             ("--min-p", finite, None, "X", "not sent by default"),
@@ -90,12 +90,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_removed(parser, **penalties, **tokens, percentile_metrics="files have all latencies")
 
 
-def _float(text: str, kind: str, *, least: float = 0.0, above: bool = False, infinite: bool = False) -> float:
+def _float(text: str, kind: str, *, minimum: float = 0.0, above: bool = False, infinite: bool = False) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (value > least if above else value >= least) or (value == math.inf and not infinite):
+    if not (value > minimum if above else value >= minimum) or (value == math.inf and not infinite):
         raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
     return value
 

@@ -267,14 +267,14 @@ def attend_live(
     part = q.new_empty((B * T * H, X, d), dtype=torch.float32)
     log2e = math.log2(math.e)
     units = (2 * scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
-    sight = {"SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS}
+    extent = {"SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS}
     back = (window or NO_WINDOW, recent or NO_WINDOW)
     in_parts = partial(
         attend_parts[(programs, B * K)],
         *(turned, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, top, total, part),
         *(T, S, P, X, num_programs, *units, *back),
         **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0},
-        **sight,
+        **extent,
         **launch,
         num_warps=4,
         enable_fp_fusion=False,
@@ -285,7 +285,7 @@ def attend_live(
         *(lengths_B, depth, top, total, part, out),
         *(T, P, X, *back),
         **{"H": H, "d": d, "D": D, "GROUP": GROUP},
-        **sight,
+        **extent,
         **launch,
         num_warps=4,
         enable_fp_fusion=False,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FLAG = "--out"
 MAX_BATCH = 8
 """Prompts that a process answers at once."""
-MOST_NAMED = 10
+MAX_NAMED = 10
 """Failed prompts that are named on the terminal; the file has all."""
 WORK = "sharesd.cli.generate_file:answer"
 
@@ -128,8 +128,8 @@ def run(args: argparse.Namespace, work: Work) -> int:
             write_in_order(out, part, len(prompts))
         part.unlink()
     failed = {record["index"]: record["error"] for record in _records(out) if "error" in record}
-    named = [f"\n  {prompts[index][0]}: {reason}" for index, reason in failed.items()][:MOST_NAMED]
-    more = [f"\n  and {len(failed) - MOST_NAMED} more"] if len(failed) > MOST_NAMED else []
+    named = [f"\n  {prompts[index][0]}: {reason}" for index, reason in failed.items()][:MAX_NAMED]
+    more = [f"\n  and {len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
     err_console.print(
         f"{out}: {len(prompts)} prompts = {len(prompts) - len(failed)} answered + {len(failed)} failed "
         f"({len(done)} of them before){''.join(named + more)}{speed}",

@@ -198,9 +198,9 @@ def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:
     return tokens * costs.of_step(1) / (num_draft * costs.draft + costs.draft_begin + costs.of_step(1 + num_draft))
 
 
-def best_length(alpha: float, costs: Costs, most: int) -> int:
-    """Return the draft length from 1 to `most` whose expected speedup is best."""
-    return max(range(1, most + 1), key=lambda num: expected_speedup(alpha, num, costs))
+def best_length(alpha: float, costs: Costs, max_length: int) -> int:
+    """Return the draft length from 1 to `max_length` whose expected speedup is best."""
+    return max(range(1, max_length + 1), key=lambda num: expected_speedup(alpha, num, costs))
 
 
 def take_turns(

@@ -23,18 +23,18 @@ Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
 
 
-def read_prompts(files: Sequence[str], most: int | None = None, seed: int = 0) -> list[str]:
+def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: int = 0) -> list[str]:
     """Return the prompts of all files in random order, each once.
 
-    `most`: prompts drawn from each file. Of a conversation the first user turn counts. Raises ValueError for what
-    cannot be read.
+    `max_per_file`: prompts drawn from each file. Of a conversation the first user turn counts. Raises ValueError for
+    what cannot be read.
     """
     dice = random.Random(seed)
     drawn: dict[str, None] = {}
     for name in files:
         found = list(dict.fromkeys(_prompt(where, record) for where, record in records(Path(name))))
         dice.shuffle(found)
-        drawn |= dict.fromkeys(found[:most])
+        drawn |= dict.fromkeys(found[:max_per_file])
     prompts = list(drawn)
     dice.shuffle(prompts)
     return prompts

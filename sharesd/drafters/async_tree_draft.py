@@ -18,7 +18,7 @@ from compile.tree_expand import Frontier, Nodes
 from sharesd.drafters.base import DraftContext
 from sharesd.drafters.draft_stepper import ModelStepper
 from sharesd.drafters.tree_draft import TreeDraft
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict, async_tree_slots
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, async_tree_slots
 
 SHARE = 2
 """Share of the requested levels that a continuation must have.
@@ -67,13 +67,13 @@ class AsyncTreeDraft(TreeDraft):
             depth=depth, num_steps=depth, continue_fn=self._go_further, kv_offset=kv_offset, kept=self._was_kept
         )
 
-    def _grow(self, most: int) -> tuple[int, int]:
+    def _grow(self, max_levels: int) -> tuple[int, int]:
         kept, self._kept = self._kept, None
         self._was_kept = (
-            kept is not None and kept.root_pos == int(self._model.root_pos_B[0]) and SHARE * kept.levels >= most
+            kept is not None and kept.root_pos == int(self._model.root_pos_B[0]) and SHARE * kept.levels >= max_levels
         )
         if kept is None or not self._was_kept:
-            return super()._grow(most)
+            return super()._grow(max_levels)
         self._model.move(kept.root_place, kept.first_place, (kept.levels - 1) * self._branching)
         return kept.levels, int((self._nodes.scores_BC[0] > -torch.inf).sum())
 
@@ -84,17 +84,17 @@ class AsyncTreeDraft(TreeDraft):
             self._num_levels += 1
         return self._num_levels < self._limit
 
-    def committed(self, verdict: Verdict) -> None:
+    def committed(self, verified: VerifyResult) -> None:
         """Keep the nodes below the last accepted token."""
-        level = int(verdict.num_new[0]) - 1  # of that token
+        level = int(verified.num_new[0]) - 1  # of that token
         self._kept, left = None, self._num_levels - level - 1
         if level < 1 or left < 1:
             return
-        parent = self._order_C[verdict.path[0, level] - 1]
+        parent = self._order_C[verified.path[0, level] - 1]
         first, end = (self._branching + (each - 1) * self._branching**2 for each in (level, level + 1))
         nodes = self._nodes
         is_root = nodes.ancestors_BCD[0, first:end, level - 1] == parent
-        is_root &= nodes.tokens_BC[0, first:end] == verdict.tokens[0, level]
+        is_root &= nodes.tokens_BC[0, first:end] == verified.tokens[0, level]
         found = is_root.nonzero()
         if not len(found):
             return

@@ -19,7 +19,7 @@ from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import FIRST_ALPHAS, Policy
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict, chains, coarse_chains, shapes_of
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, coarse_chains, shapes_of
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -133,10 +133,12 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
-        """Take over the target's verdict on the draft.
+    def commit(
+        self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor
+    ) -> Tensor | None:
+        """Take over the target's result for the draft.
 
-        `num_new` of the verdict is 0 for idle rows. `logits` are those of root and nodes; later calls overwrite them.
+        `num_new` of the result is 0 for idle rows. `logits` are those of root and nodes; later calls overwrite them.
         Returns the rows for `on_host_result`, int64 [B, X].
         """
         return None

@@ -52,15 +52,15 @@ class ChainDraft:
 
     def _start(self) -> None:
         if self._context.graphs is not None:
-            self._context.buffers.lay_chain()
+            self._context.buffers.set_chain()
         else:
             self._context.buffers.clear()
-        self._guess(self._stepper.start())
+        self._draft_tokens(self._stepper.start())
 
     def _step(self) -> None:
-        self._guess(self._stepper.step(self._last_B1))
+        self._draft_tokens(self._stepper.step(self._last_B1))
 
-    def _guess(self, logits_B1V: Tensor) -> None:
+    def _draft_tokens(self, logits_B1V: Tensor) -> None:
         buffers, next_pos_B, root_pos_B = self._context.buffers, self._stepper.next_pos_B, self._stepper.root_pos_B
         token_B, probs_BV, chance_B = self._context.sampler.draft(
             logits_B1V[:, 0],

@@ -127,29 +127,31 @@ class TreeDraft:
             in_buffers=True,
         )
 
-    def _grow(self, most: int) -> tuple[int, int]:
-        """Expand at most `most` levels; return levels and nodes found."""
+    def _grow(self, max_levels: int) -> tuple[int, int]:
+        """Expand at most `max_levels` levels; return levels and nodes found."""
         policy, levels = self._context.policy, 1
         self._first()
-        while levels < most and not (self._scorer and not policy.should_continue(levels, self._odds())):
+        while levels < max_levels and not (
+            self._scorer and not policy.should_continue(levels, self._frontier_acceptance())
+        ):
             self._next()
             levels += 1
         return levels, self._branching + (levels - 1) * self._branching**2
 
-    def _odds(self) -> float:
+    def _frontier_acceptance(self) -> float:
         """Return the probability that a frontier node is accepted.
 
         It is the mean of the awaited rows.
         """
         scores = self._frontier.scores_Bk.tolist()
-        accept_probs = [sum(map(exp, scores[row])) for row in self._awaited]
+        accept_probs = [sum(map(exp, scores[row])) for row in self._counted_rows]
         return sum(accept_probs) / len(accept_probs)
 
-    def _num_worth(self, scorer: DraftScorer, depth: int, most: int) -> int:
+    def _num_worth(self, scorer: DraftScorer, depth: int, max_nodes: int) -> int:
         """Return the number of the best nodes that are worth verifying."""
         record_best_nodes(self._nodes, self._draft_probs_BC, self._branching, self._best)
-        draft_probs, accept_probs, parents = (part[:, :most].tolist() for part in self._best)
-        rows = self._awaited
+        draft_probs, accept_probs, parents = (part[:, :max_nodes].tolist() for part in self._best)
+        rows = self._counted_rows
         accept_probs_by_node = list(zip(*(accept_probs[row] for row in rows), strict=True))
         num = self._context.policy.num_tree_nodes_worth(depth, [sum(node) / len(rows) for node in accept_probs_by_node])
         scorer.set_tree(
@@ -158,7 +160,7 @@ class TreeDraft:
         return num
 
     @property
-    def _awaited(self) -> list[int]:
+    def _counted_rows(self) -> list[int]:
         return [row - self._context.first for row in self._context.policy.counted_rows]
 
     def _start(self) -> None:

@@ -198,10 +198,10 @@ def _spread(times: list[float]) -> float:
     return high / low
 
 
-def _lengths(most: int) -> list[int]:
-    """Return 0, 1, 2, 4 ... and `most`.
+def _lengths(max_length: int) -> list[int]:
+    """Return 0, 1, 2, 4 ... and `max_length`.
 
     Costs are nearly linear between these numbers.
     """
-    powers_of_two = [2**i for i in range(most.bit_length()) if 2**i < most]
-    return [0, *powers_of_two, most]
+    powers_of_two = [2**i for i in range(max_length.bit_length()) if 2**i < max_length]
+    return [0, *powers_of_two, max_length]

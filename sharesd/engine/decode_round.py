@@ -27,7 +27,7 @@ from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_tree import DraftTree
 
 OverlapHook = Callable[[Callable[[], bool] | None], AbstractContextManager[None]]
-"""Context in which its argument runs while weights are awaited (`offload.prefetcher.Stream.meanwhile`)."""
+"""Context in which its argument runs while weights are awaited (`offload.prefetcher.Stream.overlap`)."""
 
 
 class BatchState(NamedTuple):
@@ -205,23 +205,23 @@ class Round:
         cache, (root_B, active_B, _) = self._cache, self._state
         tree, tree_mask, logits_BTV = reading
         num_rows = logits_BTV.shape[1]
-        verdict = self._sampler.accept(tree, logits_BTV, cache.lengths)
-        verdict = verdict._replace(num_new=verdict.num_new * active_B)
-        self._sampler.commit(verdict.tokens, verdict.num_new)
+        verified = self._sampler.accept(tree, logits_BTV, cache.lengths)
+        verified = verified._replace(num_new=verified.num_new * active_B)
+        self._sampler.commit(verified.tokens, verified.num_new)
         if tree_mask is not None:
-            cache.compact(verdict.path, verdict.num_new, tree.kv_offset)
+            cache.compact(verified.path, verified.num_new, tree.kv_offset)
         drafter, drafter_feedback_BX = self._drafter, None
         if drafter is not None and (num_rows > 1 or drafter.commits_plain_rounds):
-            drafter_feedback_BX = drafter.commit(self.context, tree, verdict, logits_BTV)
-        path_BT = verdict.path if tree_mask is not None else None
+            drafter_feedback_BX = drafter.commit(self.context, tree, verified, logits_BTV)
+        path_BT = verified.path if tree_mask is not None else None
         packed_result_BX = commit_round(
-            root_B, cache.lengths, active_B, verdict.num_new, verdict.tokens, path_BT, drafter_feedback_BX
+            root_B, cache.lengths, active_B, verified.num_new, verified.tokens, path_BT, drafter_feedback_BX
         )
         logprobs_BT = top_BTk = None
         if self._sampler.kind.logprobs:
-            rows_B1 = torch.arange(len(verdict.path), device=verdict.path.device)[:, None]
-            kept_BTV = logits_BTV[rows_B1, verdict.path]
-            logprobs_BT = sampling.logprobs_of(kept_BTV, verdict.tokens)
+            rows_B1 = torch.arange(len(verified.path), device=verified.path.device)[:, None]
+            kept_BTV = logits_BTV[rows_B1, verified.path]
+            logprobs_BT = sampling.logprobs_of(kept_BTV, verified.tokens)
             if self._sampler.kind.top_logprobs:
                 top_BTk = sampling.top_logprobs_of(kept_BTV, self._sampler.kind.top_logprobs)
         return RoundResult(packed_result_BX, logprobs_BT, top_BTk, num_rows, tree_mask is not None)

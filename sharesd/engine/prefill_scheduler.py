@@ -60,7 +60,7 @@ class PrefillScheduler:
             raise ValueError(
                 f"prefill_chunk is {prefill_chunk}, and this target reads prompts in pieces of {CHUNK}; leave it out"
             )
-        self._most = LONG_CHUNK if offloaded else CHUNK
+        self._max_chunk = LONG_CHUNK if offloaded else CHUNK
         self._prefill_chunk = prefill_chunk or (LONG_CHUNK if offloaded else None)
         self.request: Request | None = None
         """Request whose prompt is being prefilled."""
@@ -78,9 +78,9 @@ class PrefillScheduler:
         if self._in_pieces:
             piece = next_padded_piece(self._target, cache, request.num_read, len(prompt))
         else:
-            most = (self._prefill_chunk or self._prefill_budget()) if others_wait else self._most
-            most = min(most, MAX_CHUNK) if request.params.prompt_logprobs else most
-            piece = next_piece(self._target, cache, request.num_read, len(prompt), most)
+            max_chunk = (self._prefill_chunk or self._prefill_budget()) if others_wait else self._max_chunk
+            max_chunk = min(max_chunk, MAX_CHUNK) if request.params.prompt_logprobs else max_chunk
+            piece = next_piece(self._target, cache, request.num_read, len(prompt), max_chunk)
         started = time.perf_counter()
         if request.params.prompt_logprobs:
             logits_RV = read_piece(self._target, cache, row, prompt, piece, piece.end - request.num_read)

@@ -86,8 +86,8 @@ def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Reques
     """
     if not is_last_call:
         return list(live)
-    most = min(request.num_emitted for request in live) + MAX_LEAD
-    return [request for request in live if request.num_emitted <= most]
+    max_emitted = min(request.num_emitted for request in live) + MAX_LEAD
+    return [request for request in live if request.num_emitted <= max_emitted]
 
 
 def max_round_cost(live: Sequence[Request], prefilled: bool) -> float:

@@ -161,5 +161,5 @@ def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:
     """Return the most tokens that an unread round adds to each row."""
     if before is None:
         return {}
-    most = 1 + before.tree.tokens.shape[1]
-    return {request.row: most for request in before.batch.live if request.row is not None}
+    max_tokens = 1 + before.tree.tokens.shape[1]
+    return {request.row: max_tokens for request in before.batch.live if request.row is not None}

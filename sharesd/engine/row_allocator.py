@@ -90,8 +90,8 @@ class RowAllocator:
         """Return the reusable prompt tokens of each row, never the last one."""
         if not request.reuse:
             return [0] * self._cache.batch
-        most = len(request.prompt_ids) - 1
-        usable = [min(shared, most) for shared in self._cache.shared_prefix_lengths(request.prompt_ids)]
+        max_shared = len(request.prompt_ids) - 1
+        usable = [min(shared, max_shared) for shared in self._cache.shared_prefix_lengths(request.prompt_ids)]
         if self._recompute_decoded_kv:
             return [whole_chunks(min(pair)) for pair in zip(usable, self._cache.num_prefilled, strict=True)]
         return usable

@@ -19,7 +19,7 @@ class StopChecker:
         self._stops = params.stop
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._num_left = min(params.max_new_tokens, room)
-        self._held_back = ""  # final text that may be the beginning of a stop string
+        self._unsent = ""  # final text that may be the beginning of a stop string
 
     def push(self, ids: list[int], num_legal: int | None = None) -> tuple[int, str, FinishReason | None]:
         """Take a round's tokens; return the output's count, text, and finish reason.
@@ -45,18 +45,18 @@ class StopChecker:
 
     def _release(self, piece: str) -> tuple[str, bool]:
         """Return final text, cut before a stop string, and True if found."""
-        text = self._held_back + piece
+        text = self._unsent + piece
         first = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=-1)
         if first >= 0:
             return text[:first], True
         hold = max((overlap(text, stop) for stop in self._stops), default=0)
-        self._held_back = text[len(text) - hold :]
+        self._unsent = text[len(text) - hold :]
         return text[: len(text) - hold], False
 
     def _flush(self) -> tuple[str, bool]:
         """Return all text held back, and whether a stop string was found."""
         text, found = self._release(self._stream.finish())
-        return (text, True) if found else (text + self._held_back, False)
+        return (text, True) if found else (text + self._unsent, False)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -13,7 +13,7 @@ from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_proposal import Guess
+from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, pack
 from sharesd_files import JsonCache
 
@@ -125,7 +125,7 @@ def _verify_tree(engine: Engine, params: SamplingParams) -> None:
     if not engine.target.takes_trees or params.acceptance != "match" or engine.num_draft < 2:
         return
     engine.deactivate_rows()
-    siblings = Guess(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
+    siblings = Proposal(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
     tree = pack([siblings] * engine.cache.batch, engine.num_draft, "")
     engine.variant(params).round().verify(tree)
 

@@ -48,7 +48,7 @@ def choose_step_widths(
     target: CausalModel,
     *,
     fixed: int,
-    most: int,
+    max_width: int,
     exact: bool,
     wants_trees: bool,
     compiles: bool,
@@ -65,11 +65,11 @@ def choose_step_widths(
         step_of: compiles the target for some widths.
         bits_of: checks the rows of a native target.
     """
-    widths: tuple[int, ...] | None = (1, most) if compiles else None
+    widths: tuple[int, ...] | None = (1, max_width) if compiles else None
     bits, depends = RowBits(False, False), False
     if isinstance(target, Decoder):
         step = step_of({*(widths or ())})
-        bits = bits_of(step, widths or sorted({*WIDTHS, most}))
+        bits = bits_of(step, widths or sorted({*WIDTHS, max_width}))
     else:
         step = step_of({fixed} if exact else {*(widths or ())})
         if step is target:

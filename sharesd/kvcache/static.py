@@ -296,9 +296,9 @@ class StaticKVCache:
 
         def keep(*places: Tensor) -> None:
             for number, keeper in enumerate(compactors):
-                at_home = split.is_output_stage(number)
-                copies = copy_to_device(split.stages[number].device, *(() if at_home else places))
-                keeper(*(places if at_home else copies))
+                on_output_stage = split.is_output_stage(number)
+                copies = copy_to_device(split.stages[number].device, *(() if on_output_stage else places))
+                keeper(*(places if on_output_stage else copies))
             if split.caller_device is not None:
                 copy_to_device(split.caller_device)
 

@@ -59,16 +59,16 @@ def choose_context(
         if device.type == "cuda" and not planned:
             _require_room(tokens, rows, copies * per_token(), device)
         return Context(tokens, "the model's own limit" if cut else "as given")
-    most, reason = own, "the model's own limit"
+    max_context, reason = own, "the model's own limit"
     reads_all = not isinstance(target, Decoder) or not reads_live_slots(
         device, target.embed.weight.dtype, target.config.head_dim
     )
     if (planned or reads_all) and own > PLANNED_CONTEXT:
-        most = PLANNED_CONTEXT
+        max_context = PLANNED_CONTEXT
         reason = "the weights are placed by a plan" if planned else "steps read the whole cache"
         reason = f"chosen since {reason}; --max-context N takes another"
     if planned:
-        return Context(most, reason)
+        return Context(max_context, reason)
     free = _free(device)
     holds = int(SHARE_OF_FREE * free / (copies * rows * per_token()))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
@@ -77,10 +77,10 @@ def choose_context(
             f"half of the free memory ({show_bytes(free)}) holds {holds} tokens of context {for_rows}, and at least "
             f"{MIN_CONTEXT} are needed; lower --max-batch, or end what else takes memory"
         )
-    if holds < most:
-        most = holds // MIN_CONTEXT * MIN_CONTEXT
+    if holds < max_context:
+        max_context = holds // MIN_CONTEXT * MIN_CONTEXT
         reason = f"what half of the free memory ({show_bytes(free)}) holds {for_rows}"
-    return Context(most, reason)
+    return Context(max_context, reason)
 
 
 def _require_room(tokens: int, rows: int, per_token: float, device: torch.device) -> None:

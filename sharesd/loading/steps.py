@@ -46,7 +46,7 @@ class TargetSteps:
         self.widths = choose_step_widths(
             model,
             fixed=resolved.step_width,
-            most=1 + config.max_draft_tokens,
+            max_width=1 + config.max_draft_tokens,
             exact=config.exact,
             wants_trees=resolved.drafts_trees,
             compiles=resolved.compile in ("regional", "full"),

@@ -39,13 +39,13 @@ class Piece(NamedTuple):
     """Rows of the pass: tokens, then padding."""
 
 
-def next_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: int, most: int = CHUNK) -> Piece:
-    """Return the next piece of a prompt, of at most `most` tokens.
+def next_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: int, max_chunk: int = CHUNK) -> Piece:
+    """Return the next piece of a prompt, of at most `max_chunk` tokens.
 
     `num_read` of the prompt's `length` tokens have been read. The piece may start at any token; `next_padded_piece` has
     fixed boundaries.
     """
-    end = min(length, num_read + most)
+    end = min(length, num_read + max_chunk)
     size = end - num_read
     while size in model.step_widths:
         size += 1  # a form compiled for steps might be missing yet, and rounds otherwise than the rest of the prompt

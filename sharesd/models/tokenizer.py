@@ -222,7 +222,7 @@ class TextStream:
     runs of byte tokens, which decode together. Each step decodes only the last pieces, for the spaces between them.
     """
 
-    MOST = 12
+    MAX_IDS = 12
     """Tokens that may be decoded again; beyond, the last piece alone."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -239,7 +239,7 @@ class TextStream:
             return ""
         piece = text[len(self._shown) :]
         if piece:
-            if len(self._ids) > self.MOST:
+            if len(self._ids) > self.MAX_IDS:
                 self._ids = self._ids[self._num_shown :]
                 text = self._decode(self._ids)
             self._num_shown, self._shown = len(self._ids), text

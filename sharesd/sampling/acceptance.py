@@ -16,22 +16,22 @@ from torch.nn import functional as F
 
 from compile.attention import TreeAttentionMask
 from compile.tree_verify import accept_path, has_accept_kernel
-from sharesd.speculation.draft_tree import DraftTree, Verdict
+from sharesd.speculation.draft_tree import DraftTree, VerifyResult
 
 
-def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> Verdict:
+def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> VerifyResult:
     """Keep draft tokens up to the first miss; add the target's choice.
 
     A miss is a draft token that differs from the target's choice.
     """
     if has_accept_kernel(target_tokens_BT.device, chains=True):
         num_new_B, tokens_BT, path_BT = accept_path(draft_BN, None, target_tokens_BT)
-        return Verdict(tokens_BT, num_new_B, path_BT)
+        return VerifyResult(tokens_BT, num_new_B, path_BT)
     kept_BN = draft_BN == target_tokens_BT[:, :-1]
-    return _verdict(target_tokens_BT, kept_BN.cumprod(-1).sum(-1))
+    return _result_of_chain(target_tokens_BT, kept_BN.cumprod(-1).sum(-1))
 
 
-def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> Verdict:
+def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> VerifyResult:
     """Walk from the root through children that equal the target's choices.
 
     Then add the target's token. Children of a node differ, so at most one is kept, and a path's rows ascend since
@@ -40,11 +40,11 @@ def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> Verdict:
     assert tree.tree_mask is not None
     if has_accept_kernel(target_tokens_BT.device):
         num_new_B, tokens_BT, path_BT = accept_path(tree.tokens, tree.tree_mask, target_tokens_BT)
-        return Verdict(tokens_BT, num_new_B, path_BT)
+        return VerifyResult(tokens_BT, num_new_B, path_BT)
     return accept_tree_reference(tree, tree.tree_mask, target_tokens_BT)
 
 
-def accept_tree_reference(tree: DraftTree, tree_mask: TreeAttentionMask, target_tokens_BT: Tensor) -> Verdict:
+def accept_tree_reference(tree: DraftTree, tree_mask: TreeAttentionMask, target_tokens_BT: Tensor) -> VerifyResult:
     """`accept_tree` in tensor operations, for every device."""
     depth_BT, path_BTT = tree_mask
     B, T = depth_BT.shape
@@ -56,10 +56,10 @@ def accept_tree_reference(tree: DraftTree, tree_mask: TreeAttentionMask, target_
     kept_BT = on_path_BTT.all(-1)
     num_new_B = kept_BT.sum(-1)
     path_BT = torch.where(kept_BT, row_T, T).sort(-1).values.clamp(max=T - 1)
-    return Verdict(tokens=target_tokens_BT.gather(1, path_BT), num_new=num_new_B, path=path_BT)
+    return VerifyResult(tokens=target_tokens_BT.gather(1, path_BT), num_new=num_new_B, path=path_BT)
 
 
-def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
+def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> VerifyResult:
     """Keep a draft token with probability min(1, p/q).
 
     Speculative sampling (Leviathan et al. 2022; Chen et al. 2023).
@@ -70,10 +70,10 @@ def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, no
     p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
     num_accepted_B = ((u_BN * q_BN < p_BN) & (tree.tokens >= 0)).cumprod(-1).sum(-1)
     tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, torch.ones_like(u_BN[:, 0]), noise_BV)
-    return _verdict(tokens_BT, num_accepted_B)
+    return _result_of_chain(tokens_BT, num_accepted_B)
 
 
-def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> Verdict:
+def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> VerifyResult:
     """Keep the longest prefix that a joint test allows.
 
     Block verification (Sun et al. 2024, arXiv 2403.10444).
@@ -103,13 +103,13 @@ def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_
     num_accepted_B = num_N.where(u_BN < h_BN, 0).amax(-1)
     weight_B = weight_BT.gather(1, num_accepted_B[:, None])[:, 0]
     tokens_BT = _finish(tree, target_probs_BTV, num_accepted_B, weight_B, noise_BV)
-    return _verdict(tokens_BT, num_accepted_B)
+    return _result_of_chain(tokens_BT, num_accepted_B)
 
 
-def _verdict(tokens_BT: Tensor, num_accepted_B: Tensor) -> Verdict:
+def _result_of_chain(tokens_BT: Tensor, num_accepted_B: Tensor) -> VerifyResult:
     B, T = tokens_BT.shape
     path_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
-    return Verdict(tokens=tokens_BT, num_new=num_accepted_B + 1, path=path_BT)
+    return VerifyResult(tokens=tokens_BT, num_new=num_accepted_B + 1, path=path_BT)
 
 
 def _chain_probs(tree: DraftTree, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,7 @@ def _truncate(x_BTV: Tensor, rows: RowSampling) -> Tensor:
     if ranked := rows.rows_using("top_k"):
         top_p_B11 = _column(rows, "top_p", torch.float64) if rows.rows_using("top_p") else None
         k_B11 = _column(rows, "top_k", torch.int64)
-        x_BTV = _of_rows(x_BTV, ranked, partial(_top_k, most=rows.max_k), k_B11, top_p_B11)
+        x_BTV = _of_rows(x_BTV, ranked, partial(_top_k, max_k=rows.max_k), k_B11, top_p_B11)
     if searched := rows.rows_using("top_p_alone"):
         x_BTV = _of_rows(x_BTV, searched, _top_p, _column(rows, "top_p", torch.float64))
     if bounded := rows.rows_using("min_p"):
@@ -199,17 +199,17 @@ def _min_p(x_RTV: Tensor, log_min_p_R11: Tensor) -> Tensor:
     return x_RTV.masked_fill(x_RTV < x_RTV.amax(-1, keepdim=True) + log_min_p_R11, -math.inf)
 
 
-def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, most: int) -> Tensor:
-    """Keep the k likeliest, of at most `most`; then apply top-p.
+def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, max_k: int) -> Tensor:
+    """Keep the k likeliest, of at most `max_k`; then apply top-p.
 
     Top-p, if used, takes them by their order.
     """
-    ranked_RTK = x_RTV.topk(most).values
+    ranked_RTK = x_RTV.topk(max_k).values
     last_RT1 = ranked_RTK.gather(-1, (k_R11 - 1).expand(-1, x_RTV.shape[1], 1))
     kept_RTV = x_RTV.masked_fill(x_RTV < last_RT1, -math.inf)
     if top_p_R11 is None:
         return kept_RTV
-    top_RT1, among_K = ranked_RTK[..., :1], torch.arange(most, device=x_RTV.device)
+    top_RT1, among_K = ranked_RTK[..., :1], torch.arange(max_k, device=x_RTV.device)
     is_kept_RTK = among_K < k_R11
     depth_RTK = top_RT1 - ranked_RTK
     mass_RTK = _mass(depth_RTK).where(is_kept_RTK, 0)

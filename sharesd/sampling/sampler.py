@@ -21,7 +21,7 @@ from compile.topk import top_logp
 from sharesd import sampling
 from sharesd.sampling import RowSampling, SamplingKind, Stream
 from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejection, accept_tree
-from sharesd.speculation.draft_tree import DraftTree, Verdict
+from sharesd.speculation.draft_tree import DraftTree, VerifyResult
 
 
 class DraftSample(NamedTuple):
@@ -128,15 +128,15 @@ class Sampler:
         shape = (*scores_BFV.shape[:2], num)
         return _named(best_Rk, ids_V).view(shape), logp_Rk.view(shape)
 
-    def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> Verdict:
-        """Return the target's verdict on the draft."""
+    def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> VerifyResult:
+        """Return the target's result for the draft."""
         assert (tree.grammar_mask is not None) == self.kind.constrained
         num_draft = tree.tokens.shape[1]
         if tree.tree_mask is not None:
             return self._accept_tree(tree, tree.tree_mask, logits_BTV, lengths_B)
         if num_draft == 0:
             tokens_B1 = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
-            return Verdict(tokens_B1, self._one_B, self._root_B1)
+            return VerifyResult(tokens_B1, self._one_B, self._root_B1)
         if self.kind.acceptance == "match":
             tokens_BT = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
             return accept_match(tree.tokens, tokens_BT)
@@ -149,7 +149,7 @@ class Sampler:
 
     def _accept_tree(
         self, tree: DraftTree, tree_mask: TreeAttentionMask, logits_BTV: Tensor, lengths_B: Tensor
-    ) -> Verdict:
+    ) -> VerifyResult:
         assert self.kind.acceptance == "match", "only match accepts trees"
         depth_BT, path_BTT = tree_mask
         B, T = depth_BT.shape

@@ -15,7 +15,7 @@ POOLED = 8
 """Weight, in tries, of the pooled acceptance in each position's estimate."""
 PROMISES = 8
 """Predicted and accepted tokens assumed before evidence about a table."""
-ALLOWANCE, CREDIT, NEW_CREDIT, MOST_CREDIT, ENOUGH = 0.008, 2.0, (0.5, 6.0), 12.0, 0.5
+ALLOWANCE, CREDIT, NEW_CREDIT, MAX_CREDIT, ENOUGH = 0.008, 2.0, (0.5, 6.0), 12.0, 0.5
 """Budget in plain steps: income, first, new-text, largest and resuming balance.
 
 In order: income of a round; balance at first; its least and most when a text begins; its most; balance from which
@@ -37,21 +37,27 @@ class SpeculationBudget:
 
     def record(self, gain: float) -> None:
         """Count a round: emitted tokens less the plain steps of equal time."""
-        self.balance = min(MOST_CREDIT, self.balance + ALLOWANCE + gain)
+        self.balance = min(MAX_CREDIT, self.balance + ALLOWANCE + gain)
         self.is_empty = self.balance < (ENOUGH if self.is_empty else 0)
 
     def can_afford(self, loss: float) -> bool:
         """Return True if a trial may lose so many plain steps."""
-        return not self.is_empty and self.balance >= min(loss, MOST_CREDIT)
+        return not self.is_empty and self.balance >= min(loss, MAX_CREDIT)
 
 
 class AcceptanceEstimator:
     """Running estimates of the acceptance and depth of drafts of one kind."""
 
-    def __init__(self, most: int, alpha: float) -> None:
-        self._tried, self._kept = [0.0] * most, [0.0] * most  # decayed counts: token k was looked at, was accepted
+    def __init__(self, num_positions: int, alpha: float) -> None:
+        self._tried, self._kept = (
+            [0.0] * num_positions,
+            [0.0] * num_positions,
+        )  # decayed counts: token k was looked at, was accepted
         self._pool = (4.0, 4.0 * alpha)  # tries and hits at any position, forgotten ten times as slowly
-        self._asked, self._going = [0.0] * most, [0.0] * most  # token k might be guessed behind the others, and was
+        self._asked, self._going = (
+            [0.0] * num_positions,
+            [0.0] * num_positions,
+        )  # token k might be guessed behind the others, and was
         self._go_pool = (4.0, 4.0 * alpha)
         self._drafts, self._nodes = 0.0, 0.0  # decayed
 
@@ -79,7 +85,7 @@ class AcceptanceEstimator:
             self._going[k] += depth > k
             self._go_pool = (self._go_pool[0] * keep + 1, self._go_pool[1] * keep + (depth > k))
 
-    def survival(self) -> list[float]:
+    def cumulative_acceptance(self) -> list[float]:
         """Return the probability, at each position, of acceptance up to it."""
         return _chained(self._tried, self._kept, self._pool)
 
@@ -102,7 +108,7 @@ def _chained(tried: Sequence[float], kept: Sequence[float], pool: tuple[float, f
 class DraftEstimate(NamedTuple):
     """Estimates for drafts of one kind."""
 
-    survival: list[float]
+    cumulative_acceptance: list[float]
     """Probability, at each position, that the draft is accepted up to it."""
     continue_probs: list[float]
     """Probability, at each position, that the draft gets that far.
@@ -120,31 +126,31 @@ class LookupCalibration:
     """
 
     def __init__(self) -> None:
-        self._rounds, self._nodes, self._promised, self._held = 0.0, 0.0, 0.0, 0.0  # decayed
+        self._rounds, self._nodes, self._predicted, self._accepted = 0.0, 0.0, 0.0, 0.0  # decayed
         self._pool = (0.0, 0.0)  # promised and held, forgotten ten times as slowly
 
     def fade(self, share: float) -> None:
         """Let the evidence count less."""
         self._rounds, self._nodes = share * self._rounds, share * self._nodes
-        self._promised, self._held = share * self._promised, share * self._held
+        self._predicted, self._accepted = share * self._predicted, share * self._accepted
 
-    def record(self, nodes: int, promised: float, held: float) -> None:
+    def record(self, nodes: int, predicted: float, accepted: float) -> None:
         """Count a round: nodes verified, tokens predicted, tokens accepted."""
         self._rounds += 1
         self._nodes += nodes
-        self._promised += promised
-        self._held += held
+        self._predicted += predicted
+        self._accepted += accepted
         keep = 1 - (1 - DECAY) / 10
-        self._pool = (keep * self._pool[0] + promised, keep * self._pool[1] + held)
+        self._pool = (keep * self._pool[0] + predicted, keep * self._pool[1] + accepted)
 
     @property
     def calibration_ratio(self) -> float:
         """Accepted tokens per predicted one."""
         usual = (self._pool[1] + PROMISES) / (self._pool[0] + PROMISES)
-        return (self._held + PROMISES * usual) / (self._promised + PROMISES)
+        return (self._accepted + PROMISES * usual) / (self._predicted + PROMISES)
 
     @property
     def per_round(self) -> tuple[float, float]:
         """Accepted tokens and verified nodes per round; 0 before there is evidence."""
         rounds = self._rounds + 1
-        return self._held / rounds, self._nodes / rounds
+        return self._accepted / rounds, self._nodes / rounds

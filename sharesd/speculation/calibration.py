@@ -49,7 +49,7 @@ class ProbabilityCalibration:
         return self._hits[number] / self._tries[number]
 
     def record(self, draft_probs: Sequence[float], parents: Sequence[int], accepted: Collection[int]) -> None:
-        """Count a draft: probabilities, parents as in a `Guess`, and accepted nodes."""
+        """Count a draft: probabilities, parents as in a `Proposal`, and accepted nodes."""
         for node, (each, parent) in enumerate(zip(draft_probs, parents, strict=True)):
             if parent < 0 or parent in accepted:
                 number = _range(each)

@@ -238,8 +238,8 @@ class LiveCosts:
         self._since_plain = 0 if width == 1 else self._since_plain + 1
         if settling or width == 1 or all(timed[entry] >= KNOWN for entry, _ in entries):
             ratio = _clip(measured / ((draft + step) * self.drift))
-            least = 0.4 if width == 1 and self._used else 0.2
-            factor = 1 + self._trust("rounds", least) * (ratio - 1)
+            min_trust = 0.4 if width == 1 and self._used else 0.2
+            factor = 1 + self._trust("rounds", min_trust) * (ratio - 1)
             self.drift *= factor
             if width == 1:
                 self._keep_pace(1 / factor)
@@ -270,13 +270,13 @@ class LiveCosts:
                 self.table.scale_step(entry, factor)
         self._used.clear()
 
-    def _trust(self, entry: object, least: float) -> float:
+    def _trust(self, entry: object, min_trust: float) -> float:
         """Return the weight of a round in an entry.
 
         A running mean at first, in which the table has one vote.
         """
         self._timed[entry] += 1
-        return max(least, 1 / (1 + self._timed[entry]))
+        return max(min_trust, 1 / (1 + self._timed[entry]))
 
 
 def _clip(ratio: float) -> float:

@@ -51,9 +51,9 @@ class DraftBuffers:
         self._star_TT[:, 1:2] = np.arange(T)[:, None]
         self.kv_slots_BT = self._row_T.repeat(B, 1)
         """KV slots, from the root's, in which a drafter wrote each node."""
-        self._lay_chain_on_host()
+        self._set_chain_on_host()
         self._no_nodes = self._on_host.to(device, copy=True)
-        self.lay_chain()
+        self.set_chain()
 
     @cached_property
     def probs_BNV(self) -> Tensor:
@@ -85,12 +85,12 @@ class DraftBuffers:
         """Remove all nodes; chains may follow."""
         self.tokens_BN.fill_(-1)
 
-    def lay_chain(self) -> None:
+    def set_chain(self) -> None:
         """Remove all nodes and set the paths of a chain."""
         self._on_device.copy_(self._no_nodes)
         self.kv_slots_BT.copy_(self._row_T)
 
-    def _lay_chain_on_host(self) -> None:
+    def _set_chain_on_host(self) -> None:
         tokens_BN, depth_BT, path_BTT = self._host_parts
         tokens_BN[:], depth_BT[:], path_BTT[:] = -1, self._chain_TT[0], self._chain_TT
 
@@ -99,7 +99,7 @@ class DraftBuffers:
         tokens_BN, depth_BT, path_BTT = self._host_parts
         T = 1 + tree.tokens.shape[1]
         if tree.tree_mask is None:
-            self._lay_chain_on_host()
+            self._set_chain_on_host()
         else:
             tokens_BN[:], depth_BT[:], path_BTT[:] = -1, 1, self._star_TT
             depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.tree_mask)

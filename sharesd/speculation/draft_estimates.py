@@ -61,21 +61,21 @@ class DraftEstimates:
         extra, more = self.beside.per_round if shape.nodes else (0.0, 0.0)
         draft_s, nodes = self.size(shape, estimate)
         draft_s += self.catch_up_s / self._config.catch_up_rounds if shape.nodes else 0.0
-        return self.rate(self._gain(shape, estimate.survival) + extra, nodes + more, draft_s)
+        return self.rate(self._gain(shape, estimate.cumulative_acceptance) + extra, nodes + more, draft_s)
 
-    def hoped_tree_rate(self, tree: DraftShape, chain: DraftShape) -> float:
+    def optimistic_tree_rate(self, tree: DraftShape, chain: DraftShape) -> float:
         """Return tokens per second of the best tree, predicted from chains.
 
         Levels are assumed to miss half as often as the tokens of such chains.
         """
-        num_unread_tokens = [1 - survived for survived in self._estimator(chain).survival()]
+        num_unread_tokens = [1 - survived for survived in self._estimator(chain).cumulative_acceptance()]
         gains = accumulate((1 - miss / 2 for miss in num_unread_tokens[: tree.depth]), initial=0.0)
         rounds = ((gain, DraftShape(depth, depth + 1, tree.window)) for depth, gain in enumerate(gains) if depth)
         return max(self.rate(gain, shape.nodes, self._live.draft(shape)) for gain, shape in rounds)
 
-    def hoped_gain(self, shape: DraftShape, num_rows: int) -> float:
+    def optimistic_gain(self, shape: DraftShape, num_rows: int) -> float:
         """Return the draft tokens that a trial of this chain or tree may turn out to gain."""
-        usual, best = self._first_alphas[shape.is_tree], self._config.hoped_alphas[shape.is_tree]
+        usual, best = self._first_alphas[shape.is_tree], self._config.optimistic_alphas[shape.is_tree]
         alpha = usual + (best - usual) / num_rows**0.5  # means of many rows are near the usual
         return sum(alpha**depth for depth in range(1, shape.depth + 1))
 
@@ -85,7 +85,7 @@ class DraftEstimates:
             return DraftEstimate([], [], 0.0)
         estimator, stops = self._estimator(shape), self._can_stop_early
         return DraftEstimate(
-            estimator.survival(),
+            estimator.cumulative_acceptance(),
             estimator.continue_probs() if stops and not self._live.table.single_pass else [],
             estimator.nodes(shape.nodes) if stops else shape.nodes,
         )
@@ -104,7 +104,7 @@ class DraftEstimates:
     def made_gain(self, shape: DraftShape, scorer: DraftScorer | None) -> float:
         """Return the mean accepted tokens of a model's finished draft."""
         if shape.is_tree and scorer is None:
-            return self._gain(shape, self._estimator(shape).survival())
+            return self._gain(shape, self._estimator(shape).cumulative_acceptance())
         return sum(self.node_accept_probs(shape, scorer))
 
     def node_accept_probs(self, shape: DraftShape, scorer: DraftScorer | None) -> list[float]:
@@ -113,7 +113,7 @@ class DraftEstimates:
             return scorer.mean_accept_probs()
         if shape.is_tree:
             return self._by_rank()[: shape.nodes]
-        return self._estimator(shape).survival()[: shape.depth]
+        return self._estimator(shape).cumulative_acceptance()[: shape.depth]
 
     def record_draft(
         self, shape: DraftShape, paths: Sequence[Sequence[int]], max_depth: int, scorer: DraftScorer | None
@@ -175,8 +175,8 @@ class DraftEstimates:
             self._estimators[key] = AcceptanceEstimator(self._max_nodes, self._first_alphas[shape.is_tree])
         return self._estimators[key]
 
-    def _gain(self, shape: DraftShape, survival: list[float]) -> float:
-        gain = sum(survival[: shape.depth])
+    def _gain(self, shape: DraftShape, cumulative_acceptance: list[float]) -> float:
+        gain = sum(cumulative_acceptance[: shape.depth])
         return gain * self._reach(shape.nodes) if shape.is_tree and not self._can_stop_early else gain
 
     def _reach(self, num_nodes: int) -> float:

@@ -2,7 +2,7 @@
 
 A round that drafts a chain of K tokens emits 1 + s_1 + ... + s_K tokens on average, where s_k is the probability that
 the first k are accepted, and takes `draft * K + step(1 + K)` seconds (`cost_model.py`). A tree of K levels and N nodes
-has survival rates of its own, slower levels, and a step of 1 + N tokens. The policy takes the shape of the best rate.
+has acceptance rates of its own, slower levels, and a step of 1 + N tokens. The policy takes the shape of the best rate.
 
 On a CPU each draft step decides by the model's own probabilities if another one pays (`should_continue`).
 Estimates may be wrong, so the real gains and losses of drafts against plain steps are kept in a budget: trials are paid
@@ -218,9 +218,9 @@ class Policy:
         draft_s, nodes = estimates.size(shape, estimates.of(shape))
         took = (estimates.catch_up_s + draft_s + self.live.step(1 + nodes)) / plain
         loss = took * (1 - self.shape_rate(shape) / self.shape_rate(NO_DRAFT))
-        hope = estimates.hoped_gain(shape, len(self.counted_rows))
+        expected_gain = estimates.optimistic_gain(shape, len(self.counted_rows))
         doubt = 1.0 if self.live.is_tried(shape) else config.unmeasured_cost_error
-        return self.budget.can_afford(loss) and doubt * (1 + hope) / took > config.margin
+        return self.budget.can_afford(loss) and doubt * (1 + expected_gain) / took > config.margin
 
     def should_query_tables(self) -> bool:
         """Return True if a query of tables pays and one node fits."""
@@ -350,8 +350,8 @@ class Policy:
         if paths and live.is_settled:
             plain, gain = live.step(1) * live.drift, 0.0
             if num_nodes:
-                most = 2 * self.expected(tree) / live.step(1)  # a stall of the machine is not the draft's
-                gain = progress - min(most, (draft_s + step_s) / plain)
+                max_loss = 2 * self.expected(tree) / live.step(1)  # a stall of the machine is not the draft's
+                gain = progress - min(max_loss, (draft_s + step_s) / plain)
             elif self._has_queried:
                 gain = -draft_s / plain
             self.budget.record(gain if shape.nodes else 0.0)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
-class Guess(NamedTuple):
+class Proposal(NamedTuple):
     """Draft tree, best node first.
 
     Its first n nodes are a valid tree of the n best nodes. All lists have one entry per node. Siblings have distinct
@@ -24,9 +24,9 @@ class Guess(NamedTuple):
     """Probability that the target emits the node's whole path; non-increasing."""
 
 
-def no_guess() -> Guess:
+def empty_proposal() -> Proposal:
     """Return an empty draft tree."""
-    return Guess([], [], [])
+    return Proposal([], [], [])
 
 
 def best_path(parents: Sequence[int]) -> list[int]:
@@ -38,34 +38,36 @@ def best_path(parents: Sequence[int]) -> list[int]:
     return chain
 
 
-def best_chain(guess: Guess) -> Guess:
+def best_chain(proposal: Proposal) -> Proposal:
     """Return the path through each node's best child as a draft."""
-    chain = best_path(guess.parents)
-    return Guess([guess.tokens[i] for i in chain], list(range(-1, len(chain) - 1)), [guess.scores[i] for i in chain])
+    chain = best_path(proposal.parents)
+    return Proposal(
+        [proposal.tokens[i] for i in chain], list(range(-1, len(chain) - 1)), [proposal.scores[i] for i in chain]
+    )
 
 
-def merge(guesses: Sequence[Guess]) -> Guess:
+def merge(proposals: Sequence[Proposal]) -> Proposal:
     """Return one tree of all nodes, best first.
 
     A node in several trees keeps its best score.
     """
-    if len(guesses) == 1:
-        return guesses[0]
+    if len(proposals) == 1:
+        return proposals[0]
     scores: dict[tuple[int, ...], float] = {}
-    for guess in guesses:
+    for proposal in proposals:
         paths: list[tuple[int, ...]] = []
-        for token, parent, score in zip(*guess, strict=True):
+        for token, parent, score in zip(*proposal, strict=True):
             path = (*(paths[parent] if parent >= 0 else ()), token)
             paths.append(path)
             scores[path] = max(score, scores.get(path, 0.0))
     ranked = sorted(scores, key=lambda path: (-scores[path], len(path)))
     index = {path: i for i, path in enumerate(ranked)}
-    return Guess(
+    return Proposal(
         [path[-1] for path in ranked], [index.get(path[:-1], -1) for path in ranked], [scores[p] for p in ranked]
     )
 
 
-def fill_up(model: Guess, added: Iterable[tuple[int, Guess]]) -> Guess:
+def fill_up(model: Proposal, added: Iterable[tuple[int, Proposal]]) -> Proposal:
     """Return a model's draft with added table nodes, best first.
 
     `added`: guesses after nodes of the model (-1: the root). Their scores count if the text gets there and continues
@@ -75,12 +77,12 @@ def fill_up(model: Guess, added: Iterable[tuple[int, Guess]]) -> Guess:
     for token, parent in zip(model.tokens, model.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     known, scores = set(paths), dict[tuple[int, ...], float]()
-    for at, guess in added:
+    for at, proposal in added:
         reached = model.scores[at] if at >= 0 else 1.0
         children = zip(model.parents, model.scores, strict=True)
         left = max(0.0, reached - sum(score for parent, score in children if parent == at))
         below: list[tuple[int, ...] | None] = []  # paths; None: the model has said what comes there
-        for token, parent, score in zip(*guess, strict=True):
+        for token, parent, score in zip(*proposal, strict=True):
             above = below[parent] if parent >= 0 else paths[at] if at >= 0 else ()
             path = None if above is None or (*above, token) in known else (*above, token)
             below.append(path)
@@ -89,7 +91,7 @@ def fill_up(model: Guess, added: Iterable[tuple[int, Guess]]) -> Guess:
     paths += sorted(scores, key=lambda path: (-scores[path], len(path)))
     index = {path: i for i, path in enumerate(paths)}
     more = paths[len(model.tokens) :]
-    return Guess(
+    return Proposal(
         [path[-1] for path in paths],
         [*model.parents, *(index.get(path[:-1], -1) for path in more)],
         [*model.scores, *map(scores.__getitem__, more)],

@@ -49,8 +49,8 @@ class DraftScorer:
 
         `accept_probs`: acceptance probability of the step's parents.
         """
-        promised, held = self._growth[depth]
-        return accept_probs * held / promised
+        promised, expected_kept = self._growth[depth]
+        return accept_probs * expected_kept / promised
 
     def add_token(self, draft_probs: Sequence[float]) -> None:
         """Append a token to each row's chain, with the model's probabilities."""
@@ -70,7 +70,7 @@ class DraftScorer:
     ) -> None:
         """Set the nodes of a tree that are verified, best first.
 
-        `draft_probs` and `parents` (as in a `Guess`) are by row, `accept_probs` by node and row.
+        `draft_probs` and `parents` (as in a `Proposal`) are by row, `accept_probs` by node and row.
         """
         self._draft_probs, self._parents, self.accept_probs = draft_probs, parents, list(accept_probs)
 
@@ -84,7 +84,7 @@ class DraftScorer:
             chain = best_path(parents)
             found.append((len(chain), next((num for num, node in enumerate(chain) if node not in kept), len(chain))))
         for depth, accept_probs in enumerate(self.parent_probs, 1):
-            promised, held = self._growth[depth]
+            promised, expected_kept = self._growth[depth]
             went_on = sum(len(kept) > depth for kept in accepted) / len(accepted)
-            self._growth[depth] = DECAY * promised + accept_probs, DECAY * held + went_on
+            self._growth[depth] = DECAY * promised + accept_probs, DECAY * expected_kept + went_on
         return found

@@ -1,4 +1,4 @@
-"""Draft trees and their verdicts.
+"""Draft trees and results of verifying them.
 
 Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V vocabulary, W words of 32 tokens.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from compile.attention import TreeAttentionMask
 from offload.plan import DEPTHS
 from sharesd.devices.host_buffers import copy_to_host
-from sharesd.speculation.draft_proposal import Guess
+from sharesd.speculation.draft_proposal import Proposal
 
 
 class DraftShape(NamedTuple):
@@ -47,17 +47,17 @@ def chain(length: int) -> DraftShape:
     return DraftShape(length, length)
 
 
-def chains(most: int) -> tuple[DraftShape, ...]:
-    """Return chains of 1 to `most` tokens."""
-    return tuple(map(chain, range(1, most + 1)))
+def chains(max_depth: int) -> tuple[DraftShape, ...]:
+    """Return chains of 1 to `max_depth` tokens."""
+    return tuple(map(chain, range(1, max_depth + 1)))
 
 
-def coarse_chains(most: int) -> tuple[DraftShape, ...]:
-    """Return chains of a few lengths up to `most`, for slow passes.
+def coarse_chains(max_depth: int) -> tuple[DraftShape, ...]:
+    """Return chains of a few lengths up to `max_depth`, for slow passes.
 
     In slow passes one token more hardly matters.
     """
-    return tuple(map(chain, (*(depth for depth in DEPTHS if depth < most), most)))
+    return tuple(map(chain, (*(depth for depth in DEPTHS if depth < max_depth), max_depth)))
 
 
 def shapes_of(top: int, depth: int, budget: int) -> tuple[DraftShape, ...]:
@@ -127,7 +127,7 @@ def model_shape(tree: DraftTree) -> DraftShape:
 
 
 def parents_of(tree: DraftTree) -> list[list[int]]:
-    """Return each row's parents of the nodes, as in a `Guess`."""
+    """Return each row's parents of the nodes, as in a `Proposal`."""
     B, N = tree.tokens.shape
     if tree.tree_mask is None:
         return [list(range(-1, N - 1)) for _ in range(B)]
@@ -135,7 +135,7 @@ def parents_of(tree: DraftTree) -> list[list[int]]:
     return path_BTP.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[:, 1:, 0].sub(1).tolist()
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """The target's decision about one round."""
 
     tokens: Tensor  # [B, T] int64, the first num_new are valid
@@ -143,14 +143,14 @@ class Verdict(NamedTuple):
     path: Tensor  # [B, T] int64, ascending; the first num_new are the verify rows that were kept (row 0 is the root)
 
 
-def pack(guesses: Sequence[Guess], num_nodes: int, drafter: str) -> DraftTree:
+def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTree:
     """Return the first `num_nodes` nodes of each row's guess, on the host.
 
     Missing nodes are never accepted.
     """
-    B, T = len(guesses), num_nodes + 1
-    parents = [guess.parents[:num_nodes] for guess in guesses]
-    tokens = [(guess.tokens + [-1] * num_nodes)[:num_nodes] for guess in guesses]
+    B, T = len(proposals), num_nodes + 1
+    parents = [proposal.parents[:num_nodes] for proposal in proposals]
+    tokens = [(proposal.tokens + [-1] * num_nodes)[:num_nodes] for proposal in proposals]
     if all(row == list(range(-1, len(row) - 1)) for row in parents):
         return DraftTree(torch.tensor(tokens, dtype=torch.int64), depth=max(map(len, parents)), drafter=drafter)
     paths: list[list[int]] = []  # of all rows of all trees

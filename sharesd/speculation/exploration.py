@@ -92,7 +92,7 @@ class ChainTreeChooser:
         if best.is_tree or not tree.is_tree or not fits_round_cost(tree):
             self._num_chains = 0
             return best
-        if estimates.hoped_tree_rate(tree, best) <= self._config.margin * estimates.shape_rate(best):
+        if estimates.optimistic_tree_rate(tree, best) <= self._config.margin * estimates.shape_rate(best):
             return best
         self._num_chains += 1
         if self._num_chains < self._patience:

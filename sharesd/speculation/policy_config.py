@@ -28,7 +28,7 @@ class PolicyConfig:
     """Least rate of a draft over a plain step, above estimation noise."""
     model_lead: float = 1.02
     """Rate of a model's draft over that of tables, at least."""
-    hoped_alphas: tuple[float, float] = (0.95, 0.97)
+    optimistic_alphas: tuple[float, float] = (0.95, 0.97)
     """Acceptance of chains and of trees that a trial may find.
 
     A draft that loses even then is not tried.

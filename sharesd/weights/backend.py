@@ -163,7 +163,7 @@ class CudaBackend:
         """Return the free bytes of the device."""
         return int(self._cuda.mem_get_info(self.device)[0])
 
-    def held_by_others(self) -> str:
+    def used_by_others(self) -> str:
         """Return a remark on memory of other processes; "" if they hold little."""
         free, total = self._cuda.mem_get_info(self.device)
         own = torch.cuda.memory_reserved(self.device) if torch.cuda.is_initialized() else 0

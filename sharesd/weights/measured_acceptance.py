@@ -11,7 +11,7 @@ from sharesd.engine.stats import Stats
 from sharesd.models.checkpoint import identity
 from sharesd_files import JsonCache
 
-MOST = 2000.0
+MAX_TRIES = 2000.0
 """Most draft tokens that count: older ones fade."""
 
 
@@ -31,9 +31,9 @@ def acceptance_recorder(folder: Path, mode: str, quant: QuantConfig, top: int) -
         fresh = stats.sources["accepted"] + stats.sources["recovered"], stats.sources["accepted"]
         if not fresh[0]:
             return
-        tries, held = _read(cache)
-        fading = min(1.0, max(0.0, MOST - fresh[0]) / tries) if tries else 0.0
-        cache.save({"tries": fading * tries + fresh[0], "held": fading * held + fresh[1]})
+        tries, accepted = _read(cache)
+        fading = min(1.0, max(0.0, MAX_TRIES - fresh[0]) / tries) if tries else 0.0
+        cache.save({"tries": fading * tries + fresh[0], "accepted": fading * accepted + fresh[1]})
 
     return keep
 
@@ -47,7 +47,7 @@ def _read(cache: JsonCache) -> tuple[float, float]:
 
 
 def _counts(found: Any) -> tuple[float, float]:
-    tries, held = float(found["tries"]), float(found["held"])
-    if not 0 <= held <= tries:
-        raise ValueError(f"{held} of {tries} tokens held")
-    return tries, held
+    tries, accepted = float(found["tries"]), float(found["accepted"])
+    if not 0 <= accepted <= tries:
+        raise ValueError(f"{accepted} of {tries} tokens were accepted")
+    return tries, accepted

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compile.attention import supports_flash
 from offload.block_file import Content
 from offload.block_layout import Layout
-from offload.plan import DEPTHS, Drafter, Rates, Sizes, steady_survival
+from offload.plan import DEPTHS, Drafter, Rates, Sizes, constant_acceptance
 from quant.config import QuantConfig
 from quant.quantize_model import LinearQuantizer, QuantTask, SolverConfig
 from sharesd.config import EngineConfig, Mode
@@ -224,16 +224,16 @@ class MemoryEstimate:
     def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
         """Return a drafter for the plan: trees with `top` parents per level, or chains if 0."""
         trees, mode, bits = top > 0, self.config.mode, None if quant is None else quant.bits
-        survival, step, seen = (
-            steady_survival(PRIOR_LOOKUP_ACCEPTANCE if self.tables_alone else PRIOR_ACCEPTANCE),
+        cumulative_acceptance, step, seen = (
+            constant_acceptance(PRIOR_LOOKUP_ACCEPTANCE if self.tables_alone else PRIOR_ACCEPTANCE),
             0.0,
             0,
         )
         if mode == registry.NAIVE:
-            survival = ()
+            cumulative_acceptance = ()
         elif quant is not None and mode not in self._heads and not self.tables_alone:
             alpha, seen = self._acceptance(mode, quant, top)
-            survival, step = steady_survival(alpha), self._draft_seconds(quant, rows=max(1, top))
+            cumulative_acceptance, step = constant_acceptance(alpha), self._draft_seconds(quant, rows=max(1, top))
         return Drafter(
             name=(mode if bits is None else f"{mode}, {bits} bits") + (f", trees of {top}" if trees else ""),
             nodes=(self.config.explicit_tree[2] if self.config.explicit_tree is not None else DEPTHS[-1])
@@ -242,7 +242,7 @@ class MemoryEstimate:
             bits=bits,
             resident=self.resident(quant),
             step=step,
-            survival=survival,
+            cumulative_acceptance=cumulative_acceptance,
             seen=seen,
             block=self.layout(quant).record_bytes,
             resident_blocks=quant.skip_layers if quant is not None and self._shares else (),
@@ -254,15 +254,17 @@ class MemoryEstimate:
         The prior is weighed with measurements of this shape, or else of another.
         """
         misses, missed, count = quant.format.tree_misses[quant.bits], 1 - quant.format.acceptance[quant.bits], 0
-        least = misses[max(misses)]
+        widest = misses[max(misses)]
         for shape in (top, *misses):
-            tries, survival = (0, 0) if self._folder is None else load_acceptance(self._folder, mode, quant, shape)
+            tries, cumulative_acceptance = (
+                (0, 0) if self._folder is None else load_acceptance(self._folder, mode, quant, shape)
+            )
             if tries:
-                told = (tries - survival) / misses.get(shape, least)
-                missed = (PRIOR_TOKENS * missed + told) / (PRIOR_TOKENS + tries)
+                missed_share = (tries - cumulative_acceptance) / misses.get(shape, widest)
+                missed = (PRIOR_TOKENS * missed + missed_share) / (PRIOR_TOKENS + tries)
                 count = round(tries) if shape == top else 0
                 break
-        return max(0.0, 1 - misses.get(top, least) * missed), count
+        return max(0.0, 1 - misses.get(top, widest) * missed), count
 
     def rates(self, disk: float, link: float) -> Rates:
         """Return the rates of this machine."""

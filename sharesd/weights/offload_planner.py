@@ -129,13 +129,13 @@ def _plan_for(
     drafters = {(quant, top): model.drafter(quant, top) for quant in model.quants for top in tops}
     longest = MAX_STEP - 1 if isinstance(backend, CudaBackend) else DEPTHS[-1]
     given_depth = config.max_draft_tokens if config.explicit_tree is None else config.explicit_tree[1]
-    most = longest if free_length else given_depth
+    max_draft = longest if free_length else given_depth
     backend.release_freed()  # what was timed
     remedy = _would_stay(config, modes, all_stays) if isinstance(backend, CudaBackend) and not always else ""
     try:
-        plan = make_plan(sizes, limits, rates, list(drafters.values()), most)
+        plan = make_plan(sizes, limits, rates, list(drafters.values()), max_draft)
     except DoesNotFit as error:
-        others = backend.held_by_others() if isinstance(backend, CudaBackend) else ""
+        others = backend.used_by_others() if isinstance(backend, CudaBackend) else ""
         raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
     if plan.offloads and remedy:
         log.warning("weights are offloaded to host memory, which is slow; all fit on %s with %s", device, remedy)
@@ -147,7 +147,7 @@ def _plan_for(
         if free_length and plan.nodes:
             config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
         elif free_length and model.tables_alone:  # whose guesses cost nothing, and are trees
-            config = replace(config, max_draft=most)
+            config = replace(config, max_draft=max_draft)
         elif free_length:
             config = replace(config, max_draft=max(plan.depth, 1))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)

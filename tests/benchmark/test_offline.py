@@ -13,7 +13,7 @@ from benchmark import offline
 from benchmark.__main__ import main
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling import sampler
-from sharesd.speculation.draft_tree import Verdict
+from sharesd.speculation.draft_tree import VerifyResult
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_checkpoint
 
 
@@ -111,7 +111,7 @@ def test_second_model_sampled(run: Run, plain: Path) -> None:
 
 
 def test_texts_that_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def credulous(draft_BN: Any, chosen_BT: Any) -> Verdict:
+    def credulous(draft_BN: Any, chosen_BT: Any) -> VerifyResult:
         if draft_BN.shape[1]:
             chosen_BT = chosen_BT.clone()
             chosen_BT[:, :1] = draft_BN[:, :1].clamp(min=0)

@@ -12,7 +12,7 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.documents import Documents, filler_texts
 from benchmark.interleave import compare_modes
-from benchmark.points import Point, verdict_of
+from benchmark.points import Point, remarks_of
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.questions import Question
 from sharesd.models.prefill import Piece, read_piece
@@ -132,13 +132,13 @@ def point(mode: str, speedup: float | None, *, context: str = "200", identical: 
 
 def test_verdicts() -> None:
     fine = [point("share", 1.2), point("hybrid", 1.19), point("suffix", None)]
-    assert verdict_of(fine) == [
+    assert remarks_of(fine) == [
         "0 of 2 points below 0.98x",
         "hybrid below 0.99 of the best single drafter at 0 of 1 points",
         "all texts identical",
     ]
     lost = [*fine, point("share", 0.97, context="9"), point("hybrid", 0.95, context="9", identical=False)]
-    assert verdict_of(lost) == [
+    assert remarks_of(lost) == [
         "2 of 4 points below 0.98x: share context=9: 0.97x; hybrid context=9: 0.95x",
         "hybrid below 0.99 of the best single drafter at 1 of 2 points: context=9: 0.98",
         "text differs from naive: hybrid context=9: 0.95x",

@@ -19,7 +19,7 @@ from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling import sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import Verdict
+from sharesd.speculation.draft_tree import VerifyResult
 from sharesd_command import main
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -58,7 +58,7 @@ def test_a_wrong_acceptance_rule_is_found(
 ) -> None:
     """The first draft token of each round is accepted, whatever the target says."""
 
-    def credulous(draft_BN: torch.Tensor, chosen_BT: torch.Tensor) -> Verdict:
+    def credulous(draft_BN: torch.Tensor, chosen_BT: torch.Tensor) -> VerifyResult:
         if draft_BN.shape[1]:
             chosen_BT = torch.cat([draft_BN[:, :1], chosen_BT[:, 1:]], 1)
         return right(draft_BN, chosen_BT)

@@ -11,7 +11,7 @@ import torch
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_proposal import Guess
+from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain
 
 FOUR = chain(4)
@@ -26,7 +26,7 @@ class Recorded:
         self.policy = Policy([FOUR], costs=costs)
         self.policy.gate.seconds = 0.05
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
-        table: Any = SimpleNamespace(name="table", num_successors=0, guess=self.guess, extend=lambda *_: None)
+        table: Any = SimpleNamespace(name="table", num_successors=0, proposal=self.proposal, extend=lambda *_: None)
         model: Any = SimpleNamespace(
             shapes=(FOUR,), first_alphas=(0.5, 0.5), catch_up=lambda *_: None, draft=self.draft
         )
@@ -41,9 +41,9 @@ class Recorded:
             sampler=SimpleNamespace(needs_draft_probs=False),
         )
 
-    def guess(self, row: int, num: int, ahead: Any = ()) -> Guess:
+    def propose(self, row: int, num: int, ahead: Any = ()) -> Proposal:
         self.events.append("asked")
-        return Guess([], [], [])
+        return Proposal([], [], [])
 
     def draft(self, context: Any, shape: DraftShape) -> DraftTree:
         self.events.append("launched")

@@ -96,9 +96,9 @@ def test_cached_passes_agree_with_training(layers: int, how: str) -> None:
     by_slot = torch.nn.functional.pad(tokens, (1, 54)), torch.nn.functional.pad(features, (0, 0, 0, 55))
     assert head.read(*by_slot, 4, cache) is None
     cache.lengths.fill_(4)
-    found = head.guess(*by_slot, 4, cache, torch.tensor(anchors) + 1, 4)
+    found = head.propose(*by_slot, 4, cache, torch.tensor(anchors) + 1, 4)
     torch.testing.assert_close(found, torch.stack(wanted))
-    fewer = head.guess(*by_slot, 4, cache, torch.tensor(anchors) + 1, 2)
+    fewer = head.propose(*by_slot, 4, cache, torch.tensor(anchors) + 1, 2)
     torch.testing.assert_close(
         fewer, found[:, :2], rtol=0 if how == "native" else None, atol=0 if how == "native" else None
     )

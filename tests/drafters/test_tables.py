@@ -14,7 +14,7 @@ from sharesd.drafters.recycle.table import DEPTHS, RecycleTable
 from sharesd.drafters.suffix.datastore import SAMPLES, Datastore, build_datastore, open_datastore
 from sharesd.drafters.suffix.table import SuffixAutomaton, SuffixTable
 from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
-from sharesd.speculation.draft_proposal import Guess
+from sharesd.speculation.draft_proposal import Proposal
 
 VOCAB = 512
 MAKERS: dict[str, Callable[[], Table]] = {
@@ -54,9 +54,9 @@ def longest_earlier(text: Sequence[int], shortest: int, longest: int) -> tuple[i
     return 0, []
 
 
-def check(guess: Guess, budget: int) -> None:
+def check(proposal: Proposal, budget: int) -> None:
     """A tree whose first n nodes are a tree, too, for all n."""
-    tokens, parents, scores = guess
+    tokens, parents, scores = proposal
     assert len(tokens) == len(parents) == len(scores) <= budget
     assert all(-1 <= parent < node for node, parent in enumerate(parents))
     assert len(set(zip(parents, tokens, strict=True))) == len(tokens), "siblings with the same token"
@@ -66,9 +66,9 @@ def check(guess: Guess, budget: int) -> None:
     )
 
 
-def paths(guess: Guess) -> list[list[int]]:
+def paths(proposal: Proposal) -> list[list[int]]:
     found: list[list[int]] = []
-    for token, parent in zip(guess.tokens, guess.parents, strict=True):
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
         found.append([*(found[parent] if parent >= 0 else []), token])
     return found
 
@@ -78,9 +78,9 @@ def play(table: Table, text: Sequence[int], prompt: int, budget: int, row: int =
     table.begin(row, text[:prompt])
     at, rounds = prompt, 0
     while at < len(text):
-        guess = table.guess(row, budget)
-        check(guess, budget)
-        accepted = sum(hit for _, hit in outcomes(guess, text[at:]))
+        proposal = table.propose(row, budget)
+        check(proposal, budget)
+        accepted = sum(hit for _, hit in outcomes(proposal, text[at:]))
         emitted = text[at : at + accepted + 1]
         table.extend(row, emitted)
         at, rounds = at + len(emitted), rounds + 1
@@ -91,11 +91,11 @@ def play(table: Table, text: Sequence[int], prompt: int, budget: int, row: int =
 
 
 def test_outcomes_are_told_of_decided_nodes_only() -> None:
-    guess = Guess([5, 6, 7, 8, 9], [-1, -1, 0, 2, 1], [0.5, 0.4, 0.3, 0.2, 0.1])
-    assert list(outcomes(guess, [5, 7, 1])) == [(0, True), (1, False), (2, True), (3, False)]
-    assert list(outcomes(guess, [6])) == [(0, False), (1, True)]
-    assert list(outcomes(guess, [1, 5])) == [(0, False), (1, False)]
-    assert list(outcomes(guess, [])) == list(outcomes(Guess([], [], []), [1, 2])) == []
+    proposal = Proposal([5, 6, 7, 8, 9], [-1, -1, 0, 2, 1], [0.5, 0.4, 0.3, 0.2, 0.1])
+    assert list(outcomes(proposal, [5, 7, 1])) == [(0, True), (1, False), (2, True), (3, False)]
+    assert list(outcomes(proposal, [6])) == [(0, False), (1, True)]
+    assert list(outcomes(proposal, [1, 5])) == [(0, False), (1, False)]
+    assert list(outcomes(proposal, [])) == list(outcomes(Proposal([], [], []), [1, 2])) == []
 
 
 def test_grow_takes_the_most_probable_nodes() -> None:
@@ -104,12 +104,12 @@ def test_grow_takes_the_most_probable_nodes() -> None:
     def children(path: tuple[int, ...], least: float) -> list[tuple[float, int, tuple[int, ...]]]:
         return [(p, i, (*path, i)) for i, p in enumerate(chances.get(path, []))]
 
-    guess, states = grow(5, (), children)
+    proposal, states = grow(5, (), children)
     assert states == [(0,), (1,), (1, 0), (0, 0), (0, 1)]
-    assert guess.scores == pytest.approx([0.6, 0.3, 0.285, 0.24, 0.24])
-    assert guess.parents == [-1, -1, 1, 0, 0]
+    assert proposal.scores == pytest.approx([0.6, 0.3, 0.285, 0.24, 0.24])
+    assert proposal.parents == [-1, -1, 1, 0, 0]
     assert len(grow(99, (), children)[0].tokens) == 6
-    assert grow(0, (), children)[0] == Guess([], [], [])
+    assert grow(0, (), children)[0] == Proposal([], [], [])
 
 
 def test_children_without_a_chance_may_be_left_out() -> None:
@@ -158,12 +158,12 @@ def test_nothing_known_means_no_guess(make: Callable[[], Table]) -> None:
     table = make()
     for tokens in ([], [3], [1, 2, 3, 4]):
         table.begin(0, tokens)
-        assert table.guess(0, 8) == Guess([], [], [])
-    assert table.guess(0, 0) == Guess([], [], [])
+        assert table.propose(0, 8) == Proposal([], [], [])
+    assert table.propose(0, 0) == Proposal([], [], [])
     table.extend(0, [])
     table.extend(0, [1])
-    assert table.guess(0, 1).tokens == ([2] if not (isinstance(table, NgramTable) and table.ngram_min > 1) else [])
-    assert table.guess(0, 0) == Guess([], [], [])
+    assert table.propose(0, 1).tokens == ([2] if not (isinstance(table, NgramTable) and table.ngram_min > 1) else [])
+    assert table.propose(0, 0) == Proposal([], [], [])
 
 
 @every_table
@@ -172,12 +172,12 @@ def test_texts_of_rows_do_not_mix(make: Callable[[], Table]) -> None:
     texts = [random_text(7, 60, 4), [t + 100 for t in random_text(8, 60, 4)]]
     for row in (0, 1):
         table.begin(row, texts[row])
-        table.guess(0, 8)
+        table.propose(0, 8)
     alone.begin(1, texts[1])
-    assert table.guess(1, 8) == alone.guess(1, 8)
-    assert set(table.guess(0, 16).tokens) <= set(texts[0])
+    assert table.propose(1, 8) == alone.propose(1, 8)
+    assert set(table.propose(0, 16).tokens) <= set(texts[0])
     table.begin(0, [7])
-    assert table.guess(1, 8) == alone.guess(1, 8)
+    assert table.propose(1, 8) == alone.propose(1, 8)
 
 
 @every_table
@@ -189,10 +189,10 @@ def test_a_text_in_pieces_is_the_text_at_once(make: Callable[[], Table]) -> None
     table.begin(0, text[:200])  # the next turn of a chat
     for token in text[200:]:
         table.extend(0, [token])
-    assert table.guess(0, 16) == whole.guess(0, 16)
+    assert table.propose(0, 16) == whole.propose(0, 16)
     whole.begin(0, [900 % VOCAB, *text[1:]])  # another beginning
     table.begin(0, [900 % VOCAB, *text[1:]])
-    assert table.guess(0, 16) == whole.guess(0, 16)
+    assert table.propose(0, 16) == whole.propose(0, 16)
 
 
 @every_table
@@ -200,18 +200,18 @@ def test_hits_raise_scores_and_misses_lower_them(make: Callable[[], Table]) -> N
     loop = [1, 2, 3] * 5
     table = make()
     table.begin(0, loop)
-    fresh = table.guess(0, 3).scores[0]
+    fresh = table.propose(0, 3).scores[0]
     for i in range(60):
-        table.guess(0, 3)
+        table.propose(0, 3)
         table.extend(0, [loop[i % 3]])
     table.begin(0, loop)
-    assert fresh < table.guess(0, 3).scores[0] <= 1
+    assert fresh < table.propose(0, 3).scores[0] <= 1
     for i in range(200):
         table.begin(0, [1, 2, 3, 1, 2, 3])
-        table.guess(0, 3)
+        table.propose(0, 3)
         table.extend(0, [100 + i])
     table.begin(0, [1, 2, 3, 1, 2, 3])
-    assert table.guess(0, 3).scores[0] < 0.3
+    assert table.propose(0, 3).scores[0] < 0.3
 
 
 # ---- n-grams
@@ -220,10 +220,10 @@ def test_hits_raise_scores_and_misses_lower_them(make: Callable[[], Table]) -> N
 def test_the_example_of_vllm() -> None:
     table = NgramTable(4, 2, 3)
     table.begin(0, [1, 2, 3, 4, 2, 3])
-    guess = table.guess(0, 4)
-    assert guess.tokens == [4, 2, 3] and guess.parents == [-1, 0, 1]
-    assert guess.scores == pytest.approx([0.5, 0.25, 0.125])
-    assert table.guess(0, 2).tokens == [4, 2]
+    proposal = table.propose(0, 4)
+    assert proposal.tokens == [4, 2, 3] and proposal.parents == [-1, 0, 1]
+    assert proposal.scores == pytest.approx([0.5, 0.25, 0.125])
+    assert table.propose(0, 2).tokens == [4, 2]
 
 
 @pytest.mark.parametrize("most_recent", [False, True])
@@ -236,7 +236,7 @@ def test_ngrams_match_brute_force(low: int, high: int, most_recent: bool) -> Non
         for end in range(1, len(text)):
             _, ends = longest_earlier(text[:end], low, high)
             start = (max(ends) if most_recent else min(ends)) if ends else end
-            assert table.guess(0, 16).tokens == text[start : min(start + 5, end)]
+            assert table.propose(0, 16).tokens == text[start : min(start + 5, end)]
             table.extend(0, [text[end]])
 
 
@@ -276,27 +276,27 @@ def test_suffix_guesses_only_what_followed() -> None:
         table = SuffixTable()
         table.begin(0, text)
         n, ends = longest_earlier(text, 1, len(text))
-        guess = table.guess(0, 16)
-        assert {text[end] for end in ends if end < len(text)} <= set(guess.tokens[i] for i in roots(guess))
-        for path in paths(guess):  # each node follows the last token and the path before it somewhere in the text
+        proposal = table.propose(0, 16)
+        assert {text[end] for end in ends if end < len(text)} <= set(proposal.tokens[i] for i in roots(proposal))
+        for path in paths(proposal):  # each node follows the last token and the path before it somewhere in the text
             assert len(ends_of(text, [text[-1], *path][:2])) > 0 and len(ends_of(text, path[-2:])) > 0
 
 
-def roots(guess: Guess) -> list[int]:
-    return [node for node, parent in enumerate(guess.parents) if parent < 0]
+def roots(proposal: Proposal) -> list[int]:
+    return [node for node, parent in enumerate(proposal.parents) if parent < 0]
 
 
 def test_frequent_continuations_come_first_and_long_matches_go_deeper() -> None:
     table = SuffixTable()
     table.begin(0, [1, 2, 1, 3, 1, 2, 1, 2, 9, 1])
-    guess = table.guess(0, 2)
-    assert guess.tokens[0] == 2
+    proposal = table.propose(0, 2)
+    assert proposal.tokens[0] == 2
     phrase = list(range(10, 30))
     long, short = SuffixTable(), SuffixTable()
     long.begin(0, [*phrase, 1, *phrase[:10]])
     short.begin(0, [*phrase, 1, phrase[9]])
-    assert long.guess(0, 10).tokens == phrase[10:20]
-    assert long.guess(0, 1).scores[0] >= short.guess(0, 1).scores[0]
+    assert long.propose(0, 10).tokens == phrase[10:20]
+    assert long.propose(0, 1).scores[0] >= short.propose(0, 1).scores[0]
 
 
 def test_a_hundred_thousand_tokens() -> None:
@@ -306,19 +306,19 @@ def test_a_hundred_thousand_tokens() -> None:
     automaton = table._rows[0].automaton
     assert len(automaton.next) <= 2 * len(text)
     assert sum(map(len, automaton.next)) <= 3 * len(text)
-    check(table.guess(0, 16), 16)
+    check(table.propose(0, 16), 16)
     lookup = NgramTable(8, 2, 4)
     lookup.begin(0, text)
     assert len(lookup._rows[0].after) <= 3 * len(text)
-    check(lookup.guess(0, 16), 16)
+    check(lookup.propose(0, 16), 16)
 
 
 def test_periodic_text_costs_no_more_than_other_text() -> None:
     table = SuffixTable()
     table.begin(0, [5] * 50_000)  # the chain of links is as long as the text; an uncut walk would never end
-    assert table.guess(0, 4).tokens == [5] * 4
+    assert table.propose(0, 4).tokens == [5] * 4
     table.begin(0, [1, 2, 3] * 5_000)
-    assert table.guess(0, 6).tokens == [1, 2, 3] * 2
+    assert table.propose(0, 6).tokens == [1, 2, 3] * 2
 
 
 # ---- corpus
@@ -353,11 +353,11 @@ def test_the_corpus_helps_where_the_text_is_new(tmp_path: Path) -> None:
     datastore = stored(tmp_path, np.array([1, 2, *phrase, 3], dtype=np.int32))
     table = SuffixTable(datastore)
     table.begin(0, [200, 201, 50, 51, 52])
-    guess = table.guess(0, 12)
-    check(guess, 12)
-    assert guess.tokens == phrase[3:15]
+    proposal = table.propose(0, 12)
+    check(proposal, 12)
+    assert proposal.tokens == phrase[3:15]
     table.begin(0, [3])  # the corpus ends here
-    assert table.guess(0, 4) == Guess([], [], [])
+    assert table.propose(0, 4) == Proposal([], [], [])
     assert play(SuffixTable(datastore), [200, *phrase], 1, 8) > play(SuffixTable(), [200, *phrase], 1, 8) == 1
     play(SuffixTable(stored(tmp_path, natural_text(5, 3000))), natural_text(5, 300), 20, 16)
 
@@ -410,14 +410,14 @@ def learnt(**kwargs: int) -> RecycleTable:
 def test_recycling_grows_trees_over_the_targets_own_candidates() -> None:
     table = learnt()
     table.begin(0, [9, 1])
-    guess = table.guess(0, 7)
-    check(guess, 7)
-    assert [guess.tokens[i] for i in roots(guess)] == [2, 3, 4][: len(roots(guess))]
-    assert [2, 3] in paths(guess)
+    proposal = table.propose(0, 7)
+    check(proposal, 7)
+    assert [proposal.tokens[i] for i in roots(proposal)] == [2, 3, 4][: len(roots(proposal))]
+    assert [2, 3] in paths(proposal)
     table.learn(np.array([1]), np.array([[40, 41, 42]]))
-    assert table.guess(0, 1).tokens == [40]
+    assert table.propose(0, 1).tokens == [40]
     table.begin(0, [40])
-    assert table.guess(0, 7) == Guess([], [], [])
+    assert table.propose(0, 7) == Proposal([], [], [])
 
 
 def test_what_the_target_emitted_comes_first() -> None:
@@ -437,13 +437,13 @@ def test_recycling_learns_by_level_and_rank() -> None:
     for _ in range(300):
         table.learn(np.array([1]), np.array([[2, 3, 4]]))
         table.begin(0, [1])
-        table.guess(0, 3)
+        table.propose(0, 3)
         table.extend(0, [4])  # always the third
     assert table.rates[2] > 0.8 > 0.2 > max(table.rates[0], table.rates[1])
     assert table.rates[3] > 0.3, "another level has learnt from this one"
     table.learn(np.array([1]), np.array([[2, 3, 4]]))
     table.begin(0, [1])
-    assert table.guess(0, 1).tokens == [4]
+    assert table.propose(0, 1).tokens == [4]
 
 
 def test_recycling_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_recycling_is_saved_and_loaded(tmp_path: Path) -> None:
         assert (other.rates.hits, other.rates.tries) == (table.rates.hits, table.rates.tries)
         for same in (table, other):
             same.begin(5, [1])
-        assert other.guess(5, 9) == table.guess(5, 9)
+        assert other.propose(5, 9) == table.propose(5, 9)
     assert (filled.vocab_size, filled.num_successors, filled.nbytes) == (VOCAB, 3, VOCAB * 3 * 4)
 
 

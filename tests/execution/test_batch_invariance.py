@@ -57,8 +57,8 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
 
 
 def test_fixed_widths_do_not_follow_the_length_of_drafts() -> None:
-    assert {fixed_width("cuda", most) for most in range(16)} == {16} and fixed_width("cuda", 40) == 41
-    assert {fixed_width("cpu", most) for most in range(9)} == {9}, "the default"
+    assert {fixed_width("cuda", max_width) for max_width in range(16)} == {16} and fixed_width("cuda", 40) == 41
+    assert {fixed_width("cpu", max_width) for max_width in range(9)} == {9}, "the default"
 
 
 @pytest.mark.parametrize("sloppy_in", [(), (3, 1), (1, 8), (2, 8)], ids=str)
@@ -89,7 +89,7 @@ def test_where_rows_depend_on_the_width_there_are_no_buckets() -> None:
         rows = choose_step_widths(
             model,
             fixed=16,
-            most=5,
+            max_width=5,
             exact=asked,
             wants_trees=False,
             compiles=True,

@@ -31,7 +31,7 @@ from sharesd.models.prefill import prefill
 from sharesd.parallel.tp_driver import RankZeroModel
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_proposal import Guess
+from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree, chain, chains, pack, shapes_of
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
@@ -199,7 +199,7 @@ def test_rounds_of_the_fallback_stay_on_the_device() -> None:
 
 def test_guesses_of_tables_come_over_in_one_copy() -> None:
     buffers = DraftBuffers(2, 6, VOCAB, DEVICE)
-    tree = pack([Guess([1, 2, 3], [-1, -1, 0], [0.9, 0.5, 0.4])] * 2, 3, "")
+    tree = pack([Proposal([1, 2, 3], [-1, -1, 0], [0.9, 0.5, 0.4])] * 2, 3, "")
     with Watch() as watch:
         buffers.put(tree)
     [copied] = watch.found

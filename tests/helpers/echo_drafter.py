@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sharesd.drafters.selection import options_of
 from sharesd.drafters.spec import DrafterSpec, option
 from sharesd.drafters.tables.base import Table
-from sharesd.speculation.draft_proposal import Guess, no_guess
+from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class EchoTable(Table):
             places.update({text[-1]: len(text)} if text else {})
             text.append(token)
 
-    def guess(self, row, budget, ahead=()):
+    def propose(self, row, budget, ahead=()):
         text = self.texts[row]
         start = self.places[row].get((*text, *ahead)[-1])
         if start is None:
-            return no_guess()
+            return empty_proposal()
         tokens = text[start : start + min(budget, self.length)]
         scores = [0.5 ** (depth + 1) for depth in range(len(tokens))]  # probability that the text comes this far
-        return Guess(tokens, list(range(-1, len(tokens) - 1)), scores)
+        return Proposal(tokens, list(range(-1, len(tokens) - 1)), scores)
 
 
 def build(inputs):

@@ -32,7 +32,7 @@ from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_policy import FIRST_ALPHAS
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict, chains, shapes_of, with_windows
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, shapes_of, with_windows
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
@@ -247,7 +247,7 @@ class OracleDrafter:
         right = (37 * at + 11 * row) % 64 < 64 * self.accuracy
         return token if right else (token + 1) % self._vocab
 
-    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         pass
 
     def forget(self) -> None:

@@ -14,9 +14,9 @@ Found = tuple[str, list[tuple[str, str]]]
 """Content, and names and arguments of calls."""
 
 
-def read(form: str, pieces: list[str], most: int | None = None, must: bool = False) -> Found:
+def read(form: str, pieces: list[str], max_calls: int | None = None, must: bool = False) -> Found:
     """What a stream of these pieces comes to, put together as clients do."""
-    reader, content, calls = CallReader(FORMATS[form], NAMES, most=most, must=must), "", []
+    reader, content, calls = CallReader(FORMATS[form], NAMES, max_calls=max_calls, must=must), "", []
     for place, piece in enumerate(pieces):
         found = reader.push(piece, last=place == len(pieces) - 1)
         content += found.content

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile.adaptive_threads import STEP_THREADS
-from offload.plan import DEPTHS, Drafter, Limits, Rates, Sizes, steady_survival
+from offload.plan import DEPTHS, Drafter, Limits, Rates, Sizes, constant_acceptance
 from offload.planner import DoesNotFit, make_plan, show_bytes
 from sharesd.weights.backend import CpuBackend
 
@@ -26,7 +26,11 @@ WIDE = Sizes(num_blocks=32, block=56_033_280, fixed=int((0.2265 + 0.14) * GB))
 
 def share(bits: int, resident: float, step: float, alpha: float) -> Drafter:
     return Drafter(
-        name=f"{bits} bits", bits=bits, resident=int(resident * GB), step=step, survival=steady_survival(alpha)
+        name=f"{bits} bits",
+        bits=bits,
+        resident=int(resident * GB),
+        step=step,
+        cumulative_acceptance=constant_acceptance(alpha),
     )
 
 
@@ -88,14 +92,14 @@ def test_more_bits_win_where_the_link_is_slow() -> None:
     assert "8 bits needs --cpu-memory-limit of at least 1.49 GB" in next(
         r.why for r in small.reasons if r.what == "drafts"
     )
-    often = replace(four, survival=steady_survival(0.968))
+    often = replace(four, cumulative_acceptance=constant_acceptance(0.968))
     assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [often, eight]).bits == 4
 
 
 def test_trees_where_rows_cost_little() -> None:
     """All nodes of a tree are verified, whatever its depth: where a pass waits for the link that costs nothing."""
     chain = share(4, 0.568, 0.028, 0.8)
-    tree = replace(chain, name="trees", nodes=64, step=0.034, survival=steady_survival(0.88))
+    tree = replace(chain, name="trees", nodes=64, step=0.034, cumulative_acceptance=constant_acceptance(0.88))
     rates = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
     plan = make_plan(WIDE, Limits(device=1.2 * GB), rates, [chain, tree])
     assert (plan.drafter, plan.nodes) == ("trees", 64) and plan.depth <= 32
@@ -121,7 +125,7 @@ def test_the_last_round_of_an_answer_seldom_has_room_for_all_that_it_confirms() 
     rates = Rates(disk=0.5 * GB, block={1: 0.001, 65: 0.01}, rest={1: 0.02})
     for alpha, length in ((1.0, 63), (0.95, 63), (0.95, 5), (0.5, 20)):
         plan = make_plan(WIDE, Limits(device=1.6 * GB), rates, [share(8, 0.5, 0.02, alpha)])
-        assert plan.tokens_per_second == pytest.approx((1 + sum(plan.survival)) / plan.round_s)
+        assert plan.tokens_per_second == pytest.approx((1 + sum(plan.cumulative_acceptance)) / plan.round_s)
         drawn = random.Random(0)
         rounds, tries = 0, 4000
         for _ in range(tries):
@@ -144,7 +148,13 @@ def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> Non
     plan = make_plan(WIDE, Limits(device=room), rates, [])
     assert plan.offloaded == plan.from_disk and len(plan.resident) == 8
     assert max(b - a for a, b in zip((-1, *plan.offloaded), (*plan.offloaded, 32), strict=True)) == 2
-    keeps = Drafter(name="keeps", resident=0, step=0.01, survival=steady_survival(0.9), resident_blocks=(0, 1, 2, 31))
+    keeps = Drafter(
+        name="keeps",
+        resident=0,
+        step=0.01,
+        cumulative_acceptance=constant_acceptance(0.9),
+        resident_blocks=(0, 1, 2, 31),
+    )
     assert {0, 1, 2, 31} <= set(make_plan(WIDE, Limits(device=room), rates, [keeps]).resident)
     with pytest.raises(DoesNotFit, match="keeps: --cpu-memory-limit of at least 703 MB"):
         make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.block), rates, [keeps])
@@ -196,7 +206,10 @@ def test_depth_is_limited() -> None:
     drafter = share(8, 1.01, 0.053, 0.984)
     assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [drafter], max_depth=10).depth == 8
     assert (
-        make_plan(WIDE, Limits(device=1.6 * GB), rates, [replace(drafter, survival=steady_survival(0.01))]).depth == 0
+        make_plan(
+            WIDE, Limits(device=1.6 * GB), rates, [replace(drafter, cumulative_acceptance=constant_acceptance(0.01))]
+        ).depth
+        == 0
     )
 
 

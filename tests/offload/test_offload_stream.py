@@ -406,7 +406,7 @@ def test_waits_are_used_for_other_work_that_makes_nobody_wait(
     run()
     alone = run()
     assert not pieces
-    with stream.meanwhile(work):
+    with stream.overlap(work):
         together = run()
     assert 1 <= len(pieces) <= most
     assert together <= alone + max(0.0, piece_s - 1.0) + 1e-9
@@ -423,7 +423,7 @@ def test_other_work_ends_when_there_is_no_more_of_it(monkeypatch: pytest.MonkeyP
     stream = Prefetcher(range(4), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
     calls = []
     for _ in range(3):
-        with stream.meanwhile(lambda: bool(calls.append(0))):
+        with stream.overlap(lambda: bool(calls.append(0))):
             for block in range(4):
                 stream.need(block)
                 stream.done(block)

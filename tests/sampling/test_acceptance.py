@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sharesd.sampling import Stream, choose, fork, gumbel, uniform
 from sharesd.sampling.acceptance import accept_block, accept_match, accept_rejection
-from sharesd.speculation.draft_tree import DraftTree, Verdict
+from sharesd.speculation.draft_tree import DraftTree, VerifyResult
 
-Rule = Callable[[DraftTree, Tensor, Tensor, Tensor], Verdict]
+Rule = Callable[[DraftTree, Tensor, Tensor, Tensor], VerifyResult]
 SAMPLERS = pytest.mark.parametrize("rule", [accept_rejection, accept_block], ids=["rejection", "block"])
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,10 +58,10 @@ def test_match_keeps_exactly_the_common_prefix(batch: int, num_draft: int) -> No
     for first in range(num_draft + 1):
         accepted_B = (first + torch.arange(batch)) % (num_draft + 1)
         draft_BN = drafts_with_prefix(target_BT, accepted_B, 13)
-        verdict = accept_match(draft_BN, target_BT)
-        assert torch.equal(verdict.num_new, accepted_B + 1)
-        assert torch.equal(verdict.tokens, target_BT)
-        assert torch.equal(verdict.path, torch.arange(num_draft + 1).repeat(batch, 1))
+        verified = accept_match(draft_BN, target_BT)
+        assert torch.equal(verified.num_new, accepted_B + 1)
+        assert torch.equal(verified.tokens, target_BT)
+        assert torch.equal(verified.path, torch.arange(num_draft + 1).repeat(batch, 1))
 
 
 @SAMPLERS
@@ -77,12 +77,12 @@ def test_greedy_rejection_and_block_equal_match(
         accepted_B = (first + torch.arange(batch)) % (num_draft + 1)
         draft_BN = drafts_with_prefix(target_BT, accepted_B, V)
         tree = DraftTree(draft_BN, probs=one_hot(draft_BN, V, dtype) if with_probs else None)
-        verdict = rule(tree, one_hot(target_BT, V, dtype), *noise_for(batch, num_draft, V))
+        verified = rule(tree, one_hot(target_BT, V, dtype), *noise_for(batch, num_draft, V))
         expected = accept_match(draft_BN, target_BT)
-        assert torch.equal(verdict.num_new, expected.num_new) and torch.equal(verdict.path, expected.path)
+        assert torch.equal(verified.num_new, expected.num_new) and torch.equal(verified.path, expected.path)
         for b in range(batch):
-            num = int(verdict.num_new[b])
-            assert torch.equal(verdict.tokens[b, :num], expected.tokens[b, :num])
+            num = int(verified.num_new[b])
+            assert torch.equal(verified.tokens[b, :num], expected.tokens[b, :num])
 
 
 @SAMPLERS
@@ -90,8 +90,8 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: Rule) -> None:
     B, N, V = 500, 4, 17
     p_BTV = torch.randn(B, N + 1, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
     draft_BN = choose(p_BTV[:, :-1].log(), gumbel(torch.arange(B), torch.arange(N).repeat(B, 1), V))
-    verdict = rule(DraftTree(draft_BN, probs=p_BTV[:, :-1]), p_BTV, *noise_for(B, N, V))
-    assert (verdict.num_new == N + 1).all() and torch.equal(verdict.tokens[:, :-1], draft_BN)
+    verified = rule(DraftTree(draft_BN, probs=p_BTV[:, :-1]), p_BTV, *noise_for(B, N, V))
+    assert (verified.num_new == N + 1).all() and torch.equal(verified.tokens[:, :-1], draft_BN)
 
 
 @SAMPLERS
@@ -99,9 +99,9 @@ def test_a_miss_without_residual_draws_from_the_target(rule: Rule) -> None:
     """p == q and yet a draft token outside both: nothing is left of p - q, and no NaN may come of it."""
     p_BTV = torch.tensor([0.0, 0.5, 0.5]).repeat(200, 3, 1)
     tree = DraftTree(torch.zeros(200, 2, dtype=torch.int64), probs=p_BTV[:, :-1])
-    verdict = rule(tree, p_BTV, *noise_for(200, 2, 3))
-    assert (verdict.num_new == 1).all()
-    assert 60 < int((verdict.tokens[:, 0] == 1).sum()) < 140 and (verdict.tokens[:, 0] > 0).all()
+    verified = rule(tree, p_BTV, *noise_for(200, 2, 3))
+    assert (verified.num_new == 1).all()
+    assert 60 < int((verified.tokens[:, 0] == 1).sum()) < 140 and (verified.tokens[:, 0] > 0).all()
 
 
 def test_block_of_one_token_is_rejection() -> None:
@@ -187,12 +187,12 @@ def decode(
         tree = DraftTree(torch.stack(tokens, 1), probs=None if draft is None else torch.stack(q, 1))
         u_BN = uniform(round_seeds_B, positions_BT[:, :-1])
         recover_BV = gumbel(round_seeds_B, positions_BT[:, :1], V, stream=Stream.RECOVER)[:, 0]
-        verdict = rule(tree, torch.stack(p, 1), u_BN, recover_BV)
-        num_new_B = torch.where(length_B < length, verdict.num_new, 0)
+        verified = rule(tree, torch.stack(p, 1), u_BN, recover_BV)
+        num_new_B = torch.where(length_B < length, verified.num_new, 0)
         for i in range(num_draft + 1):
             new_B = i < num_new_B
-            text[rows_B[new_B], length_B[new_B] + i] = verdict.tokens[new_B, i]
-            prefix_B = torch.where(new_B, prefix_B * V + verdict.tokens[:, i], prefix_B)
+            text[rows_B[new_B], length_B[new_B] + i] = verified.tokens[new_B, i]
+            prefix_B = torch.where(new_B, prefix_B * V + verified.tokens[:, i], prefix_B)
         length_B = length_B + num_new_B
     return text[:, :length]
 

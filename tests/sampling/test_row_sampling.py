@@ -25,7 +25,7 @@ from sharesd.sampling import (
 )
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import DraftTree, Verdict, pack
+from sharesd.speculation.draft_tree import DraftTree, VerifyResult, pack
 from tests.helpers.oracle import placed
 from tests.speculation.test_trees import random_tree
 
@@ -133,23 +133,23 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
             tree = pack([random_tree(coin, N, vocab=V) for _ in range(B)], N, "")
             assert tree.tree_mask is not None
         for _ in range(N):  # the target's choices become the drafts, so that some are accepted
-            chosen = verdict_of(kind, rows, tree, logits, lengths)
+            chosen = remarks_of(kind, rows, tree, logits, lengths)
             tree.tokens[:, :3] = chosen[:, :3]
-        verdict = sampler.accept(tree, logits, lengths)
-        sampler.commit(verdict.tokens, verdict.num_new)
+        verified = sampler.accept(tree, logits, lengths)
+        sampler.commit(verified.tokens, verified.num_new)
         for b, one in enumerate(own):
             here = slice(b, b + 1)
             expected = one.accept(just(b, tree), logits[here], lengths[here])
             one.commit(expected.tokens, expected.num_new)
-            assert same(verdict, b, expected), REQUESTS[b]
+            assert same(verified, b, expected), REQUESTS[b]
             if one.kind.penalized:
                 assert torch.equal(rows.counts.output_counts[b], one.rows.counts.output_counts[0])
-        hits += int((verdict.num_new > 1).sum())
-        lengths = lengths + verdict.num_new
+        hits += int((verified.num_new > 1).sum())
+        lengths = lengths + verified.num_new
     assert hits > B
 
 
-def verdict_of(kind: SamplingKind, rows: RowSampling, tree: DraftTree, logits: Tensor, lengths: Tensor) -> Tensor:
+def remarks_of(kind: SamplingKind, rows: RowSampling, tree: DraftTree, logits: Tensor, lengths: Tensor) -> Tensor:
     """The target's choices [B, T] for the rows of a draft."""
     choices: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -161,11 +161,11 @@ def verdict_of(kind: SamplingKind, rows: RowSampling, tree: DraftTree, logits: T
     return choices[-1]
 
 
-def same(verdict: Verdict, row: int, alone: Verdict) -> bool:
-    num = int(verdict.num_new[row])
+def same(verified: VerifyResult, row: int, alone: VerifyResult) -> bool:
+    num = int(verified.num_new[row])
     return num == int(alone.num_new) and all(
-        verdict_part[row, :num].tolist() == part[0, :num].tolist()
-        for verdict_part, part in ((verdict.tokens, alone.tokens), (verdict.path, alone.path))
+        verified_part[row, :num].tolist() == part[0, :num].tolist()
+        for verified_part, part in ((verified.tokens, alone.tokens), (verified.path, alone.path))
     )
 
 

@@ -257,9 +257,9 @@ def test_tables_that_lose_rest_with_the_account() -> None:
 
 def test_what_tables_lose_is_no_reason_to_do_without_a_model() -> None:
     policy = Policy(chains(4), costs=Costs({1: 1.0, 9: 1.6}, draft=0.1))
-    guesses = DraftTree(torch.zeros(1, 4, dtype=torch.int64))
+    proposals = DraftTree(torch.zeros(1, 4, dtype=torch.int64))
     for _ in range(20):
-        policy.record(guesses, [[]], 0.1, 1.5, 1.0)
+        policy.record(proposals, [[]], 0.1, 1.5, 1.0)
         policy.record(tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1.0)
     assert policy.table_budget.is_empty and policy.num_table_nodes_worth([[0.99, 0.98]])[0] == 0
     assert policy.next_shape().nodes

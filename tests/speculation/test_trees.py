@@ -31,14 +31,14 @@ from sharesd.sampling.acceptance import accept_tree, accept_tree_reference
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_proposal import Guess, best_chain, fill_up, merge
+from sharesd.speculation.draft_proposal import Proposal, best_chain, fill_up, merge
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain, chains, pack, shapes_of, with_windows
 from tests.helpers.oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 
 
-def random_tree(dice: random.Random, num: int, vocab: int = VOCAB) -> Guess:
+def random_tree(dice: random.Random, num: int, vocab: int = VOCAB) -> Proposal:
     """Any topology; siblings differ."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -47,13 +47,13 @@ def random_tree(dice: random.Random, num: int, vocab: int = VOCAB) -> Guess:
         taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
         tokens.append(dice.choice([t for t in range(vocab) if t not in taken]))
         parents.append(parent)
-    return Guess(tokens, parents, [1.0 - i / 100 for i in range(num)])
+    return Proposal(tokens, parents, [1.0 - i / 100 for i in range(num)])
 
 
-def paths_of(guess: Guess) -> list[list[int]]:
+def paths_of(proposal: Proposal) -> list[list[int]]:
     """For each verify row, the rows from the root to it."""
     paths = [[0]]
-    for index, parent in enumerate(guess.parents, 1):
+    for index, parent in enumerate(proposal.parents, 1):
         paths.append([*paths[parent + 1], index])
     return paths
 
@@ -67,8 +67,8 @@ def paths_of(guess: Guess) -> list[list[int]]:
 def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torch.dtype) -> None:
     noise, dice = torch.Generator().manual_seed(0), random.Random(0)
     for length in (0, 5, 31, 32, 50, CHUNK - 3, CHUNK, 2 * CHUNK - 9):
-        guess = random_tree(dice, 12)
-        tree = pack([guess], 12, "")
+        proposal = random_tree(dice, 12)
+        tree = pack([proposal], 12, "")
         assert tree.tree_mask is not None
         q, k, v = (torch.randn(1, 13, heads, 16, generator=noise).to(dtype) for heads in (6, 2, 2))
         caches = pack_kv(*(torch.randn(1, 2, 3 * CHUNK, 16, generator=noise).to(dtype) for _ in range(2)))
@@ -78,7 +78,7 @@ def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torc
             return [cache.clone() for cache in caches]
 
         out = attend(q, k, v, *fresh(), lengths, scale=0.25, tree_mask=tree.tree_mask, **options)
-        for row, path in enumerate(paths_of(guess)):
+        for row, path in enumerate(paths_of(proposal)):
             alone = attend(q[:, path], k[:, path], v[:, path], *fresh(), lengths, scale=0.25, **options)
             assert torch.equal(out[:, row], alone[:, -1])
         wide = [x.double() for x in (q, k, v, *unpack_kv(*fresh(), 16))]
@@ -122,14 +122,14 @@ def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
     model, dice = native_decoder(dtype), random.Random(5)
     for length in (3, 40):
         text = [dice.randrange(VOCAB) for _ in range(length)]
-        guess = random_tree(dice, 15)
-        tree = pack([guess], 15, "")
+        proposal = random_tree(dice, 15)
+        tree = pack([proposal], 15, "")
         cache = model.new_cache(1, 96)
         model.forward(torch.tensor([text]), cache)
         cache.lengths += length
         rows = torch.cat([torch.tensor([[1]]), tree.tokens], 1)
         logits = model.forward(rows, cache, tree_mask=tree.tree_mask)
-        for row, path in enumerate(paths_of(guess)):
+        for row, path in enumerate(paths_of(proposal)):
             alone = model.forward(rows[:, path], cache)
             assert torch.equal(logits[0, row], alone[0, -1])
             model.forward(rows, cache, tree_mask=tree.tree_mask)
@@ -143,45 +143,45 @@ def test_acceptance_walks_as_a_loop_would() -> None:
     dice = random.Random(1)
     for _ in range(200):
         num = dice.randrange(1, 17)
-        guesses = [random_tree(dice, dice.randrange(1, num + 1), vocab=num + 2) for _ in range(3)]
-        num = max(len(guess.tokens) for guess in guesses)
-        tree = pack(guesses, num, "")
+        proposals = [random_tree(dice, dice.randrange(1, num + 1), vocab=num + 2) for _ in range(3)]
+        num = max(len(proposal.tokens) for proposal in proposals)
+        tree = pack(proposals, num, "")
         if tree.tree_mask is None:
             continue
-        target = torch.tensor([[dice.randrange(num + 2) for _ in range(num + 1)] for _ in guesses])
-        verdict = accept_tree(tree, target)
-        for ours, theirs in zip(verdict, accept_tree_reference(tree, tree.tree_mask, target), strict=True):
+        target = torch.tensor([[dice.randrange(num + 2) for _ in range(num + 1)] for _ in proposals])
+        verified = accept_tree(tree, target)
+        for ours, theirs in zip(verified, accept_tree_reference(tree, tree.tree_mask, target), strict=True):
             assert torch.equal(ours, theirs)
-        for b, guess in enumerate(guesses):
+        for b, proposal in enumerate(proposals):
             path, node = [0], -1
             while True:
                 want = int(target[b, node + 1])
-                children = [i for i, p in enumerate(guess.parents) if p == node and guess.tokens[i] == want]
+                children = [i for i, p in enumerate(proposal.parents) if p == node and proposal.tokens[i] == want]
                 if not children:
                     break
                 node = children[0]
                 path.append(node + 1)
-            assert int(verdict.num_new[b]) == len(path)
-            assert verdict.path[b, : len(path)].tolist() == path
-            assert verdict.tokens[b, : len(path)].tolist() == [int(target[b, row]) for row in path]
+            assert int(verified.num_new[b]) == len(path)
+            assert verified.path[b, : len(path)].tolist() == path
+            assert verified.tokens[b, : len(path)].tolist() == [int(target[b, row]) for row in path]
 
 
 def test_chains_are_packed_without_branches_and_rows_are_padded() -> None:
-    chain = Guess([4, 5, 6], [-1, 0, 1], [0.9, 0.8, 0.7])
-    tree = pack([chain, Guess([], [], [])], 2, "x")
+    chain = Proposal([4, 5, 6], [-1, 0, 1], [0.9, 0.8, 0.7])
+    tree = pack([chain, Proposal([], [], [])], 2, "x")
     assert tree.tree_mask is None and tree.tokens.tolist() == [[4, 5], [-1, -1]] and tree.depth == 2
-    tree = pack([Guess([4, 5, 6], [-1, -1, 1], [0.9, 0.8, 0.7]), chain], 3, "x")
+    tree = pack([Proposal([4, 5, 6], [-1, -1, 1], [0.9, 0.8, 0.7]), chain], 3, "x")
     assert isinstance(tree.tree_mask, TreeAttentionMask) and tree.depth == 3
     assert tree.tree_mask.depth_BT.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
 
 
 def test_merging_and_the_best_chain() -> None:
-    one = Guess([1, 2, 3], [-1, 0, -1], [0.6, 0.5, 0.2])
-    two = Guess([1, 4, 9], [-1, 0, 1], [0.4, 0.3, 0.1])
+    one = Proposal([1, 2, 3], [-1, 0, -1], [0.6, 0.5, 0.2])
+    two = Proposal([1, 4, 9], [-1, 0, 1], [0.4, 0.3, 0.1])
     both = merge([one, two])
-    assert both == Guess([1, 2, 4, 3, 9], [-1, 0, 0, -1, 2], [0.6, 0.5, 0.3, 0.2, 0.1])
-    assert best_chain(both) == Guess([1, 2], [-1, 0], [0.6, 0.5])
-    assert merge([one]) is one and best_chain(Guess([], [], [])) == Guess([], [], [])
+    assert both == Proposal([1, 2, 4, 3, 9], [-1, 0, 0, -1, 2], [0.6, 0.5, 0.3, 0.2, 0.1])
+    assert best_chain(both) == Proposal([1, 2], [-1, 0], [0.6, 0.5])
+    assert merge([one]) is one and best_chain(Proposal([], [], [])) == Proposal([], [], [])
 
 
 # ---- the loop
@@ -205,17 +205,17 @@ class OracleTable:
         future, at = self._rows[row]
         self._rows[row] = (future, at + len(tokens))
 
-    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
         dice = self._dice
         noise = random_tree(dice, dice.randrange(0, budget))
         noise = noise._replace(scores=[score / 10 for score in noise.scores])
         future, at = self._rows[row]
         at += len(ahead)  # where they are right; else what follows is as good as noise
         true = future[at : at + dice.randrange(0, 5)]
-        tree = merge([noise, Guess(true, list(range(-1, len(true) - 1)), [0.9 - i / 10 for i in range(len(true))])])
+        tree = merge([noise, Proposal(true, list(range(-1, len(true) - 1)), [0.9 - i / 10 for i in range(len(true))])])
         if dice.random() < 0.3:
             tree = best_chain(tree)
-        return Guess(*(part[:budget] for part in tree))
+        return Proposal(*(part[:budget] for part in tree))
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -320,9 +320,9 @@ def test_tables_fill_up_a_models_draft(
 
 
 def test_weaving_keeps_the_models_nodes_and_adds_what_they_leave_open() -> None:
-    model = Guess([1, 2], [-1, 0], [0.8, 0.6])
-    root = Guess([1, 9, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.35, 0.2])  # 1: the model has said what comes there
-    after = Guess([3, 4, 5], [-1, -1, 0], [0.9, 0.1, 0.5])
+    model = Proposal([1, 2], [-1, 0], [0.8, 0.6])
+    root = Proposal([1, 9, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.35, 0.2])  # 1: the model has said what comes there
+    after = Proposal([3, 4, 5], [-1, -1, 0], [0.9, 0.1, 0.5])
     woven = fill_up(model, [(-1, root), (1, after)])
     assert woven.tokens == [1, 2, 3, 5, 7, 4, 8] and woven.parents == [-1, 0, 1, 2, -1, 1, 4]
     assert woven.scores == pytest.approx([0.8, 0.6, 0.54, 0.3, 0.07, 0.06, 0.04])

@@ -82,7 +82,7 @@ def drafts_one_by_one(head: Parallel, target: Any, text: list[int], said: list[b
     by_slot[0, : len(text)] = torch.tensor(text)
     for root in range(1, len(text)):
         cache = head.new_cache(1, 64)
-        logits = head.guess(by_slot, memory.features, root, cache, torch.tensor([root]), length)
+        logits = head.propose(by_slot, memory.features, root, cache, torch.tensor([root]), length)
         for k, guess in enumerate(logits[0].argmax(1).tolist()):
             if root + k + 1 >= len(text) or not all(said[root : root + k + 2]):
                 break

@@ -44,7 +44,7 @@ def solved(squares_EE: Tensor, products_ED: Tensor, ridge: float) -> Tensor:
     sizes_E = squares_EE.diagonal().sqrt()
     scale_E = torch.where(sizes_E > 0, 1 / sizes_E, 0)
     scaled_EE = squares_EE * scale_E[:, None] * scale_E
-    held_E = torch.full_like(scale_E, ridge).where(sizes_E > 0, 1)
-    held_E[-1] = 0
-    found_ED = torch.linalg.solve(scaled_EE + held_E.diag(), products_ED * scale_E[:, None])
+    ridge_E = torch.full_like(scale_E, ridge).where(sizes_E > 0, 1)
+    ridge_E[-1] = 0
+    found_ED = torch.linalg.solve(scaled_EE + ridge_E.diag(), products_ED * scale_E[:, None])
     return found_ED * scale_E[:, None]

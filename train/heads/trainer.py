@@ -56,8 +56,8 @@ class Recipe:
         rising = max(1, round(self.warmup * self.steps))
         if step < rising:
             return self.lr * (step + 1) / rising
-        way = (step - rising) / max(1, self.steps - rising)
-        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * way)))
+        progress = (step - rising) / max(1, self.steps - rising)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
     def unroll_at(self, step: int) -> int:
         """Steps of a chain that are trained in a step, from 0."""

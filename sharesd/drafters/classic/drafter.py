@@ -23,7 +23,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
 from sharesd.speculation.calibration import quantization_logit_noise
 from sharesd.speculation.draft_policy import FIRST_ALPHAS, HEAD_ALPHAS
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
 
 
 class ClassicDrafter(Drafter):
@@ -140,14 +140,14 @@ class ClassicDrafter(Drafter):
             )
         return context.generators[self].draft(shape)._replace(drafter=self.name)
 
-    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         cache = self.cache.rows(context.first, context.end)
         if tree.kv_slots is not None:
-            cache.compact(tree.kv_slots.gather(1, verdict.path), verdict.num_new)
-        cache.lengths += verdict.num_new
+            cache.compact(tree.kv_slots.gather(1, verified.path), verified.num_new)
+        cache.lengths += verified.num_new
         before_B = self._before_B[context.first : context.end]
-        history_BT = torch.cat([before_B[:, None], context.root_B[:, None], verdict.tokens], 1)
-        before_B.copy_(history_BT.gather(1, verdict.num_new[:, None])[:, 0])
+        history_BT = torch.cat([before_B[:, None], context.root_B[:, None], verified.tokens], 1)
+        before_B.copy_(history_BT.gather(1, verified.num_new[:, None])[:, 0])
 
     def forget(self) -> None:
         self.cache.forget()

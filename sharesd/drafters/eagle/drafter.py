@@ -27,7 +27,7 @@ from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import CHUNK
 from sharesd.speculation.draft_policy import HEAD_ALPHAS
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
 
 
 class EagleDrafter(Drafter):
@@ -63,8 +63,8 @@ class EagleDrafter(Drafter):
         """
         self._new: set[int] = set()  # rows of whose text the host has written the prompt alone
         self._in_flight: set[int] = set()  # rows that the last draft has read further than the host knew
-        self._most_lead = 1 + max(shape.nodes for shape in shapes)
-        self._lead = min(2, self._most_lead)
+        self._max_lead = 1 + max(shape.nodes for shape in shapes)
+        self._lead = min(2, self._max_lead)
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         shared = self.cache.shared_prefix_lengths(tokens) if reuse else [0] * self.cache.batch
@@ -86,7 +86,7 @@ class EagleDrafter(Drafter):
 
     def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
         missing = (len(text) - len(self.cache.cached_ids[row]) for row, text in texts.items())
-        return sum(num - 1 for num in missing if num > self._most_lead)
+        return sum(num - 1 for num in missing if num > self._max_lead)
 
     @torch.inference_mode()
     def time_catch_up(self, context: DraftContext, num: int) -> bool:
@@ -116,7 +116,7 @@ class EagleDrafter(Drafter):
                 self._new.discard(row)
             if row in self._in_flight and not idle:
                 cached_ids += text[len(cached_ids) :]  # the host knows by now what the last draft has read
-            if len(text) + more - len(cached_ids) > self._most_lead:
+            if len(text) + more - len(cached_ids) > self._max_lead:
                 self.read(row, text if more else text[:-1])
             self._lead = max(self._lead, len(text) + more - len(cached_ids))
             cached_ids += text[len(cached_ids) :]  # the draft's first step reads these
@@ -136,7 +136,7 @@ class EagleDrafter(Drafter):
                 self.cache.rows(*rows),
                 self._target.rows(*rows),
                 self._tokens_BS[slice(*rows)],
-                lambda: self._most_lead if replayed else self._lead,
+                lambda: self._max_lead if replayed else self._lead,
             )
             context.generators[self] = DraftGenerator(stepper, context, shapes=self.shapes, branching=self._branching)
         return context.generators[self].draft(shape)._replace(drafter=self.name)
@@ -145,10 +145,10 @@ class EagleDrafter(Drafter):
         """Create the stepper of the head; `reading` are arguments of `HeadStepper`."""
         return _FeatureStepper(*reading, num_states=1 + (self._branching * self.shapes[-1].depth if self.trees else 0))
 
-    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         rows = slice(context.first, context.end)  # the target has kept the features
         at_B = self._target.lengths[rows]
-        append_tokens(self._tokens_BS[rows], context.root_B, at_B, verdict.num_new, verdict.tokens)
+        append_tokens(self._tokens_BS[rows], context.root_B, at_B, verified.num_new, verified.tokens)
 
     def forget(self) -> None:
         self.cache.forget()

@@ -74,9 +74,11 @@ class HeadConfig:
         """
         flat = {"model_type": "llama", **raw.get("transformer_layer_config", {}), **raw}
         block = DecoderConfig.from_hf(flat)
-        most = spec_of(kind).max_layers
-        if not 1 <= len(block.layer_types) <= most:
-            raise ValueError(f"the head has {len(block.layer_types)} layers; heads of kind {kind} have at most {most}")
+        max_layers = spec_of(kind).max_layers
+        if not 1 <= len(block.layer_types) <= max_layers:
+            raise ValueError(
+                f"the head has {len(block.layer_types)} layers; heads of kind {kind} have at most {max_layers}"
+            )
         plain = all(layer.window == 0 and layer.rope == 0 for layer in block.layer_types)
         if not plain or block.sandwich_norms or block.gemma_norm:
             raise ValueError(f"heads of architecture {block.model_type!r} are not supported; give one like Llama's")

@@ -20,12 +20,12 @@ from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_policy import FIRST_ALPHAS
-from sharesd.speculation.draft_proposal import Guess, best_chain, best_path, fill_up, merge, no_guess
+from sharesd.speculation.draft_proposal import Proposal, best_chain, best_path, empty_proposal, fill_up, merge
 from sharesd.speculation.draft_tree import (
     NO_DRAFT,
     DraftShape,
     DraftTree,
-    Verdict,
+    VerifyResult,
     chains,
     model_shape,
     pack,
@@ -88,7 +88,7 @@ class HybridDrafter(Drafter):
         self._texts, self._plain = texts, plain
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
-        policy, rows, guesses = context.policy, range(context.first, context.end), dict[int, Guess]()
+        policy, rows, proposals = context.policy, range(context.first, context.end), dict[int, Proposal]()
         other_rule = context.sampler.needs_draft_probs
         should_query_tables = policy.should_query_tables()
         if not should_query_tables and self.model_drafter is None:
@@ -102,9 +102,9 @@ class HybridDrafter(Drafter):
             self._read()
             chains_only = other_rule or not self.trees
             for row in self._texts.keys() - set(self._plain):
-                guess = self._ask(row, shape.nodes)
-                guesses[row] = best_chain(guess) if chains_only else guess
-            num_nodes, rate = policy.num_table_nodes_worth([_of(guesses, row).scores for row in policy.counted_rows])
+                proposal = self._ask(row, shape.nodes)
+                proposals[row] = best_chain(proposal) if chains_only else proposal
+            num_nodes, rate = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
         if self.model_drafter is not None:
             policy.tables_match = num_nodes > 0
             model = policy.next_shape(beside=rate if num_nodes else None)
@@ -112,7 +112,7 @@ class HybridDrafter(Drafter):
             if model.nodes:
                 draft = early or self._model_draft(context, model)
                 if should_query_tables and not other_rule:
-                    return self._fill_up(context, draft, guesses)
+                    return self._fill_up(context, draft, proposals)
                 return draft
             self._idle += 1
         if should_query_tables:
@@ -121,10 +121,10 @@ class HybridDrafter(Drafter):
                 without = max(without, policy.shape_rate(policy.best_shape()))
             policy.gate.record_gain(rate / without - 1)
         if other_rule:  # which knows no rows with fewer nodes than others
-            num_nodes = min([num_nodes, *(len(guess.tokens) for guess in guesses.values())])
+            num_nodes = min([num_nodes, *(len(proposal.tokens) for proposal in proposals.values())])
         if not num_nodes:
             return _no_nodes(context)
-        return pack([_of(guesses, row) for row in rows], num_nodes, self._names)
+        return pack([_of(proposals, row) for row in rows], num_nodes, self._names)
 
     def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         """Return a draft of the model alone."""
@@ -133,7 +133,7 @@ class HybridDrafter(Drafter):
         self._idle, self._woven = 0, False
         return self.model_drafter.draft(context, shape)
 
-    def _fill_up(self, context: DraftContext, draft: DraftTree, guesses: Mapping[int, Guess]) -> DraftTree:
+    def _fill_up(self, context: DraftContext, draft: DraftTree, proposals: Mapping[int, Proposal]) -> DraftTree:
         """Return a model's draft filled up with table nodes.
 
         They are added after the root and after the draft's best chain, if that pays.
@@ -146,11 +146,11 @@ class HybridDrafter(Drafter):
         for row, tokens, parents in zip(
             range(context.first, context.end), draft.tokens.tolist(), parents_of(draft), strict=True
         ):
-            woven[row] = model = Guess(tokens, parents, chances)
-            if row in guesses:
+            woven[row] = model = Proposal(tokens, parents, chances)
+            if row in proposals:
                 chain = best_path(model.parents)
                 after = self._ask(row, room, [tokens[node] for node in chain])
-                woven[row] = fill_up(model, [(-1, guesses[row]), (chain[-1], after)])
+                woven[row] = fill_up(model, [(-1, proposals[row]), (chain[-1], after)])
         _, alone = policy.num_table_nodes_worth([()], beside=shape)
         num_added, rate = policy.num_table_nodes_worth(
             [woven[row].scores[shape.nodes :] for row in policy.counted_rows], beside=shape
@@ -184,13 +184,15 @@ class HybridDrafter(Drafter):
     def _names(self) -> str:
         return "+".join(table.name for table in self.tables)
 
-    def _ask(self, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Guess:
-        return merge([table.guess(row, num_nodes, ahead) for table in self.tables])
+    def _ask(self, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Proposal:
+        return merge([table.propose(row, num_nodes, ahead) for table in self.tables])
 
-    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> Tensor | None:
+    def commit(
+        self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor
+    ) -> Tensor | None:
         model = self.model_drafter
         if model is not None and (model.commits_plain_rounds or (tree.num_steps and not tree.num_filled)):
-            model.commit(context, tree, verdict, logits_BTV)
+            model.commit(context, tree, verified, logits_BTV)
         if not self._num_successors or not (context.graphs or context.policy.tables_should_learn):
             return None
         read_BT = torch.cat([context.root_B[:, None], tree.tokens], 1)
@@ -227,5 +229,5 @@ def _no_nodes(context: DraftContext) -> DraftTree:
     return DraftTree(context.root_B[:, None][:, :0])
 
 
-def _of(guesses: Mapping[int, Guess], row: int) -> Guess:
-    return guesses[row] if row in guesses else no_guess()
+def _of(proposals: Mapping[int, Proposal], row: int) -> Proposal:
+    return proposals[row] if row in proposals else empty_proposal()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from sharesd.drafters.base import BuildInputs
 from sharesd.drafters.selection import options_of
 from sharesd.drafters.tables.base import HitRates, Table, outcomes
-from sharesd.speculation.draft_proposal import Guess, no_guess
+from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Row:
 
     The n-grams at the end of the text have none yet.
     """
-    last: Guess = field(default_factory=no_guess)
+    last: Proposal = field(default_factory=empty_proposal)
     matched: int = 0
     """Length of the match of the last guess."""
 
@@ -58,17 +58,17 @@ class NgramTable(Table):
         known = self._rows.get(row)
         if known is None or list(tokens[: len(known.text)]) != known.text:
             known = self._rows[row] = _Row()
-        known.last = no_guess()
+        known.last = empty_proposal()
         self._append(known, tokens[len(known.text) :])
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         state = self._rows[row]
         for node, hit in outcomes(state.last, tokens):
             self.rates.learn(min(state.matched + node, self.ngram_max), hit)
-        state.last = no_guess()
+        state.last = empty_proposal()
         self._append(state, tokens)
 
-    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
         state = self._rows[row]
         text, after = state.text, state.after
         end = [*text[-self.ngram_max :], *ahead]
@@ -80,11 +80,11 @@ class NgramTable(Table):
                 for depth in range(len(tokens)):
                     score *= self.rates[min(n + depth, self.ngram_max)]
                     scores.append(score)
-                found = Guess(tokens, list(range(-1, len(tokens) - 1)), scores)
+                found = Proposal(tokens, list(range(-1, len(tokens) - 1)), scores)
                 if not ahead:
                     state.last, state.matched = found, n
                 return found
-        return no_guess()
+        return empty_proposal()
 
     def _append(self, state: _Row, tokens: Sequence[int]) -> None:
         text, after = state.text, state.after

@@ -41,22 +41,22 @@ class ParallelDrafter(EagleDrafter):
 
     def _stepper(self, replayed: bool, *reading: Any) -> _ParallelStepper:
         return _ParallelStepper(
-            *reading, most=self._max_depth, depth=lambda: self._max_depth if replayed else self._depth
+            *reading, max_depth=self._max_depth, depth=lambda: self._max_depth if replayed else self._depth
         )
 
 
 class _ParallelStepper(HeadStepper):
     """Stepper whose first step drafts all tokens."""
 
-    def __init__(self, head: Parallel, *reading: Any, most: int, depth: Callable[[], int]) -> None:
-        """`depth`: how many tokens are guessed, at most `most`."""
+    def __init__(self, head: Parallel, *reading: Any, max_depth: int, depth: Callable[[], int]) -> None:
+        """`depth`: how many tokens are guessed, at most `max_depth`."""
         super().__init__(head, *reading)
         self._head, self._depth, num_tokens = head.steps, depth, head.config.draft_vocab_size
-        self._logits_BKN = torch.zeros(len(self.root_pos_B), most, num_tokens, **head.place)
+        self._logits_BKN = torch.zeros(len(self.root_pos_B), max_depth, num_tokens, **head.place)
 
     def start(self) -> Tensor:
         depth = self._depth()
-        self._logits_BKN[:, :depth] = self._head.guess(*self._news(), depth)
+        self._logits_BKN[:, :depth] = self._head.propose(*self._news(), depth)
         return self._logits_BKN[:, :1]
 
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
@@ -77,8 +77,8 @@ def build(inputs: BuildInputs) -> EagleDrafter:
     """
     head, config = inputs.heads[ParallelDrafter.name], inputs.config
     assert isinstance(head, Parallel)
-    most = head.config.draft_length
+    max_depth = head.config.draft_length
     depth = config.explicit_tree[1] if config.explicit_tree else config.num_draft or 1
-    if depth > most:
-        raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {most}; ask for no more")
+    if depth > max_depth:
+        raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {max_depth}; ask for no more")
     return build_head_drafter(ParallelDrafter, inputs)

@@ -73,7 +73,7 @@ class Parallel(Eagle3):
     def blocks(self) -> list[Any]:
         return [self.block, *self.upper]
 
-    def guess(
+    def propose(
         self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache, ends_B: Tensor, depth: int
     ) -> Tensor:
         """Read `num` places of texts and the masks after them.
@@ -82,7 +82,7 @@ class Parallel(Eagle3):
         See `FeatureHead.read`.
         """
         if self.native is not None:
-            return self.native.guess(tokens_BS, features_BSF, num, cache, ends_B, depth)
+            return self.native.propose(tokens_BS, features_BSF, num, cache, ends_B, depth)
         tokens_BR, fused_BRD = self.new_places(tokens_BS, features_BSF, num, cache)
         root_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
         row_T = torch.arange(num + depth - 1, device=ends_B.device)
@@ -91,8 +91,8 @@ class Parallel(Eagle3):
         states_BTD = self.look_ahead(
             tokens_BR.gather(1, read_BT), fused_BRD.gather(1, each(read_BT, fused_BRD)), ahead_BT, cache
         )
-        guess_BK = root_B1 + torch.arange(depth, device=ends_B.device)
-        return self.draft_logits(states_BTD.gather(1, each(guess_BK, states_BTD)))
+        positions_BK = root_B1 + torch.arange(depth, device=ends_B.device)
+        return self.draft_logits(states_BTD.gather(1, each(positions_BK, states_BTD)))
 
     def look_ahead(self, tokens_BT: Tensor, states_BTD: Tensor, ahead_BT: Tensor, cache: StaticKVCache) -> Tensor:
         """Return states [B, T, D] of new places, masks among them.

@@ -16,7 +16,7 @@ import numpy as np
 from sharesd.drafters.base import BuildInputs
 from sharesd.drafters.selection import file_of
 from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
-from sharesd.speculation.draft_proposal import Guess, no_guess
+from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 from sharesd_files import atomic_path
 
 DEPTHS = 6
@@ -55,7 +55,7 @@ class RecycleTable(Table):
         Level 0 holds the children of the root.
         """
         self._last_token: dict[int, int] = {}
-        self._last: dict[int, tuple[Guess, list[_State]]] = {}
+        self._last: dict[int, tuple[Proposal, list[_State]]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +71,7 @@ class RecycleTable(Table):
         return self.successors.nbytes
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._last[row] = no_guess(), []
+        self._last[row] = empty_proposal(), []
         if tokens:
             newest_first = zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True)
             for token, successor in reversed(dict.fromkeys(newest_first)):  # each pair once, at its last place
@@ -81,10 +81,10 @@ class RecycleTable(Table):
             self._last_token.pop(row, None)
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
-        guess, states = self._last[row]
-        for node, hit in outcomes(guess, tokens):
+        proposal, states = self._last[row]
+        for node, hit in outcomes(proposal, tokens):
             self.rates.learn(states[node][1], hit)
-        self._last[row] = no_guess(), []
+        self._last[row] = empty_proposal(), []
         last = self._last_token.get(row)
         for token in tokens:
             if last is not None:
@@ -93,11 +93,11 @@ class RecycleTable(Table):
         if last is not None:
             self._last_token[row] = last
 
-    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
         root = ahead[-1] if ahead else self._last_token.get(row)
         if root is None:
             assert row in self._last, f"row {row} has not begun"
-            return no_guess()
+            return empty_proposal()
         found = grow(budget, (root, -1, 0), self._children)
         if not ahead:
             self._last[row] = found
@@ -158,7 +158,7 @@ class RecycleTable(Table):
             rank = known.index(successor) if successor in known else len(known) - 1
             row[: rank + 1] = [successor, *known[:rank]]
 
-    def _children(self, state: _State, least: float) -> list[tuple[float, int, _State]]:
+    def _children(self, state: _State, min_prob: float) -> list[tuple[float, int, _State]]:
         token, _, level = state
         first = min(level, DEPTHS - 1) * self.num_successors
         found: list[tuple[float, int, _State]] = []
@@ -166,7 +166,7 @@ class RecycleTable(Table):
         for cell, (successor, p) in enumerate(zip(self.successors[token].tolist(), rates, strict=True), first):
             if successor < 0:
                 break
-            if p > least:
+            if p > min_prob:
                 found.append((p, successor, (successor, cell, level + 1)))
         return found
 

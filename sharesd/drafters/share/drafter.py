@@ -26,7 +26,7 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.speculation.calibration import quantization_logit_noise
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, Verdict, with_windows
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, with_windows
 from sharesd.speculation.policy_config import PolicyConfig
 
 DRAFT_WINDOW = 256
@@ -91,11 +91,11 @@ class ShareDrafter(Drafter):
         with self.switch.quantized_weights():
             return continue_fn()
 
-    def commit(self, context: DraftContext, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor) -> None:
+    def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         if tree.continue_fn is not None:
             trees = context.generators[self, tree.window].tree
             assert isinstance(trees, AsyncTreeDraft)
-            trees.committed(verdict)
+            trees.committed(verified)
 
     def extra_bytes(self) -> tuple[int, int]:
         return self._quantized_bytes, 0

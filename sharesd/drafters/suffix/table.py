@@ -15,7 +15,7 @@ from sharesd.drafters.base import BuildInputs
 from sharesd.drafters.selection import file_of
 from sharesd.drafters.suffix.datastore import CONTEXT, Datastore, open_datastore
 from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
-from sharesd.speculation.draft_proposal import Guess, no_guess
+from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 
 ORDERS = 3
 """Suffixes of different lengths (states) that are blended for one node."""
@@ -135,7 +135,7 @@ class _Row:
     def __init__(self) -> None:
         self.text: list[int] = []
         self.automaton = SuffixAutomaton()
-        self.last = no_guess()
+        self.last = empty_proposal()
         self.nodes: list[_Node] = []
 
 
@@ -164,7 +164,7 @@ class SuffixTable(Table):
         known = self._rows.get(row)
         if known is None or list(tokens[: len(known.text)]) != known.text:
             known = self._rows[row] = _Row()
-        known.last = no_guess()
+        known.last = empty_proposal()
         self._append(known, tokens[len(known.text) :])
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
@@ -172,10 +172,10 @@ class SuffixTable(Table):
         for node, hit in outcomes(state.last, tokens):
             _, matched, raw, _, corpus_matched = state.nodes[node]
             self.rates.learn(_bucket(max(matched, corpus_matched) - 1), hit, raw)
-        state.last = no_guess()
+        state.last = empty_proposal()
         self._append(state, tokens)
 
-    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
         state = self._rows[row]
         automaton = state.automaton
         places: list[int] = []
@@ -183,9 +183,11 @@ class SuffixTable(Table):
         if self.corpus is not None:
             places, corpus_matched = self.corpus.places([*state.text[-CONTEXT:], *ahead])
         factors = self.rates.of(slice(None))
-        most = max(factors)
+        max_factor = max(factors)
         root = (*automaton.match(ahead), 1.0, places, corpus_matched)
-        found = grow(budget, root, lambda node, least: self._children(automaton, node, least / most, factors))
+        found = grow(
+            budget, root, lambda node, min_prob: self._children(automaton, node, min_prob / max_factor, factors)
+        )
         if not ahead:
             state.last, state.nodes = found
         return found[0]
@@ -196,14 +198,14 @@ class SuffixTable(Table):
             state.automaton.append(token)
 
     def _children(
-        self, automaton: SuffixAutomaton, node: _Node, least: float, factors: Sequence[float]
+        self, automaton: SuffixAutomaton, node: _Node, min_prob: float, factors: Sequence[float]
     ) -> list[tuple[float, int, _Node]]:
         """Return the children of a node: (probability, token, node).
 
         Longer suffixes are blended first, and leave the probability of unseen tokens to shorter ones. Children whose
-        probability before calibration is `least` or lower are left out; `factors` are the calibration.
+        probability before calibration is `min_prob` or lower are left out; `factors` are the calibration.
         """
-        if least >= 1:
+        if min_prob >= 1:
             return []
         next_, link, length, count = automaton.next, automaton.link, automaton.length, automaton.count
         at, matched, _, places, corpus_matched = node
@@ -234,7 +236,7 @@ class SuffixTable(Table):
             _blend_corpus(probs, corpus, left)
         children = []
         for token, raw in probs.items():
-            if raw <= least:
+            if raw <= min_prob:
                 continue
             to, matched = below.get(token, UNKNOWN)
             places = corpus.get(token, [])

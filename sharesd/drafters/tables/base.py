@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sharesd.speculation.draft_proposal import Guess
+from sharesd.speculation.draft_proposal import Proposal
 
 State = TypeVar("State")
 
@@ -58,7 +58,7 @@ class Table:
         """Append newly emitted tokens, and learn from the last guess."""
         raise NotImplementedError
 
-    def guess(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Guess:
+    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
         """Return at most `budget` nodes after the row's last token.
 
         With `ahead`, after these tokens, which follow the last one; nothing is learnt from the outcome of such guesses.
@@ -106,7 +106,7 @@ class HitRates:
 
 def grow(
     budget: int, root: State, children: Callable[[State, float], Iterable[tuple[float, int, State]]]
-) -> tuple[Guess, list[State]]:
+) -> tuple[Proposal, list[State]]:
     """Return the `budget` most probable nodes of a tree, and their states.
 
     `children(state, least)` gives (probability given the parent, token, state) of each child, with distinct tokens; it
@@ -137,23 +137,23 @@ def grow(
         parents.append(parent)
         scores.append(score)
         states.append(state)
-    return Guess(tokens, parents, scores), states
+    return Proposal(tokens, parents, scores), states
 
 
-def outcomes(guess: Guess, emitted: Sequence[int]) -> Iterator[tuple[int, bool]]:
+def outcomes(proposal: Proposal, emitted: Sequence[int]) -> Iterator[tuple[int, bool]]:
     """Yield (node, hit) of every node that the target has decided.
 
     These are nodes whose parents it has emitted. The caller may have verified only the first nodes: then the emitted
     tokens end before the others are decided.
     """
     below: dict[int, list[int]] = {}
-    for node, parent in enumerate(guess.parents):
+    for node, parent in enumerate(proposal.parents):
         below.setdefault(parent, []).append(node)
     at: int | None = -1
     for token in emitted:
         nodes, at = below.get(at, []), None  # type: ignore[arg-type]
         for node in nodes:
-            hit = guess.tokens[node] == token
+            hit = proposal.tokens[node] == token
             yield node, hit
             if hit:
                 at = node

@@ -37,13 +37,13 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
 
     Converts the file if the folder is missing or damaged.
     """
-    home = cache_root() / "checkpoints"
-    folder = home / f"{gguf_file.stem}-{_fingerprint(gguf_file)}"
+    folder_of_all = cache_root() / "checkpoints"
+    folder = folder_of_all / f"{gguf_file.stem}-{_fingerprint(gguf_file)}"
     if _holds(folder, gguf_file):
         return folder
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home, prefix=SCRATCH) as scratch:
+        folder_of_all.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder_of_all, prefix=SCRATCH) as scratch:
             fresh = Path(scratch) / "checkpoint"
             fresh.mkdir()
             _convert(gguf_file, fresh, progress)
@@ -58,7 +58,7 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent) -> Path:
                 fresh.rename(folder)
     except OSError as error:
         raise ValueError(
-            f"cannot convert {gguf_file} into {home} ({error}); "
+            f"cannot convert {gguf_file} into {folder_of_all} ({error}); "
             "free some space there or set SHARESD_CACHE_DIR to another folder"
         ) from error
     return folder

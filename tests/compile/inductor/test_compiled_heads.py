@@ -49,7 +49,7 @@ def masks(head: Head, steps: Any, seed: int) -> Iterator[Tensor]:
     features_BSF = torch.randn(B, S, len(head.config.taps) * D, generator=dice, dtype=torch.float64)
     cache, ends_B = head.new_cache(B, S).draft_view(), torch.tensor([5 + seed, 3])
     cache.lengths.copy_(ends_B - LEAD)
-    yield steps.guess(tokens_BS, features_BSF, LEAD, cache, ends_B, 4)
+    yield steps.propose(tokens_BS, features_BSF, LEAD, cache, ends_B, 4)
     yield from (*cache.k, *cache.v)
 
 

@@ -85,12 +85,12 @@ def test_accepted_paths() -> None:
     )
     target = 1 + numbers(40, 7, most=4)
     assert tree.tree_mask is not None
-    verdict = accept_tree_reference(tree, tree.tree_mask, target)
+    verified = accept_tree_reference(tree, tree.tree_mask, target)
     out = accept_path(tree.tokens, *tree.tree_mask, target)
-    assert torch.equal(out[:, 0], verdict.num_new)
-    kept = torch.arange(7) < verdict.num_new[:, None]
-    assert torch.equal(out[:, 1:8].where(kept, 0), verdict.tokens.where(kept, 0))
-    assert torch.equal(out[:, 8:].where(kept, 0), verdict.path.where(kept, 0))
+    assert torch.equal(out[:, 0], verified.num_new)
+    kept = torch.arange(7) < verified.num_new[:, None]
+    assert torch.equal(out[:, 1:8].where(kept, 0), verified.tokens.where(kept, 0))
+    assert torch.equal(out[:, 8:].where(kept, 0), verified.path.where(kept, 0))
 
 
 def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Frontier, Draft]:
