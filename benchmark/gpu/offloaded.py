@@ -49,7 +49,7 @@ CASES = (
 
 def measure(job: Job, size: str) -> None:
     """Measure the rate of the link, then each case."""
-    job.require_gpu("weights that travel through pinned memory")
+    job.require_gpu("weights offloaded to pinned memory")
     job.put(link_bytes_per_second=link_rate(torch.device(job.device)))
     run(job, size, CASES, prompts=2, tokens=32)
 

@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             ("--request-rate", _rate, None, "R", "requests per second; inf: all at once (default: inf)"),
             ("--sweep", _rates, None, "RATES", sweep),
             ("--burstiness", _rate, 1.0, "B", bursts),
-            ("--max-concurrency", number, None, "N", "at most N requests under way"),
+            ("--max-concurrency", number, None, "N", "at most N requests at a time"),
             (
                 "--dataset",
                 None,

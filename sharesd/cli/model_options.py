@@ -68,7 +68,7 @@ DRAFTING = {
     "quant": Flag(
         "METHOD:BITS:GROUP[,PROJECTION=BITS...] of what drafts in "
         f"{_modes_needing(Need.QUANTIZED_TARGET)} and, without --draft-model, in {_modes_needing(Need.SECOND_MODEL)}; "
-        f"auto: what `sharesd tune` found best (default: {DEFAULTS.quant.spec}; as the plan says where weights travel)",
+        f"auto: what `sharesd tune` found best (default: {DEFAULTS.quant.spec}; as the plan says if weights are offloaded)",
         metavar="SPEC",
         name="--draft-quant",
         parse=str,
@@ -83,7 +83,7 @@ DRAFTING = {
     ),
     "max_draft": Flag(
         "draft tokens per round at most, where their number is chosen "
-        f"(default: {DEFAULTS.max_draft}; as the plan says where weights travel)",
+        f"(default: {DEFAULTS.max_draft}; as the plan says if weights are offloaded)",
         metavar="K",
         name="--max-speculative-tokens",
         is_absent=True,

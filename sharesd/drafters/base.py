@@ -18,8 +18,9 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_policy import FIRST_ALPHAS, Policy
+from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, coarse_chains, shapes_of
+from sharesd.speculation.policy_config import FIRST_ALPHAS
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 

@@ -315,7 +315,7 @@ NO_OFFLOAD: tuple[Row, ...] = (
     Row(
         lambda c: not c.has_device_memory and c.in_memory,
         lambda c: (
-            "the weights are made in memory, and on a CPU they travel from files; write them, and give the folder"
+            "the weights are made in memory, and on a CPU they are offloaded to files; write them, and give the folder"
         ),
     ),
     Row(

@@ -37,7 +37,7 @@ class TargetSteps:
             self._compiler.prepare(head)
         self.gumbel = self._compiler.noise(resolved.device.type == "cpu")
         if resolved.captures and target.streamed is not None:
-            log.warning("weights travel: passes of the target are not captured in CUDA graphs, drafts are")
+            log.warning("weights are offloaded: passes of the target are not captured in CUDA graphs, drafts are")
         self.graphs = Graphs() if resolved.captures else None
         self._draft_widths = {1, *([config.explicit_tree[0]] if config.explicit_tree else [])}
         self._rank_zero = None if group is None else RankZeroModel(model, switch, group)

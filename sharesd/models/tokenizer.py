@@ -10,18 +10,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 
+from sharesd.models import chat_template
 from sharesd.models.checkpoint import eos_ids, read_json
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
@@ -38,9 +34,6 @@ Treated as text even if a tokenizer lists them as special.
 
 LONG = 2000
 """Characters from which a text is encoded with the interpreter lock released."""
-
-_TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that templates raise for messages they refuse."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -144,16 +137,13 @@ class Tokenizer:
             raise ValueError(
                 "this checkpoint has no chat template; use a plain prompt or an instruction-tuned checkpoint"
             )
-        try:
-            template = _environment().from_string(source)
-            return template.render(
-                self.special
-                | dict(variables or {})
-                | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-                | {"tools": list(tools) if tools else None, "documents": None}
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise ValueError(f"the chat template does not take these messages: {error}") from error
+        return chat_template.render(
+            source,
+            self.special
+            | dict(variables or {})
+            | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+            | {"tools": list(tools) if tools else None, "documents": None},
+        )
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -164,14 +154,11 @@ class Tokenizer:
     def template_variables(self) -> frozenset[str]:
         """Variables of the chat template that `render_chat` does not set itself."""
         given = {"messages", "add_generation_prompt", "tools", "documents", *self.special}
-        return self._variables - given - set(_environment().globals)
+        return self._variables - given
 
     @cached_property
     def _variables(self) -> frozenset[str]:
-        try:
-            return frozenset(meta.find_undeclared_variables(_environment().parse(self.tool_template or "")))
-        except TemplateError:
-            return frozenset()
+        return chat_template.variables_of(self.tool_template or "")
 
     def fingerprint(self) -> str:
         """Return a hash that is equal for equal vocabularies."""
@@ -196,7 +183,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     else:
         backend, special = _convert(folder)
     backend = _with_tool_marks_as_text(backend)
-    template, for_tools = (_chat_template(folder, config, name) for name in ("default", "tool_use"))
+    template, for_tools = (chat_template.read_template(folder, config, name) for name in ("default", "tool_use"))
     ends = _end_ids(folder, backend, special, template)
     return Tokenizer(backend, special=special, chat_template=template, tool_template=for_tools, eos_ids=ends)
 
@@ -310,55 +297,9 @@ def _with_tool_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokeni
     return tokenizers.Tokenizer.from_str(json.dumps(written))
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
-    """Return the template of this name, or None.
-
-    From its own file, else from tokenizer_config.json, which holds a list or a single default.
-    """
-    file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    stored = config.get("chat_template")
-    if isinstance(stored, list):
-        return next((entry["template"] for entry in stored if entry["name"] == name), None)
-    return stored if name == "default" else None
-
-
 def _end_ids(
     folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str], template: str | None
 ) -> list[int]:
     ends = [special.get("eos_token")] + [token for token in END_OF_TURN if template and token in template]
     named = [backend.token_to_id(token) for token in ends if token is not None]
     return [*eos_ids(folder), *(i for i in named if i is not None)]
-
-
-class _GenerationTag(Extension):
-    """Tag `{% generation %}`, which renders its body.
-
-    In training it marks the assistant's tokens.
-    """
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja2 as transformers sets it up for chat templates."""
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment

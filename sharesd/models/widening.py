@@ -120,10 +120,8 @@ def widen(
                 progress("writing weights", len(index) + len(tensors), len(parts))
             save_file(tensors, fresh / file_name, metadata={"format": "pt"})
             index |= dict.fromkeys(tensors, file_name)
-        _write_json(
-            fresh / "model.safetensors.index.json",
-            {"metadata": {"total_size": num_parameters * dtype.itemsize}, "weight_map": index},
-        )
+        about = {"metadata": {"total_size": num_parameters * dtype.itemsize}, "weight_map": index}
+        _write_json(fresh / "model.safetensors.index.json", about)
         describe(folder, fresh, shape, name=name)
         fresh.rename(out)
     return num_parameters
@@ -302,8 +300,7 @@ def _shards(parts: list[_Part], dtype: torch.dtype, shard_bytes: int) -> list[li
     for part in parts:
         num_bytes = torch.Size(part.shape).numel() * dtype.itemsize
         if shards[-1] and filled + num_bytes > shard_bytes:
-            shards.append([])
-            filled = 0
+            shards, filled = [*shards, []], 0
         shards[-1].append(part)
         filled += num_bytes
     return shards
@@ -324,13 +321,9 @@ def _tensor(part: _Part, real: Tensor, norm_scale: float, seed: int) -> Tensor:
 
 
 def _noise(part: _Part, real: Tensor, seed: int) -> Tensor:
-    """Return normal noise with the standard deviation of the real matrix.
-
-    A function of seed, name and device alone.
-    """
+    """Return normal noise with the real matrix's deviation, by seed and name."""
     number = int.from_bytes(hashlib.sha256(f"{seed} {part.name}".encode()).digest()[:8], "little")
-    dice = torch.Generator(real.device).manual_seed(number)
-    scale = float(real.float().std())
+    dice, scale = torch.Generator(real.device).manual_seed(number), float(real.float().std())
     wide = torch.empty(part.shape, dtype=real.dtype, device=real.device)
     for rows in wide.split(1024):  # float32 noise of one block at a time
         rows.copy_(torch.randn(rows.shape, generator=dice, device=real.device) * scale)

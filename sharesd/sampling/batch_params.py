@@ -85,11 +85,9 @@ class SamplingKind(NamedTuple):
         With `match`, adjusted kinds are sampled too.
         """
         adjusted = self.penalized or self.biased
-        num_top_logprobs = MAX_TOP_LOGPROBS if self.logprobs else 0
+        num_top = MAX_TOP_LOGPROBS if self.logprobs else 0
         sampled, constrained = self.sampled or (adjusted and self.acceptance == "match"), self.constrained
-        return SamplingKind(
-            sampled, sampled, adjusted, adjusted, constrained, self.logprobs, num_top_logprobs, self.acceptance
-        )
+        return SamplingKind(sampled, sampled, adjusted, adjusted, constrained, self.logprobs, num_top, self.acceptance)
 
     def of_drafts(self) -> SamplingKind:
         """Return the kind of such rounds' drafts, without target features."""

@@ -21,7 +21,6 @@ class DraftEstimates:
         max_nodes: int,
         first_alphas: tuple[float, float],
         config: PolicyConfig,
-        *,
         can_stop_early: bool,
     ) -> None:
         """Build estimates; `first_alphas`: acceptance of chains and trees before evidence.

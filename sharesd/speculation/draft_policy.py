@@ -4,10 +4,8 @@ A round that drafts a chain of K tokens emits 1 + s_1 + ... + s_K tokens on aver
 the first k are accepted, and takes `draft * K + step(1 + K)` seconds (`cost_model.py`). A tree of K levels and N nodes
 has acceptance rates of its own, slower levels, and a step of 1 + N tokens. The policy takes the shape of the best rate.
 
-On a CPU each draft step decides by the model's own probabilities if another one pays (`should_continue`).
-Estimates may be wrong, so the real gains and losses of drafts against plain steps are kept in a budget: trials are paid
-from it, and drafting pauses while it is empty, until plain rounds have filled it again. Drafts thus cost a hundredth of
-the time at most, and a few steps. Model drafts and tables have budgets of their own.
+On a CPU a draft ends if another step does not pay by the model's own probabilities (`should_continue`). Budgets, filled
+by plain rounds and by drafts that pay, limit what trials cost: a hundredth of the time, and a few steps.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
 from sharesd.speculation.exploration import ChainTreeChooser, Explorer
 from sharesd.speculation.lookup_gate import LookupGate
-from sharesd.speculation.policy_config import FIRST_ALPHAS, HEAD_ALPHAS, PolicyConfig
-
-__all__ = ["FIRST_ALPHAS", "HEAD_ALPHAS", "Decision", "Policy"]
+from sharesd.speculation.policy_config import FIRST_ALPHAS, PolicyConfig
 
 
 class Decision(NamedTuple):
@@ -54,9 +50,9 @@ class Policy:
         can_stop_early: bool = False,
         config: PolicyConfig = PolicyConfig(),  # noqa: B008
     ) -> None:
-        """Choose among `shapes` and no draft, or always take `pinned`.
+        """Choose among `shapes` and no draft, or always take `pinned`, which may be NO_DRAFT.
 
-        `pinned` may be NO_DRAFT: plain decoding. `costs` of None: nothing is drafted yet. `measured`: costs by number
+        `costs` of None: nothing is drafted yet. `measured`: costs by number
         of rows. `probes_plain`: time plain steps now and then; not needed if offloaded, as steps of all widths take
         about as long. `first_alphas`: acceptance before evidence. `can_stop_early`: drafts call `should_continue`; of
         trees only the largest is chosen.
@@ -82,8 +78,7 @@ class Policy:
         self.live = live = LiveCosts(costs, measured)
         self.budget, self.table_budget = SpeculationBudget(), SpeculationBudget()
         """Budgets of model drafts, and of tables alone."""
-        stops = self._can_stop_early
-        self._estimates = DraftEstimates(live, self._largest, self._first_alphas, config, can_stop_early=stops)
+        self._estimates = DraftEstimates(live, self._largest, self._first_alphas, config, self._can_stop_early)
         self._explorer = Explorer(live, config, probes_plain=self._probes_plain)
         self._chain_or_tree = ChainTreeChooser(tree, config)
         self.gate = LookupGate(live, config)
@@ -235,10 +230,6 @@ class Policy:
         """True if tables learn from the logits of the coming round."""
         return self.gate.tables_should_learn and self._fits_round_cost(NO_DRAFT, 1)
 
-    def record_query(self, gain: float) -> None:
-        """Count the share by which a query raised the predicted rate."""
-        self.gate.record_gain(gain)
-
     def early_shape(self) -> DraftShape:
         """Return the draft to launch before tables are queried, for GPUs."""
         last = self.gate.early_draft
@@ -350,8 +341,8 @@ class Policy:
         if paths and live.is_settled:
             plain, gain = live.step(1) * live.drift, 0.0
             if num_nodes:
-                max_loss = 2 * self.expected(tree) / live.step(1)  # a stall of the machine is not the draft's
-                gain = progress - min(max_loss, (draft_s + step_s) / plain)
+                max_ratio = 2 * self.expected(tree) / live.step(1)  # a stall of the machine is not the draft's
+                gain = progress - min(max_ratio, (draft_s + step_s) / plain)
             elif self._has_queried:
                 gain = -draft_s / plain
             self.budget.record(gain if shape.nodes else 0.0)

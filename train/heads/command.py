@@ -15,9 +15,9 @@ from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.parse_types import DTYPES
 from sharesd.drafters import registry
 from train.data.shards import settings_of
+from train.heads.options import add_options, check_options, costs_of, numbers_of
 
 if TYPE_CHECKING:
-    from sharesd.speculation.cost_model import Costs
     from train.heads.training_run import TrainingRun
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,129 +43,20 @@ def add_parser(subparsers: Any) -> None:
             "stays as it is. Processes of a launcher (torchrun, accelerate launch) train together.",
         )
         parser.set_defaults(run=run, parser=parser, kind=kind)
-        _add_options(parser, kind)
+        add_options(parser, kind)
         parser.set_defaults(**defaults)
-
-
-def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
-    group = parser.add_argument_group("input and output")
-    group.add_argument("--data", required=True, metavar="DIR", help="answers of the target, as `generate` wrote them")
-    group.add_argument("--out-dir", required=True, metavar="DIR", help="for heads (last, best), log and curves")
-    group.add_argument("--target", metavar="MODEL", help="its checkpoint (default: what wrote the answers)")
-    group.add_argument("--resume", action="store_true", help="go on with the training in --out-dir, if there is one")
-    group.add_argument("--dry-run", action="store_true", help="print the plan, from a few steps, and write nothing")
-    group = parser.add_argument_group("data")
-    group.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens per row; longer texts are cut")
-    group.add_argument("--held-out", type=float, default=0.05, metavar="SHARE", help="of the prompts, to measure with")
-    group.add_argument("--seed", type=int, default=0, help="of the order of texts")
-    group.add_argument(
-        "--states",
-        metavar="DIR",
-        help="keep the target's hidden states there, so that it reads each text once (default: it reads them anew)",
-    )
-    if kind == "draft":
-        _add_decoder_options(parser.add_argument_group("decoder"))
-    else:
-        _add_head_options(parser.add_argument_group("head"), kind)
-    group = parser.add_argument_group("training")
-    length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
-    length.add_argument("--epochs", type=int, default=10, metavar="N", help="passes over the data")
-    group.add_argument("--batch", type=int, default=4, metavar="N", help="rows per step, of all processes together")
-    group.add_argument("--lr", type=float, default=3e-4, help="highest learning rate")
-    group.add_argument("--warmup", type=float, default=0.05, metavar="SHARE", help="of the steps, in which it rises")
-    group.add_argument("--clip", type=float, default=0.5, metavar="NORM", help="of gradients, at most")
-    group.add_argument("--weight-decay", type=float, default=0.0)
-    group.add_argument(
-        "--optimizer",
-        choices=("adamw", "muon"),
-        default="adamw",
-        help="muon: for the matrices between embedding and LM head (Jordan et al. 2024); AdamW for the others",
-    )
-    if kind != "draft":
-        _add_chain_options(group, kind)
-    group.add_argument("--kl-weight", type=float, default=1.0, help="of the divergence from the target's choice")
-    group.add_argument(
-        "--rejection-weight", type=float, default=0.0, help="of the probability that a drawn guess is rejected"
-    )
-    group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products in training")
-    group = parser.add_argument_group("measuring")
-    group.add_argument("--check-every", type=int, default=100, metavar="N", help="steps between checkpoints")
-    group.add_argument("--chain", type=int, default=5, metavar="K", help="guesses per chain that are measured")
-    group.add_argument(
-        "--costs",
-        metavar="C,V",
-        help="of a draft step, and of verifying a chain of K, in plain steps (default: as the engine measures them)",
-    )
-    group = parser.add_argument_group("machine")
-    group.add_argument("--dtype", default="auto", help=f"of the target and the head: auto (bf16), {', '.join(DTYPES)}")
-    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
-
-
-def _add_head_options(group: Any, kind: str) -> None:
-    group.add_argument(
-        "--init",
-        metavar="DIR",
-        help="begin as this trained head, with its draft tokens and depths, for example on more answers (default: "
-        + ("a linear map" if kind == "eagle" else "as the target's last block")
-        + (")" if kind != "parallel" else "); an eagle3 head will do"),
-    )
-    group.add_argument(
-        "--draft-vocab",
-        type=int,
-        metavar="N",
-        help="the head guesses the N tokens that the answers have most often, through an LM head of its own or, of "
-        "eagle and glide, rows of the target's",
-    )
-    if kind == "parallel":
-        group.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of the head, 1 or 2")
-    if kind == "glide":
-        group.add_argument(
-            "--target-layers",
-            metavar="N,N",
-            help="layers of the target whose keys and values it looks into, from 0 (default: the last)",
-        )
-    elif kind != "eagle":
-        group.add_argument(
-            "--taps",
-            metavar="N,N,N",
-            help="hidden states that it reads, behind so many blocks (default: 2, half, all but 3)",
-        )
-
-
-def _add_decoder_options(group: Any) -> None:
-    group.add_argument("--layers", type=int, default=3, metavar="N", help="it begins as so many of the target's")
-    group.add_argument("--hidden-size", type=int, metavar="N", help="default: half of the target's, in whole 64")
-
-
-def _add_chain_options(group: Any, kind: str) -> None:
-    group.add_argument(
-        "--unroll",
-        default="3",
-        metavar="N,N",
-        help="tokens that one pass guesses; several numbers follow each other in equal shares of training"
-        if kind == "parallel"
-        else "steps of a chain that are trained; several numbers follow each other in equal shares of training",
-    )
-    if kind == "parallel":
-        group.add_argument(
-            "--anchors", type=float, default=0.25, metavar="SHARE", help="of the places, behind which masks are trained"
-        )
-    group.add_argument("--decay", type=float, default=0.8, help="weight of each of them, relative to the one before")
-    group.add_argument("--feature-weight", type=float, help="of the distance from the target's hidden states")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit status."""
     rank, world = rank_and_world()
-    _check(args, world)
-    costs = _costs(args)
+    check_options(args, world)
+    costs = costs_of(args)
     made, out = settings_of(Path(args.data)), Path(args.out_dir)
     if not (args.resume or args.dry_run) and out.exists() and any(out.iterdir()):
         raise ValueError(f"--out-dir {out} is not empty; add --resume to go on there, or give another folder")
-    taps = _numbers(args, "target_layers", "29,20") if args.kind == "glide" else _numbers(args, "taps", "2,15,27")
-    unroll = _numbers(args, "unroll", "1,2,4")
+    taps = numbers_of(args, "target_layers", "29,20") if args.kind == "glide" else numbers_of(args, "taps", "2,15,27")
+    unroll = numbers_of(args, "unroll", "1,2,4")
     if min(unroll) < 1:
         raise ValueError(f"--unroll is {args.unroll}; it must be at least 1")
     if args.kind == "parallel" and not max(2, args.chain) <= max(unroll):
@@ -320,54 +211,3 @@ def _sample(session: TrainingRun) -> str:
 
 def _say(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _check(args: argparse.Namespace, world: int) -> None:
-    """ValueError for numbers that mean nothing, here or for so many processes."""
-    for name in ("max_length", "batch", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if args.batch % world:
-        raise ValueError(f"--batch is {args.batch} and {world} processes share its rows; give a multiple of {world}")
-    for name in ("lr", "clip", "decay"):
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")
-    if not 0 < getattr(args, "anchors", 1.0) <= 1:
-        raise ValueError(f"--anchors is {args.anchors}; give a share above 0, at most 1")
-    for name in ("draft_vocab", "taps", "target_layers", "layers"):
-        value = getattr(args, name, None)
-        if getattr(args, "init", None) is not None and value != args.parser.get_default(name):
-            said = f"--{name.replace('_', '-')} {value}"
-            raise ValueError(f"{said} has no effect with --init, whose head has its own; drop one of the two")
-    for name in ("held_out", "warmup"):
-        if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give a share from 0 up to 1")
-    weights = {name: getattr(args, name) for name in ("kl_weight", "feature_weight", "rejection_weight")}
-    if min(weights.values()) < 0 or not any(weights.values()):
-        said = ", ".join(f"--{name.replace('_', '-')} {weight}" for name, weight in weights.items())
-        raise ValueError(f"the weights of losses are {said}; give none below 0 and at least one above")
-    if DTYPES.get(args.dtype, args.dtype) not in ("auto", *DTYPES.values()):
-        raise ValueError(f"--dtype is {args.dtype!r}; give auto or one of {', '.join(DTYPES)}")
-
-
-def _costs(args: argparse.Namespace) -> Costs | None:
-    if args.costs is None:
-        return None
-    from sharesd.speculation.cost_model import Costs
-
-    try:
-        draft, verify = map(float, args.costs.split(","))
-    except ValueError:
-        raise ValueError(f"--costs is {args.costs!r}; give two numbers, for example 0.1,1.5") from None
-    if not (draft > 0 and verify > 0):
-        raise ValueError(f"--costs is {args.costs!r}; both must be above 0")
-    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft, single_pass=args.kind == "parallel")
-
-
-def _numbers(args: argparse.Namespace, name: str, example: str) -> tuple[int, ...]:
-    given = getattr(args, name, None)
-    try:
-        return tuple(map(int, given.split(","))) if given else ()
-    except ValueError:
-        raise ValueError(f"--{name.replace('_', '-')} is {given!r}; give numbers, for example {example}") from None

@@ -22,8 +22,8 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
 from sharesd.speculation.calibration import quantization_logit_noise
-from sharesd.speculation.draft_policy import FIRST_ALPHAS, HEAD_ALPHAS
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
+from sharesd.speculation.policy_config import FIRST_ALPHAS, HEAD_ALPHAS
 
 
 class ClassicDrafter(Drafter):

@@ -26,8 +26,8 @@ from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import CHUNK
-from sharesd.speculation.draft_policy import HEAD_ALPHAS
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
+from sharesd.speculation.policy_config import HEAD_ALPHAS
 
 
 class EagleDrafter(Drafter):

@@ -19,7 +19,6 @@ from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
 from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.speculation.draft_policy import FIRST_ALPHAS
 from sharesd.speculation.draft_proposal import Proposal, best_chain, best_path, empty_proposal, fill_up, merge
 from sharesd.speculation.draft_tree import (
     NO_DRAFT,
@@ -31,6 +30,7 @@ from sharesd.speculation.draft_tree import (
     pack,
     parents_of,
 )
+from sharesd.speculation.policy_config import FIRST_ALPHAS
 
 
 class HybridDrafter(Drafter):
