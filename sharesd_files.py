@@ -1,4 +1,7 @@
-"""Cache folder, atomic writes and cached JSON values. Imports nothing of the project; every package may import it."""
+"""Cache folder, atomic writes and cached JSON values.
+
+The module imports nothing of the project. Every package may import `sharesd_files`.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SCRATCH = ".partial-"
-"""Prefix of folders in which files are written before they get their names; a killed process leaves one behind."""
+"""Name prefix of scratch folders for files that are not complete.
+
+A killed process leaves its scratch folder on the disk.
+"""
 
 
 def cache_root() -> Path:
-    """Folder of everything that can be made again: SHARESD_CACHE_DIR, or the platform's cache folder."""
+    """Return the folder of all files that can be made again.
+
+    The folder is SHARESD_CACHE_DIR, or else the platform's cache folder.
+    """
     return Path(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd"))
 
 
 @contextmanager
 def atomic_files(folder: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Scratch folder whose entries move into `folder` when the block ends.
+    """Yield a scratch folder whose entries move into `folder` at the end.
 
-    If the block raises, nothing moves. Each entry replaces the file of its name at once, never in part.
-    `durable`: contents and names are on the disk before this returns.
+    If the block raises, nothing moves. Each entry replaces the file of the same name atomically. `durable`: contents
+    and names are on the disk on return.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
@@ -49,19 +58,28 @@ def atomic_files(folder: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_path(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Path of a file or folder to write in the block, which then replaces `path`; see `atomic_files`."""
+    """Yield a scratch path, which replaces `path` when the block ends.
+
+    The path may be a file or a folder. See `atomic_files`.
+    """
     with atomic_files(path.parent, durable=durable) as scratch:
         yield scratch / path.name
 
 
 def atomic_write(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file as a whole: readers see the old contents or the new. Texts are written as UTF-8."""
+    """Write a file atomically.
+
+    Readers see either the old contents or the new contents. Texts are written as UTF-8.
+    """
     with atomic_path(path, durable=durable) as fresh:
         fresh.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush names that were made or replaced in a folder to the disk; some file systems cannot."""
+    """Flush the names in a folder to the disk.
+
+    Any OSError is ignored, because some file systems do not support the flush.
+    """
     with suppress(OSError):
         _sync(folder)
 
@@ -75,27 +93,35 @@ def _sync(path: Path) -> None:
 
 
 class JsonCache:
-    """Measured value in the cache folder: one JSON file, named after a hash of its key.
+    """Measured value in the cache folder.
 
-    Damaged files and files in an old form count as missing, with a warning: values are measured anew.
+    The value is one JSON file, named after a hash of its key. A damaged file or a file in an old form logs a warning
+    and counts as missing. A missing value is measured anew.
     """
 
     def __init__(self, part: str, kind: str, key: object) -> None:
-        """`part`: folder of the cache, listed by `sharesd cache`. `key`: everything that the value depends on."""
+        """`part`: folder of the cache, listed by `sharesd cache`.
+
+        `kind`: prefix of the file name. `key`: everything on which the value depends.
+        """
         self.part, self.kind, self.key = part, kind, repr(key)
 
     @property
     def file(self) -> Path:
-        """File of the value."""
+        """Path of the file."""
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:16]
         return cache_root() / self.part / f"{self.kind}-{digest}.json"
 
     def with_key(self, *more: object) -> JsonCache:
-        """Cache of a value that depends on `more` besides."""
+        """Return the cache of a value that also depends on `more`."""
         return JsonCache(self.part, self.kind, (self.key, *more))
 
     def load(self, parse: Callable[[Any], T]) -> T | None:
-        """Return `parse` of the value; None if there is none, or `parse` raises an error of a wrong form."""
+        """Return `parse` of the value; None if it is missing or invalid.
+
+        The value is invalid if the file cannot be read or has another key, or if `parse` raises an error of a wrong
+        form (ValueError, KeyError, IndexError, TypeError or AttributeError). An invalid value logs a warning.
+        """
         try:
             found = json.loads(self.file.read_bytes())
             if found["key"] != self.key:
@@ -108,7 +134,13 @@ class JsonCache:
             return None
 
     def save(self, value: Any) -> Path:
-        """Write a value (of JSON's types) in place of an earlier one; returns the file. OSError if that fails."""
+        """Write a value of JSON types; return the file.
+
+        An earlier value is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         text = json.dumps({"key": self.key, "value": value}, indent=1, ensure_ascii=False)
         atomic_write(self.file, text + "\n")
         return self.file

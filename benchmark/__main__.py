@@ -1,4 +1,4 @@
-"""The benchmarks as subcommands: `sharesd bench NAME`."""
+"""Benchmarks as subcommands: `sharesd bench NAME`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REMOVED = {
     "multi": "use mtbench with --devices or --tensor-parallel",
     "cluster": "use serve --sweep on the machines themselves",
 }
-"""Former commands and what answers their question now."""
+"""Removed command -> replacement."""
 MOVED = {"exact": "verify", "calibrate": "tune"}  # names of commands of `sharesd` that remain here
 
 

@@ -1,4 +1,4 @@
-"""Options that several benchmarks share, and types of their values."""
+"""Options shared by several benchmarks, and the types of their values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ _T = TypeVar("_T")
 
 
 def number(text: str) -> int:
-    """Return a whole number from 1 on (a type of argparse)."""
+    """Return a whole number of at least 1 (an argparse type)."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
 def each(name: str, text: str) -> tuple[str, ...]:
-    """Return the parts of a list, each once; ValueError with the option's name for an empty part."""
+    """Return the distinct parts of a comma-separated list.
+
+    Raises ValueError, with the option's name, for an empty part.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError(f"{name} is {text!r}, which has an empty part; write the parts with ',' between")
@@ -25,7 +28,7 @@ def each(name: str, text: str) -> tuple[str, ...]:
 
 
 def add_questions(group: Any, num_questions: int, max_new_tokens: int) -> None:
-    """Add the options of benchmarks that ask the first turns of questions."""
+    """Add the options of benchmarks on the first turns of questions."""
     group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
     sizes = {"--num-questions": (num_questions, "first turns of N questions")}
     sizes["--max-new-tokens"] = (max_new_tokens, "N tokens per answer at most")
@@ -39,7 +42,7 @@ def add_out_dir(group: Any, name: str) -> None:
 
 
 def add_removed(parser: argparse.ArgumentParser, **instead: str) -> None:
-    """Add hidden options that are refused with a line that names what to use instead."""
+    """Add hidden options whose use is an error that names the replacement."""
 
     class Removed(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -51,6 +54,6 @@ def add_removed(parser: argparse.ArgumentParser, **instead: str) -> None:
 
 
 def rotated(items: Sequence[_T], by: int) -> list[_T]:
-    """Return the items beginning with another one for each `by`, so that none always comes first."""
+    """Return the items rotated left by `by`."""
     by %= len(items)
     return [*items[by:], *items[:by]]

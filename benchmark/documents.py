@@ -1,4 +1,4 @@
-"""Prompts of a given length: real texts as a document, then the question."""
+"""Prompts of a given length: a document, then a question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BLANK_LINE = "\n\n"
 
 
 class Documents:
-    """Documents made of texts: each prompt takes the next ones, in another order once all were used."""
+    """Documents made of texts.
+
+    Each prompt has the next texts. After the last text, the texts are shuffled.
+    """
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
         """Raise ValueError for texts without a single token."""
@@ -27,7 +30,10 @@ class Documents:
         self._pieces = _endless(pieces)
 
     def prompt(self, question: Question, num_tokens: int) -> list[int]:
-        """Return a document and the question's first turn, about `num_tokens` in all, or the turn alone if longer."""
+        """Return a prompt of about `num_tokens`: a document and the first turn.
+
+        The document is left out if it would have fewer than `MIN_TOKENS` tokens.
+        """
         room = num_tokens - len(self._ids(question, ""))
         if room < MIN_TOKENS:
             return prompt_ids(self._tokenizer, question, [])
@@ -42,7 +48,10 @@ class Documents:
 
 
 def filler_texts(path: str | Path | None) -> list[str]:
-    """Return paragraphs of a text file, or for None of Python's manual; ValueError if it holds no text."""
+    """Return the paragraphs of a text file; None: of Python's manual.
+
+    Raises ValueError if the file cannot be read or has no text.
+    """
     if path is None:
         from pydoc_data.topics import topics
 

@@ -1,7 +1,8 @@
-"""Modes measured in turns with `naive`, round by round, over prompts that are prefilled once.
+"""Comparison of modes with `naive`, interleaved round by round.
 
-`naive` has a KV cache of its own. Both decode the same rows, and the one with fewer tokens decodes its next round, so
-that a machine that changes its speed does so for both. Engines that schedule ahead take turns by whole answers.
+`naive` has its own KV cache. Both engines decode the same rows, and the engine with fewer tokens decodes the next
+round, so that changes of the machine's speed affect both. With asynchronous scheduling, engines alternate by whole
+answers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """Figures of a mode for prompts decoded together, beside those of naive."""
+    """Figures of a mode and of naive for a batch of prompts."""
 
     ratios: list[float] = field(default_factory=list)  # of each run: seconds per token of naive over the mode's
     naive_s: list[float] = field(default_factory=list)  # of each run: seconds per decoded token of naive
@@ -35,16 +36,17 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """Median of the runs; None if nothing was decoded."""
+        """Median speedup of the runs; None if nothing was decoded."""
         return median(self.ratios) if self.ratios else None
 
 
 def compare_modes(
     naive: Engine, engines: Mapping[Mode, Engine], prompts: Sequence[list[int]], params: SamplingParams, *, runs: int
 ) -> dict[Mode, Comparison]:
-    """Compare every mode with `naive`; caches have a row for each prompt (token ids).
+    """Compare every mode with `naive`.
 
-    Recycle tables start each run with the same contents, so that no run drafts from an answer of an earlier one.
+    Prompts are token ids; the KV caches have a row per prompt. Recycle tables are reset before each run, so that no run
+    drafts from an earlier run's answers.
     """
     found: dict[Mode, Comparison] = {mode: Comparison() for mode in engines}
     tables: list[tuple[RecycleTable, ndarray]] = [
@@ -69,7 +71,10 @@ def compare_modes(
 
 
 def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: SamplingParams) -> list[list[list[int]]]:
-    """Return token ids of each engine's rows, decoded in turns; TimesDiffer if their times are not the clock's."""
+    """Return the token ids of each engine's rows, decoded alternately.
+
+    Raises TimesDiffer if the engines' times differ from the wall time.
+    """
     started = time.perf_counter()
     streams = [engine.stream(prompts, params, reuse=True) for engine in engines]
     answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]

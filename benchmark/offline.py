@@ -1,7 +1,7 @@
-"""`offline`: built-in prompts answered by plain, speculative and prompt-lookup decoding, with all texts in one file.
+"""`offline`: built-in prompts with plain, speculative and prompt-lookup decoding.
 
-The three share one target. `default` is mode naive; `speculative` drafts with a second model (classic) or, without one,
-with the quantized target (share); `ngram` drafts what followed the last tokens when they came before.
+All texts are written to one file. The three decodings share one target. `default` is mode naive. `speculative` is mode
+classic with a draft model, or mode share (the quantized target drafts) without one. `ngram` is prompt lookup.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all prompts in three ways and save the results; returns 0 if the texts are equal, else 1."""
+    """Answer all prompts with three decodings and save the results.
+
+    Returns 0 if the texts are equal, else 1.
+    """
     speculative: Mode = "classic" if getattr(args, "draft", None) is not None else "share"
     modes: dict[str, Mode] = dict(zip(DECODINGS, ("naive", speculative, "ngram"), strict=True))
     config = options.engine_config(args, modes=("naive", "ngram", speculative))
@@ -98,9 +101,10 @@ def run(args: argparse.Namespace) -> int:
 def answer_all(
     engines: Mapping[str, Engine], texts: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams
 ) -> dict[str, dict[str, Any]]:
-    """Return answers and totals by decoding; each prompt is answered by all engines right after each other.
+    """Return answers and totals by decoding.
 
-    `seconds` are those of decoding, without `prefill_seconds` and the one token of the prefill.
+    All engines answer a prompt before the next prompt. `seconds` are those of decoding: they exclude `prefill_seconds`
+    and the first token.
     """
     from benchmark.timed import generate
     from sharesd.engine.stats import Stats
@@ -122,7 +126,7 @@ def answer_all(
 
 
 def differing(found: Mapping[str, Mapping[str, Any]]) -> list[int]:
-    """Return the prompts, from 0, whose tokens or texts are not all the same."""
+    """Return the indices of prompts whose tokens or texts differ."""
     answers = [[(each["token_ids"], each["text"]) for each in decoding["results"]] for decoding in found.values()]
     return [i for i, same in enumerate(zip(*answers, strict=True)) if any(answer != same[0] for answer in same)]
 
@@ -163,7 +167,7 @@ def _template(args: argparse.Namespace) -> str | None:
 
 
 def _output_file(name: str) -> Path:
-    """Return the file for results; ValueError if it cannot be written."""
+    """Return the path of the results; ValueError if it is not writable."""
     file = Path(name)
     if file.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
         raise ValueError(f"--save-output {name} cannot be written; name a file in a folder that can")
@@ -184,7 +188,7 @@ def _encode(tokenizer: Tokenizer, text: str, demo: str, template: str | None) ->
 
 
 def _with_ends(params: SamplingParams, tokenizer: Tokenizer, template: str | None) -> SamplingParams:
-    """Return parameters with which answers also end at the end of a turn of the user's own template."""
+    """Return the parameters with the end-of-turn tokens of `template` as stops."""
     from sharesd.models.tokenizer import END_OF_TURN
 
     ends = [tokenizer.backend.token_to_id(token) for token in END_OF_TURN if template and token in template]

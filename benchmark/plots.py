@@ -1,4 +1,4 @@
-"""Pictures, in colours that colour-blind eyes can tell apart."""
+"""Plots of results, in a palette for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Line = Sequence[tuple[Any, float | None]]  # points; those without a value are l
 
 
 def draw_plots(folder: Path, title: str, summary: Mapping[str, Any]) -> list[str]:
-    """Draw speed by category and acceptance by position, if there are figures; returns the files' names."""
+    """Draw speed by category and acceptance by position; return file names.
+
+    A plot without figures is not drawn.
+    """
     modes = {mode: figures for mode, figures in summary["modes"].items() if figures["tokens_per_second"]}
     drawn = []
     if modes:
@@ -62,7 +65,10 @@ def _bars(
 
 
 def draw_lines(path: Path, title: str, panels: Mapping[str, Mapping[str, Line]], x_label: str) -> None:
-    """Draw a panel for each quantity, with a line for each name; x values stand at equal distances."""
+    """Draw a panel per quantity, with a line per name.
+
+    The x values have equal distances.
+    """
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(7 if columns == 1 else 10, 4.5 if rows == 1 else 7), dpi=150, layout="constrained")
@@ -94,6 +100,6 @@ def _finish(axes: Axes, title: str, what: str) -> None:
 
 
 def save(path: Path, figure: Figure) -> None:
-    """Write a picture as a whole."""
+    """Write a plot as PNG, atomically."""
     with atomic_path(path) as fresh:
         figure.savefig(fresh, format="png")

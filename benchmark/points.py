@@ -1,4 +1,4 @@
-"""Points of a sweep: figures, remarks and report."""
+"""Points of a sweep: figures, summary lines and report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Turn = tuple[dict[str, Any], "Comparison"]  # questions and lengths of a group's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Figures of a mode at a point of the axes. Turns are groups of rows that were decoded together."""
+    """Figures of a mode at a point of the axes.
+
+    A turn is a group of rows that were decoded as one batch.
+    """
 
     values: dict[str, str]  # axis -> value
     mode: str
@@ -69,7 +72,11 @@ def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
 
 
 def remarks_of(points: Sequence[Point]) -> list[str]:
-    """Return lines about lost points, modes that mix drafters, and texts."""
+    """Return summary lines of a sweep.
+
+    They list points below `MIN_SPEEDUP`, points where a mode that mixes drafters is below `MIN_OF_BEST`, and points
+    whose texts differ from naive.
+    """
     known = [(point, point.speedup) for point in points if point.speedup is not None]
     lost = [_place(point) for point, speedup in known if speedup < MIN_SPEEDUP]
     lines = [f"{len(lost)} of {len(known)} points below {MIN_SPEEDUP}x{': ' if lost else ''}{'; '.join(lost)}"]
@@ -93,7 +100,7 @@ def remarks_of(points: Sequence[Point]) -> list[str]:
 
 
 def sections_of(points: Sequence[Point]) -> list[Section]:
-    """Return the tables: speedups with a column for each mode, then all figures."""
+    """Return two tables: speedups with a column per mode, and all figures."""
     modes, axes = list(dict.fromkeys(point.mode for point in points)), list(points[0].values)
     by_values: dict[tuple[str, ...], dict[str, Point]] = {}
     for point in points:
@@ -158,7 +165,7 @@ def _place(point: Point) -> str:
 
 
 def line_of(points: Sequence[Point]) -> str:
-    """Return a line about the modes at a point."""
+    """Return a line with the modes' speedups at a point."""
     first = points[0]
     speedups = "  ".join(f"{point.mode} {times(point.speedup)}" for point in points)
     return f"{_words(first.values)}: naive {number(first.naive_ms, 2)} ms/token  {speedups}"

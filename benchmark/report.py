@@ -1,4 +1,4 @@
-"""Files of results, and reports: sections of rows for the terminal, Markdown, HTML and CSV."""
+"""Reports for the terminal, Markdown, HTML and CSV, and JSON files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ABSENT = "-"
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table with a text below it; either may be missing."""
+    """Table with a text below; either may be empty."""
 
     title: str = ""
     head: Sequence[str] = ()
@@ -33,7 +33,7 @@ class Section:
     text: str = ""
 
     def table(self) -> Table:
-        """Return the rows for the terminal."""
+        """Return the section's table for the terminal."""
         from rich.table import Table
 
         table = Table(title=self.title or None, box=None, title_justify="left", header_style="")
@@ -44,7 +44,7 @@ class Section:
         return table
 
     def csv(self) -> str:
-        """Return the rows as CSV."""
+        """Return the table as CSV."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
         return text.getvalue()
@@ -52,7 +52,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A page of sections, ending with the command, the settings and the machine."""
+    """Report of sections, followed by command, settings and machine."""
 
     title: str
     sections: Sequence[Section]
@@ -62,20 +62,26 @@ class Report:
     plots: Sequence[str] = ()  # names of pictures beside the report
 
     def markdown(self) -> str:
-        """Return the page as Markdown."""
+        """Return the report as Markdown."""
         facts = {"settings": flat(self.settings), "environment": flat(self.environment)}
         text = _templates().get_template("report.md.jinja").render(report=self, **facts)
         return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text)).strip() + "\n"
 
     def html(self, folder: Path, **more: Any) -> str:
-        """Return the page as HTML with its pictures inside; `more` goes to the template."""
+        """Return the report as HTML with embedded plots.
+
+        `more`: further variables of the template.
+        """
         plots = [(name, base64.b64encode((folder / name).read_bytes()).decode()) for name in self.plots]
         return _templates().get_template("report.html.jinja").render(report=self, plots=plots, **more)
 
     def publish(
         self, folder: Path | None, stem: str, *, shown: int = 1, remarks: Sequence[str] = (), **more: Any
     ) -> None:
-        """Print the first tables and remarks; write `stem`.md, .html and .csv (of the first table)."""
+        """Print the first tables and the remarks, and write the files.
+
+        The files are `stem`.md, .html and .csv, the latter with the first table. None as `folder` writes no files.
+        """
         from sharesd.cli.console import console
 
         for section in self.sections[:shown]:
@@ -90,7 +96,7 @@ class Report:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return lines as a list of Markdown."""
+    """Return the lines as a Markdown list, without empty lines."""
     return "\n".join(f"- {line}" for line in filter(None, lines))
 
 
@@ -107,12 +113,12 @@ def _templates() -> Environment:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object as readable JSON, as a whole."""
+    """Write an object as indented JSON, atomically."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return an object that `write_json` wrote; ValueError if it cannot be read."""
+    """Return the object of a JSON file; ValueError if missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -122,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names, without empty ones."""
+    """Return nested settings under dotted names, without empty values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -143,7 +149,10 @@ def times(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return `97.5 %`, never rounded up to 100 %; `-` for None."""
+    """Return e.g. `97.5 %`; `-` for None.
+
+    Values below 1 are not rounded up to 100 %.
+    """
     if value is None:
         return ABSENT
     return "100 %" if value == 1 else f"{min(100 * value, 99.9):.1f} %"

@@ -1,7 +1,8 @@
-"""`sweep`: speed of modes against naive over any axes: context, batch, width, temperature, or options of the engine.
+"""Command `sweep`: speedup of modes over naive, along any axes.
 
-Batch, width and options take a runtime for each combination of their values. In each, groups of as many questions as
-the batch has rows are decoded by every mode in turns with `naive` (`benchmark.interleave`).
+Axes are context, batch, width, temperature, and options of the engine. Each combination of batch, width and options has
+its own runtime. Questions are decoded in groups of the batch size, by every mode interleaved with `naive`
+(`benchmark.interleave`).
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from sharesd.sampling_params import SamplingParams
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 3
 CELL_AXES = ("context", "temperature")  # axes whose values share a runtime
 OPTION_OF = {"K": "num-speculative-tokens", "width": "num-speculative-tokens"}
-"""Axis -> option of the engine, if it has another name; a width is that of verify steps, one more."""
+"""Axis -> the engine's option, if the names differ.
+
+A width is the number of tokens of a verify step: draft tokens + 1.
+"""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommands `sweep` and `grid`, a preset of it."""
+    """Add the subcommand `sweep` and its preset `grid`."""
     parser = subparsers.add_parser(
         "sweep",
         help="how fast are modes over contexts, batches, widths, temperatures or any option?",
@@ -83,19 +87,23 @@ def _add_measuring(group: Any, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; returns 0, or 1 if a text differs from that of naive."""
+    """Run the sweep; return 1 if a text differs, else 0."""
     return measure_axes(args, args.over, "sweep")
 
 
 def run_grid(args: argparse.Namespace) -> int:
-    """Measure the grid; returns 0, or 1 if a text differs from that of naive."""
+    """Run the grid; return 1 if a text differs, else 0."""
     lists = {"batch": args.batches, "context": args.contexts, "temperature": args.temperatures}
     axes = [(name, arguments.each(f"axis {name}", text)) for name, text in lists.items()]
     return measure_axes(args, axes, "grid")
 
 
 def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> int:
-    """Measure at all points, with files `name`.json (after each point), .md, .html, .csv and .png."""
+    """Measure all points, and write the files.
+
+    `name`.json is written after each point; .md, .html, .csv and .png at the end. Returns 1 if a text differs from
+    naive, else 0.
+    """
     modes = tuple(mode for mode in options.modes_of(args, default=registry.modes()) if mode != "naive")
     if not modes:
         raise ValueError("only naive is named, which is what the others are measured against; add another mode")
@@ -148,7 +156,10 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
 def configs_of(
     args: argparse.Namespace, axes: Sequence[Axis], modes: Sequence[Mode]
 ) -> list[tuple[dict[str, str], EngineConfig]]:
-    """Return the runtimes of a sweep: values of their axes, and their configs; ValueError for wrong values."""
+    """Return (axis values, config) of each runtime of a sweep.
+
+    Raises ValueError for invalid values.
+    """
     parser = options.Parser(prog=args.parser.prog)
     options.add_model_options(parser)
     found = []
@@ -176,9 +187,10 @@ def measure(
     *,
     runs: int,
 ) -> Iterator[list[Point]]:
-    """Load one runtime and yield the points of each cell, by mode; `prompts` (token ids) are by context.
+    """Load one runtime, and yield each cell's points, one per mode.
 
-    Each context has a prompt for each question, then others to warm up with.
+    `prompts`: context -> token ids of a prompt per question. Context None has the prompts of all questions, without
+    documents: those after the measured questions are for warmup.
     """
     from benchmark.interleave import compare_modes
     from sharesd.engine.warmup import warm_up
@@ -211,7 +223,10 @@ def measure(
 def _prompts(
     config: EngineConfig, questions: Sequence[Question], num: int, contexts: Sequence[int | None], filler: str | None
 ) -> dict[int | None, list[list[int]]]:
-    """Return prompts of the first `num` questions behind documents, by context; for None those of all, as they are."""
+    """Return context -> prompts of the first `num` questions, after documents.
+
+    Context None has the prompts of all questions, without documents.
+    """
     from benchmark.documents import Documents, filler_texts
     from sharesd.cli.conversation import prompt_ids
     from sharesd.models.hub import resolve
@@ -230,7 +245,7 @@ def _combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def _axis(text: str) -> Axis:
-    """Return an axis (a type of argparse)."""
+    """Return an axis (an argparse type)."""
     name, equals, values = text.partition("=")
     parts = tuple(part.strip() for part in values.split(";" if ";" in values else ","))
     if not equals or not name.strip("-") or not all(parts):

@@ -1,4 +1,7 @@
-"""Check of times that engines report against the clock: rounds that overlap must not be counted twice."""
+"""Check of engines' reported times against the wall time.
+
+The check detects overlapping rounds that are counted twice.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,21 @@ from sharesd.engine.stats import Stats
 from sharesd.sampling_params import SamplingParams
 
 MAX_ERROR, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
-"""Share of the time that may be off; seconds of a call that may be counted twice, or lost; seconds of each round."""
+"""Tolerances of the check.
+
+They are: share of the wall time; seconds per call counted twice; seconds per call not counted; seconds per step.
+"""
 
 
 class TimesDiffer(ValueError):
-    """Reported times are not those that passed."""
+    """Reported times differ from the wall time."""
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-    """Return answers of `engine.generate`; TimesDiffer if its times are not those that passed."""
+    """Return the answers of `engine.generate`, with its times checked.
+
+    Raises TimesDiffer if the reported times differ from the wall time.
+    """
     started = time.perf_counter()
     done = engine.generate(prompts, params)
     check_times(engine.mode, [engine.stats], time.perf_counter() - started, on_gpu=is_on_gpu(engine))
@@ -33,7 +42,10 @@ def is_on_gpu(engine: Engine) -> bool:
 
 
 def check_times(what: str, counted: Iterable[Stats], wall_s: float, *, on_gpu: bool) -> None:
-    """Raise TimesDiffer unless the stats' calls took about `wall_s` together; on a CPU they may have taken less."""
+    """Raise TimesDiffer if the stats' calls did not take about `wall_s`.
+
+    On a CPU the sum of the calls' times may be below `wall_s`.
+    """
     stats = list(counted)
     said_s = fsum(each.seconds for each in stats)
     slack_s = MAX_ERROR * wall_s + ROUND_S * sum(each.steps for each in stats)

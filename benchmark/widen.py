@@ -1,8 +1,8 @@
-"""`widen`: a small model made large without changing its function.
+"""Command `widen`: enlarge a model without changing its function.
 
-Weights become the first rows and columns of larger matrices; added residual dimensions stay exactly zero, and the rest
-is noise that is not read. The result costs as much as a true model of its size and gives the text of the small one.
-Every figure of it states its name, "SmolLM2-135M-Instruct widened to 7B".
+Weights become the first rows and columns of larger matrices. Added residual dimensions are exactly zero. Other added
+weights are noise without effect on the output. The result has the speed and memory of a model of its size, and
+generates the small model's text. Reports name it, e.g. "SmolLM2-135M-Instruct widened to 7B".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Widen the target; returns the exit status."""
+    """Widen the target; return the exit status."""
     from sharesd.models.hub import resolve
     from sharesd.models.names import model_name  # torch takes seconds, mistakes should not
     from sharesd.models.widening import widen

@@ -1,4 +1,7 @@
-"""Activations of gated MLPs, by the names of Hugging Face configs; imports no torch."""
+"""Activations of gated MLPs, named as in Hugging Face configs.
+
+Imports no torch.
+"""
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-"""In the order of the numbers in cpu/decoder_stack.h."""
+"""Names, in the order of the numbers in cpu/decoder_stack.h."""

@@ -1,8 +1,8 @@
-"""Number of threads that share a step, adapted to other load.
+"""Number of threads per step, adapted to other programs' load.
 
-A step's threads meet some two hundred times a token. If another program takes the core of one of them, all wait for it,
-and a step takes two or three times as long as with one thread fewer. Results do not depend on the number: a row has the
-same bits with any.
+The threads of a step synchronise about two hundred times per token. If another program runs on the core of one thread,
+all threads wait, and a step takes two or three times as long as with one thread fewer. A row's bits do not depend on
+the number of threads.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from threading import get_ident
 import torch
 
 MAX_LOST_SHARE, RETRY_FACTOR = 0.15, 1.5
-"""Share of a round's time lost to descheduled threads that starts trials.
+"""Thresholds that start a trial of fewer threads.
 
-The factor by which it must exceed the share of the last failed trial for another trial at once.
+They are: the share of a round's time lost to descheduled threads; and the factor by which the share must exceed that of
+the last failed trial, to start another trial immediately.
 """
 NUM_AVERAGED = 8
-"""Rounds over which means run."""
+"""Number of rounds in running means."""
 MAX_TRIAL = 4
-"""Rounds that a trial of another number takes at most."""
+"""Maximum rounds of a trial."""
 MIN_BACKOFF, MAX_BACKOFF_UP, MAX_BACKOFF_DOWN = 64, 128, 1024
 """Rounds from a failed trial to the next.
 
-The first number, and the largest upward and downward. They double with each failure. Only a trial shows that another
-program has ended.
+They are: the initial number, and the maximum for trials of more and of fewer threads. The number doubles with each
+failure. Only a trial detects that another program has ended.
 """
 MAX_TRIAL_TIME = 0.95
-"""A trial must take this share of the time at most."""
+"""Maximum time of a successful trial, relative to the time before."""
 ABORT_FACTOR = 1.5
-"""Time of a round, relative to the mean, that ends a trial."""
+"""Time of a round, relative to the mean, that aborts a trial."""
 
 
 class StepThreads:
@@ -41,26 +42,26 @@ class StepThreads:
         self.lost_ns_address = ctypes.addressof(self._lost_ns)
         """Address of an int64: nanoseconds lost to descheduled threads, added by kernels."""
         self.available = torch.get_num_threads()
-        """Threads that the process may have."""
+        """Maximum threads of the process."""
         self._stepper: int | None = None  # the thread that stepped last
         self.reset()
 
     def enter(self) -> None:
-        """Hand steps to the calling thread, with its predecessor's number of threads."""
+        """Make the calling thread run the steps, with `size` threads."""
         last, self._stepper = self._stepper, get_ident()
         if last not in (None, self._stepper) and torch.get_num_threads() != self.size:
             torch.set_num_threads(self.size)
 
     def fix(self, size: int | None) -> None:
-        """Fix the number of threads, or adapt it again if None."""
+        """Fix the number of threads; None: adapt the number again."""
         if size is not None or self.fixed:
             self.reset(size, fixed=size is not None)
 
     def reset(self, max_size: int | None = None, *, fixed: bool = False) -> None:
-        """Start again with `max_size` threads (default: all available), constant if `fixed`."""
+        """Restart with `max_size` threads (default: all), constant if `fixed`."""
         self.max_size, self.fixed = max_size or self.available, fixed
         self.size = self.max_size
-        """Threads of the coming step."""
+        """Threads of the next step."""
         self._lost_share, self._pace = 0.0, 0.0  # running means: of time lost, of seconds for the work of one
         self._since, self._patience = 0, NUM_AVERAGED  # rounds since the last trial, and until the next
         self._stride, self._backoff = 1, MIN_BACKOFF  # how many fewer are tried; patience once all have failed
@@ -73,7 +74,7 @@ class StepThreads:
         torch.set_num_threads(self.max_size)
 
     def record_round(self, seconds: float, work: float = 1.0) -> None:
-        """Record a round's time; `work` is its expected time in any unit."""
+        """Record the time of a round; `work`: expected time in any unit."""
         lost, self._lost_ns.value = self._lost_ns.value / 1e9, 0
         if torch.get_num_threads() != self.size:  # set elsewhere
             self.reset(torch.get_num_threads())

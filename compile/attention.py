@@ -28,9 +28,9 @@ MAX_HEAD = 512
 MAX_HEAD_CUDA = 256
 """Largest head size of the CUDA kernels."""
 MAX_STEP = 64
-"""Largest number of rows of a step; more are a prompt."""
+"""Maximum rows of a step; more rows are a prompt."""
 FLASH_HEAD = (8, 256)
-"""Head sizes of flash attention: a divisor, and the largest."""
+"""Head sizes of flash attention: divisor and maximum."""
 FLASH_PLACES = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask"),
@@ -58,7 +58,7 @@ class Norm(Protocol):
 
 
 class TreeAttentionMask(NamedTuple):
-    """Mask of draft trees: rows attend to their path and older slots."""
+    """Mask of draft trees: rows attend to older slots and their path."""
 
     depth_BT: Tensor  # int64: nodes above each row on its path
     path_BTP: Tensor  # int64: their slots, counted from the length, top first, the row's own last; no more is read
@@ -104,7 +104,10 @@ KNOWS_FLASH = _knows_flash()
 
 @lru_cache
 def warn_unknown_flash() -> None:
-    """Warn, once per process, if prompts run SDPA since flash attention is unknown."""
+    """Warn once per process if prompts run SDPA.
+
+    This is the case if torch's flash attention has unknown arguments.
+    """
     if not KNOWS_FLASH:
         log.warning("torch %s has another flash attention: prompts run SDPA, which takes more time", torch.__version__)
 

@@ -21,13 +21,13 @@ class BlockRange(NamedTuple):
     first: int
     num_blocks: int
     before: Callable[[], None] = _no_op
-    """Called when they are about to run: returns when they may."""
+    """Called before the blocks run; returns when the blocks may run."""
     after: Callable[[], None] = _no_op
-    """Called once they have run, or are queued on their device."""
+    """Called after the blocks have run or are queued on the device."""
     moves_weights: bool = False
-    """True if `before` may move their weights to other addresses."""
+    """True if `before` may move the blocks' weights to other addresses."""
     move_inputs: MoveInputs | None = None
-    """Moves their inputs to their device, if that is another one."""
+    """Moves inputs to the blocks' device; None: not needed."""
 
 
 BlockRanges = Callable[[], Iterable[BlockRange]]

@@ -47,15 +47,15 @@ SAMPLING_OPS = (
 )
 """Kernels of sampling_ops.cpp; all others are in model_ops.cpp."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
-"""SHARESD_CXXFLAGS adds to them, e.g. -fsanitize=address."""
+"""Compiler flags; SHARESD_CXXFLAGS adds flags, e.g. -fsanitize=address."""
 FORMAT = 2
 """Version of the file's format: the library, then its SHA-256."""
 
 
 def set_compiler_caches() -> None:
-    """Put caches of Inductor and Triton there, unless the environment names others.
+    """Set the cache folders of Inductor and Triton, unless the environment does.
 
-    Their default is the system's temporary folder, which is empty after a boot.
+    The default is the system's temporary folder, which is empty after a boot.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_root() / "triton"))
@@ -136,8 +136,8 @@ _trim_threshold = 2**28  # bytes
 def keep_freed_memory(min_bytes: int = 0) -> None:
     """Let glibc keep at least 256 MiB of freed memory for reuse.
 
-    A step frees half a megabyte of logits. By default that returns to the system and comes back page by page, zeroed,
-    which took a tenth of a verify step.
+    A step frees half a megabyte of logits. By default glibc returns this memory to the system, and later pages are
+    zeroed one by one, which took a tenth of a verify step.
     """
     global _trim_threshold
     _trim_threshold = max(_trim_threshold, min_bytes)
@@ -148,7 +148,7 @@ def keep_freed_memory(min_bytes: int = 0) -> None:
 
 
 def release_freed_memory() -> None:
-    """Return memory that glibc keeps to the system, for low memory limits."""
+    """Release glibc's freed memory to the system, for low memory limits."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
     if trim is not None:
         trim(0)
@@ -156,13 +156,16 @@ def release_freed_memory() -> None:
 
 @cache
 def kernels_version() -> str:
-    """Hash of the kernels: measurements of other kernels are void."""
+    """Return the hash of the kernels, the key of measurements."""
     sources = (file.read_bytes() for file in sorted(SOURCE_FOLDER.iterdir()) if file.is_file())
     return hashlib.sha256(b"".join((*sources, repr(FLAGS).encode()))).hexdigest()[:16]
 
 
 def _cpu_features() -> str:
-    """Features on which -march=native depends: machines may share a cache folder."""
+    """Return the CPU features for -march=native.
+
+    They are part of the key, since machines may share a cache folder.
+    """
     return (
         repr(sorted(torch.cpu.get_capabilities().items()))
         if hasattr(torch.cpu, "get_capabilities")
@@ -172,7 +175,7 @@ def _cpu_features() -> str:
 
 @cache
 def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> Callable[..., None]:
-    """The function `name`_`dtype` of its library, e.g. attend_bfloat16."""
+    """Return the library function `name`_`dtype`, e.g. attend_bfloat16."""
     named = str(dtype).removeprefix("torch.")
     function = getattr(library("sampling_ops" if name in SAMPLING_OPS else named), f"{name}_{named}")
     function.argtypes, function.restype = argtypes, None

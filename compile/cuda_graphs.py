@@ -1,7 +1,7 @@
-"""CUDA graphs: functions of persistent tensors are captured once, and replayed.
+"""CUDA graphs: functions of persistent tensors, captured once and replayed.
 
-A graph is of one device and calls nothing on the host: a function may become several, with calls between them
-(`call_between_graphs`).
+A graph runs on one device and calls no host function. A function may become several graphs, with host calls between
+them (`call_between_graphs`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WARM_CALLS = 1
-"""Plain calls before the capture: libraries choose algorithms, forms are compiled."""
+"""Plain calls before capture, for library heuristics and compilation."""
 
 
 class Graphs:
     """Captures of functions as CUDA graphs that share one pool of memory.
 
-    A replay may overwrite all that graphs of the pool have made, except results of the functions: only tensors made
-    outside of captures pass from graph to graph.
+    A replay may overwrite all tensors of the pool, except results of the functions. Only tensors allocated outside of
+    captures may be passed from graph to graph.
     """
 
     num_captures = 0
-    """By all of this process."""
+    """Number of captures in this process."""
 
     def __init__(self) -> None:
         self._pool: object | None = None
@@ -38,7 +38,7 @@ class Graphs:
         self._has_warned = False
         self._failed: list[torch.cuda.CUDAGraph] = []  # of captures that failed: torch's allocator may still read them
         self.nbytes = 0
-        """Bytes of the pool on all devices, without the driver's own."""
+        """Bytes of the pool on all devices, without the driver's memory."""
 
     def capture(self, function: Callable[[], T]) -> tuple[Callable[[], object], T] | None:
         """Return a replay of the function, and its result; runs nothing.
@@ -70,7 +70,7 @@ class Graphs:
 
     @contextmanager
     def _graph(self) -> Iterator[Callable[[], object]]:
-        """Record launches within as a graph, and yield its replay."""
+        """Capture launches inside the context as a graph, and yield its replay."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
@@ -93,7 +93,7 @@ class Graphs:
 
 
 class _Capture:
-    """A function on its way into graphs, while it is entered."""
+    """Capture in progress of a function, as a context manager."""
 
     def __init__(self, new_graph: Callable[[], AbstractContextManager[Callable[[], object]]]) -> None:
         self._new_graph, self._graph = new_graph, ExitStack()
@@ -128,8 +128,8 @@ _capture: ContextVar[_Capture | None] = ContextVar("_capture", default=None)
 def call_between_graphs(function: Callable[[], object]) -> None:
     """Call a function that no graph can contain, between two graphs.
 
-    Such are copies to another device. Within a capture one graph ends before it, and another begins after it, on the
-    device that is current then. Each replay calls it again, on tensors that stay in place.
+    An example is a copy to another device. Inside a capture, one graph ends before the call and another begins after
+    the call, on the then current device. Each replay calls the function again, on tensors at constant addresses.
     """
     capture = _capture.get()
     if capture is None:
@@ -165,7 +165,7 @@ class Replayed(Generic[T]):
 
 @contextmanager
 def no_captures() -> Iterator[None]:
-    """Raise RuntimeError if anything is captured within; for use after warm-up."""
+    """Raise RuntimeError on captures inside the context, for use after warmup."""
     before = Graphs.num_captures
     yield
     new = Graphs.num_captures - before

@@ -31,7 +31,7 @@ _Join = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_int64)
 
 
 class KernelUnsupported(ValueError):
-    """A decoder which the kernel does not run; the message says why."""
+    """Decoder unsupported by the kernel; the message has the reason."""
 
 
 class NativeStack:
@@ -173,13 +173,13 @@ class NativeStack:
 
 
 def _rows_at(address: int, row_bytes: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """A view of the kernel's memory."""
+    """Return a view of the kernel's memory."""
     memory = (ctypes.c_char * (rows * row_bytes)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(rows, -1)
 
 
 def _describe(block: Any, rope: int) -> list[int]:
-    """The words of `struct Block`."""
+    """Return the words of `struct Block`."""
     attn = block.attn
     words: list[int] = []
     for norm in (block.attn_norm, attn.q_norm, attn.k_norm, block.attn_out_norm, block.mlp_norm, block.mlp_out_norm):
@@ -195,7 +195,7 @@ def _linears(block: Any) -> tuple[Any, ...]:
 
 
 def norm_words(norm: Any) -> list[int]:
-    """The words of `struct Norm`."""
+    """Return the words of `struct Norm`."""
     weight = getattr(norm, "weight", None)
     return [0, 0] if weight is None else [weight.data_ptr(), int(norm.gemma)]
 
@@ -210,7 +210,7 @@ def _quantized(linear: Any) -> Any:
 
 
 def linear_words(linear: Any) -> list[int]:
-    """The words of `struct Linear`."""
+    """Return the words of `struct Linear`."""
     if isinstance(linear, PackedLinear):
         bits, group = 0, 0
     elif isinstance(linear, QuantizedPackedLinear):

@@ -1,4 +1,4 @@
-"""Times on a device that may run ahead of the host."""
+"""Times on a device that runs asynchronously to the host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 Mark = float | torch.cuda.Event
 
 MARKS = 16
-"""Marks of a GPU that are kept; older ones are invalid."""
+"""Number of valid marks of a GPU; older marks are invalid."""
 
 
 class Clock:
-    """Marks points of a device's work without waiting for it."""
+    """Clock of a device's work, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device
@@ -22,7 +22,7 @@ class Clock:
         self._stream: torch.cuda.Stream | None = None
 
     def mark(self) -> Mark:
-        """Mark the end of all work given to the device so far."""
+        """Return a mark at the end of all work queued so far."""
         if not self._cuda:
             return time.perf_counter()
         event, stream = next(self._events), self._stream
@@ -33,7 +33,7 @@ class Clock:
         return event
 
     def wait(self, mark: Mark) -> None:
-        """Until the device has reached it."""
+        """Wait until the device has reached a mark."""
         if not isinstance(mark, float):
             mark.synchronize()
 

@@ -50,7 +50,7 @@ class NativeHead:
         `fuse` makes a state of a position's features, which are one without it; then embedding and state are
         normalised, if their norms are given, and joined. Queries read the joined pair, and the residual stream begins
         with the state (`normed`: the normalised one); or both are the output of `mix`. `norm` stands before the LM
-        head. `masks`, added to the root's embedding and state, let a pass guess several tokens.
+        head. `masks` are added to the root's embedding and state, to draft several tokens per pass.
 
         A head with `cross_attentions` reads tokens alone: its residual stream begins with the embedding. Each has
         `layer`, linears `q` and `o`, `q_norm`, `rotary` (cosines, sines) or None, `num_key_value_heads`,
@@ -156,7 +156,7 @@ class NativeHead:
         target: Any = None,
         masks: tuple[int, int] = (0, 0),
     ) -> Tensor | None:
-        """Logits [B, `num_kept`, K], or None if there are to be none."""
+        """Return logits [B, `num_kept`, K], or None if `num_kept` is 0."""
         dtype, D = cache.k[0].dtype, self._stack.hidden_size
         logits, states = None, (0, 0)
         if states_BPD is not None:

@@ -1,4 +1,4 @@
-"""Half-quadratic quantization by a CPU kernel, instead of seconds of tensor operations.
+"""Half-quadratic quantization by a CPU kernel, without tensor operations.
 
 Legend: N output features, K input features, G groups of a row.
 """

@@ -1,6 +1,6 @@
 """Huge pages for memory that every step reads.
 
-Looking up small pages takes up to a fifth of that time.
+Lookups of small pages take up to a fifth of the reading time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Zeroed memory [num_bytes] uint8 that begins with a huge page, if available."""
+    """Return zeroed memory, uint8 [num_bytes], aligned to a huge page.
+
+    Pages are small if the system has no huge ones.
+    """
     memory, first = _huge_pages(num_bytes)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=first)
 

@@ -69,7 +69,7 @@ class CompiledModel:
         return getattr(self._model, name)
 
     def forward(self, tokens_BT: Tensor, cache, keep_BR: Tensor | None = None, tree_mask=None) -> Tensor:
-        """As the model's own forward."""
+        """Run the model's forward."""
         if tokens_BT.shape[1] not in self._widths:
             return self._model.forward(tokens_BT, cache, keep_BR, tree_mask)
         shapes = (tokens_BT.shape, keep_BR is not None and keep_BR.shape, tree_mask is not None and tree_mask[1].shape)
@@ -100,7 +100,7 @@ class CompiledForms:
 
 
 class CompiledMethods:
-    """The methods of a module, each through `CompiledForms`."""
+    """Methods of a module, each through `CompiledForms`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -112,7 +112,7 @@ class CompiledMethods:
 
 
 def _kind(value: object) -> object:
-    """Part of an argument that a form depends on."""
+    """Return the part of an argument that selects the compiled form."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
     if isinstance(value, tuple):
@@ -129,9 +129,9 @@ def compile_step(function: Callable) -> Step:
 
 
 def structure(module: nn.Module) -> tuple:
-    """Return all on which a module's graph depends, besides its inputs.
+    """Return a module's types, constants and tensor shapes.
 
-    Types, constants, and shapes of tensors.
+    The module's graph depends on them and on the inputs.
     """
     parts: list[object] = []
     for name, child in module.named_modules():
@@ -154,7 +154,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _frozen(value: object) -> object:
-    """A constant, with its type, as something that can be a key."""
+    """Return a constant, with its type, as a hashable key."""
     if isinstance(value, dict):
         return (type(value), *((name, _frozen(part)) for name, part in value.items()))
     if isinstance(value, (list, tuple)):
@@ -164,7 +164,7 @@ def _frozen(value: object) -> object:
 
 @contextmanager
 def no_recompiles() -> Iterator[None]:
-    """Raise RuntimeError if anything is compiled within; for use after warm-up."""
+    """Raise RuntimeError on compilation inside the context, for use after warmup."""
     from torch._dynamo.utils import counters  # a second to import, which kernels do without
 
     before = counters["stats"]["unique_graphs"]

@@ -77,7 +77,7 @@ def _compact_reference(caches: Sequence[Tensor], lengths_B: Tensor, path_BT: Ten
 
 
 def _group_by_shape(caches: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
-    """Caches of equal shapes, each group with its addresses on the device."""
+    """Return groups of caches of equal shapes, with addresses on the device."""
     groups: dict[torch.Size, list[Tensor]] = {}
     for cache in caches:
         groups.setdefault(cache.shape, []).append(cache)

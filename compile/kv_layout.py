@@ -18,7 +18,7 @@ from compile.linear import LAYOUT
 CHUNK = 128
 """Slots that the CPU kernel sums as one part, and windows' granularity."""
 SINKS = 32
-"""First slots of a text, which drafts attend to whatever their window."""
+"""First slots of a text, which drafts attend to with any window."""
 SLOT_MULTIPLE = 32
 """The CPU kernel reads slots in blocks of this size."""
 _DENSE = torch.contiguous_format
@@ -57,7 +57,7 @@ def kv_layout(
     *,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes of `new_kv`, on the meta device."""
+    """Return `new_kv` on the meta device, for shapes."""
     k = torch.empty(batch, heads, round_slots(slots), size, dtype=dtype, device="meta")
     return (k, k) if plain or device.type != "cpu" else pack_kv(k, k)
 

@@ -17,9 +17,9 @@ from compile.op_registry import LIBRARY
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
 _QUANTIZED_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
 QUANTIZED_INPUT_MULTIPLE = 32
-"""Inputs of a low-bit linear come in groups of this size."""
+"""Divisor of the number of inputs of a low-bit linear."""
 _PACKED_ROWS = 4096
-"""Rows packed at a time, to bound the memory of intermediate values."""
+"""Rows packed at a time, to limit the memory of intermediate values."""
 LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1), torch.float64: (8, 1)}
 """L and P of each dtype."""
 
@@ -52,9 +52,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
-    """Replace every nn.Linear by a packed one; returns their number.
+    """Replace every nn.Linear by a packed one; return the number.
 
-    Each is freed before the next is packed.
+    Each linear's weight is freed before the next is packed.
     """
     count = 0
     for parent in model.modules():

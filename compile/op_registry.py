@@ -19,13 +19,13 @@ _use_triton = HAS_TRITON
 
 
 def use_own_kernels(use: bool) -> None:
-    """Choose our kernels or torch's for models loaded from now on."""
+    """Select the project's or torch's kernels for models loaded later."""
     global _use_triton
     _use_triton = use
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return True if our kernels in Triton run on a device."""
+    """Return True if the project's Triton kernels run on a device."""
     return device.type == "cuda" and _use_triton
 
 

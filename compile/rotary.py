@@ -1,4 +1,4 @@
-"""Rotary position embeddings applied (RoPE: Su et al. 2021, arXiv 2104.09864).
+"""Rotary position embeddings (RoPE: Su et al. 2021, arXiv 2104.09864).
 
 Legend: B rows of the batch, T tokens, N heads, d head size, r rotated half (at most d / 2).
 """

@@ -1,4 +1,4 @@
-"""Search for a text's end in a sorted corpus.
+"""Search for a text's last tokens in a sorted corpus.
 
 In Python it takes 1 % of a round.
 """

@@ -29,7 +29,7 @@ class Nodes(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The nodes that are expanded next."""
+    """Nodes to expand next."""
 
     tokens_Bk: Tensor
     scores_Bk: Tensor
@@ -131,7 +131,7 @@ def select_nodes_reference(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: D
 
 
 def addresses(tensors: Nodes | Frontier | Draft) -> Array[c_int64]:
-    """The words of the struct of this name in cpu/tree_expand.h."""
+    """Return the words of the struct of this name in cpu/tree_expand.h."""
     assert all(tensor.is_contiguous() for tensor in tensors)
     return (c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 

@@ -17,7 +17,7 @@ from compile.tree_expand import Nodes, addresses
 
 
 class BestNodes(NamedTuple):
-    """The N best nodes, best first."""
+    """N best nodes, best first."""
 
     draft_probs_BN: Tensor  # float32: the model's probability after the parent
     accept_probs_BN: Tensor  # float32: the estimated probability that the path is accepted

@@ -1,8 +1,8 @@
-"""Replicas: processes that take tasks from one queue until all are done.
+"""Data parallelism: replicas, processes that take tasks from one queue.
 
-A replica runs a function, named `module:function`, which all call with the same settings. It takes numbered tasks,
-several at once if it can, and yields the result of each. Tasks of a dead replica go to the others, and every result is
-returned once.
+All replicas run one function, named `module:function`, with the same settings. The function takes numbered tasks,
+several at once if possible, and yields the result of each. Tasks of a failed replica are assigned to the others. Every
+result is returned once.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from typing import Any, NamedTuple, Protocol
 log = logging.getLogger(__name__)
 
 Numbered = tuple[int, Any]
-"""The number of a task, and the task or its result."""
+"""(number of a task, the task or its result)."""
 GRACE_SECONDS = 10.0
-"""Seconds that a replica may take to end."""
+"""Time limit in seconds for the end of a replica."""
 
 
 class TaskQueue(Protocol):
     """Source of tasks for a replica's function."""
 
     def take(self, wait: bool) -> Numbered | None:
-        """Return the next task, or None if there is none now.
+        """Return the next task, or None if none is available.
 
-        With `wait`, None: there will be no more.
+        With `wait`, None means that no more tasks follow.
         """
         ...
 
 
 class LocalTaskQueue:
-    """Tasks of a process that does all of them itself."""
+    """Queue of all tasks, in a single process."""
 
     def __init__(self, tasks: Iterable[Numbered]) -> None:
         self._left = iter(tasks)
@@ -55,31 +55,31 @@ class LocalTaskQueue:
 
 @dataclass(eq=False)
 class Replica:
-    """A replica, as the process that hands out the tasks sees it."""
+    """Replica, as seen by the process that assigns tasks."""
 
     name: str
     connection: Connection
     process: BaseProcess | None = None
-    """None if started by another program."""
+    """Process of the replica; None if started by another program."""
     assigned: dict[int, Any] = field(default_factory=dict)
-    """Tasks that it has not answered yet, by number."""
+    """Assigned tasks without result, by number."""
     ready: bool = False
 
 
 class _Ready(NamedTuple):
-    """Said once: what comes before tasks (loading a model, say) is done."""
+    """Message of a replica that is ready for tasks; sent once."""
 
 
 class _Exit(NamedTuple):
-    """The last words of a replica."""
+    """Last message of a replica."""
 
     reason: str
     is_bad_request: bool = False
-    """It refused its settings, as all others would."""
+    """True if the settings are invalid, for all replicas."""
 
 
 def start(work: str, settings: Any, environments: Sequence[Mapping[str, str]]) -> list[Replica]:
-    """Start processes on this machine, one for each given environment."""
+    """Start a replica on this machine for each environment."""
     spawn, replicas = get_context("spawn"), []
     for number, environment in enumerate(environments, 1):
         ours, theirs = spawn.Pipe()
@@ -94,9 +94,9 @@ def start(work: str, settings: Any, environments: Sequence[Mapping[str, str]]) -
 def run_tasks(tasks: Iterable[Numbered], replicas: Sequence[Replica], *, max_assigned: int) -> Iterator[Numbered]:
     """Yield results in any order; replicas end with the iterator.
 
-    A replica has at most `max_assigned` tasks, and at most its fair share. Raises ValueError, with its text, if a
-    replica's function raises one, as all would. Any other end of a replica is logged; raises RuntimeError if none is
-    left.
+    A replica has at most `max_assigned` tasks, and at most an equal share of those left. Raises a ValueError of a
+    replica's function, since all replicas have the same settings. Any other end of a replica is logged. Raises
+    RuntimeError if no replica is left.
     """
     waiting, living = deque(tasks), {replica.connection: replica for replica in replicas}
     left, done = len(waiting), False
@@ -129,9 +129,9 @@ def run_tasks(tasks: Iterable[Numbered], replicas: Sequence[Replica], *, max_ass
 
 
 def serve(connection: Connection, work: str, settings: Any) -> int:
-    """Work for the process at the other end; returns the exit status.
+    """Run the tasks of the connected process; return the exit status.
 
-    Ends this process if the other end dies.
+    If the connected process ends, this process ends.
     """
     try:
         for numbered in function_of(work)(settings, RemoteTaskQueue(connection)):
@@ -146,13 +146,13 @@ def serve(connection: Connection, work: str, settings: Any) -> int:
 
 
 def function_of(work: str) -> Callable[..., Iterator[Numbered]]:
-    """The function of a name `module:function`."""
+    """Import the function of a name `module:function`."""
     module, _, name = work.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 class RemoteTaskQueue:
-    """Tasks from the other end of a connection."""
+    """Queue of tasks received from a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._ready, self._ended = connection, False, False
@@ -185,7 +185,7 @@ class RemoteTaskQueue:
 
 
 def _run_replica(connection: Connection, work: str, settings: bytes) -> None:
-    """A replica's life."""
+    """Main function of a replica's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     sys.exit(serve(connection, work, pickle.loads(settings)))
 
@@ -199,7 +199,10 @@ def _assign(waiting: deque[Numbered], replica: Replica, max_assigned: int) -> No
 
 
 def _on_replica_exit(replica: Replica, last: _Exit, living: Mapping[Connection, Replica]) -> None:
-    """Log the end of a replica; raises if none is left."""
+    """Log the end of a replica.
+
+    Raises ValueError for invalid settings, and RuntimeError if no replica is left.
+    """
     replica.connection.close()
     if last.is_bad_request:
         raise ValueError(last.reason)
@@ -226,9 +229,9 @@ def _status(process: BaseProcess | None) -> str:
 
 
 def _shut_down(replicas: Iterable[Replica], done: bool) -> None:
-    """End replicas whose work is `done`; kill our others.
+    """End all replicas: if `done` by a message, else by a kill.
 
-    Replicas on other machines lose their connection.
+    Replicas started by another program end when their connection is closed.
     """
     replicas = list(replicas)
     for replica in replicas:
@@ -247,7 +250,7 @@ def _shut_down(replicas: Iterable[Replica], done: bool) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables that processes started meanwhile have."""
+    """Set environment variables inside the context, for started processes."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""Devices of each process: a visible GPU, or a share of cores."""
+"""Devices of processes: a visible GPU, or a share of cores."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def environments(count: int, device: str) -> list[dict[str, str]]:
-    """Return environments of `count` replicas: a GPU and cores each.
+    """Return the environments of `count` replicas: a GPU and cores each.
 
-    `device` is cpu, cuda, or auto: cuda if there is one. Raises ValueError if there are fewer GPUs than replicas, or if
-    `device` names one of them for several replicas.
+    `device` is cpu, cuda, or auto: cuda if available. Raises ValueError if there are fewer GPUs than replicas, or if
+    `device` names one GPU for several replicas.
     """
     if count < 1:
         raise ValueError(f"--replicas is {count}; it must be at least 1")
@@ -30,12 +30,12 @@ def environments(count: int, device: str) -> list[dict[str, str]]:
 
 
 def gpu_environment(gpus: Sequence[str], number: int) -> dict[str, str]:
-    """Return the environment with this GPU alone; empty without GPUs."""
+    """Return the environment with this GPU only; empty without GPUs."""
     return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
 
 
 def visible_gpus(device: str) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES names of usable GPUs; none if `device` is cpu."""
+    """Return CUDA_VISIBLE_DEVICES names of usable GPUs; empty for cpu."""
     if device == "cpu":
         return []
     import torch  # which takes seconds
@@ -45,5 +45,5 @@ def visible_gpus(device: str) -> list[str]:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

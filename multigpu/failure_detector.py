@@ -1,6 +1,6 @@
 """Detection of ended ranks: a connection from each rank to rank 0.
 
-A collective operation does not detect them: gloo reports some closed connection, and NCCL waits forever.
+Collectives do not detect an ended rank: gloo reports a closed connection without the rank, and NCCL waits forever.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from signal import Signals
 from threading import Event, Lock, Thread
 
 JOIN_SECONDS = 120.0
-"""Seconds in which all processes must have come."""
+"""Time limit in seconds for all processes to join."""
 GRACE_SECONDS = 3.0
-"""Seconds for the main thread to notice an ended rank."""
+"""Seconds for the main thread to detect an ended rank."""
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
-"""Test of silent connections: seconds before, seconds between, and number."""
+"""Probes of idle connections: seconds before, seconds between, number."""
 EXIT_RANK_LOST = 3
-"""Exit status of a process that ends because another one did."""
+"""Exit status of a process that ends because another rank has ended."""
 
 
 class RankLost(RuntimeError):
-    """Another rank has ended; the message says which and why."""
+    """Another rank has ended; the message has rank and reason."""
 
 
 class FailureDetector:
-    """One for each process of a group."""
+    """Failure detector of one process of a group."""
 
     def __init__(self, rank: int, lines: Mapping[int, socket.socket], children: Mapping[int, subprocess.Popen]) -> None:
-        """`lines`: rank 0's connections to all, others' to rank 0.
+        """Start to monitor the connections.
 
-        `children`: ranks that this process has started.
+        `lines`: on rank 0 connections to all ranks, on others to rank 0. `children`: ranks started by this process.
         """
         self.rank, self._connections, self._children = rank, dict(lines), dict(children)
         self._lost: str | None = None
@@ -62,11 +62,11 @@ class FailureDetector:
             raise RankLost(self._lost)
 
     def fail(self, reason: str) -> None:
-        """Report to other ranks that this one ends, and the reason."""
+        """Report the end of this rank, with the reason, to other ranks."""
         self._send(f"failed {reason}")
 
     def close(self) -> None:
-        """All goes well, and the others may end."""
+        """End monitoring; from now on, ended ranks are not errors."""
         with self._lock:
             if self._closed:
                 return
@@ -123,12 +123,12 @@ class FailureDetector:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
+    """Return a description of an exit status."""
     return f"killed by signal {-status} ({Signals(-status).name})" if status < 0 else f"exit status {status}"
 
 
 def keep_alive(line: socket.socket) -> None:
-    """Let the system notice within seconds that the other machine is gone."""
+    """Enable keepalive probes, which detect a lost machine within seconds."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):  # of Linux

@@ -1,4 +1,4 @@
-"""Files of runs that may be killed: whole lines, and settings."""
+"""Journal and settings files of resumable runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from sharesd_files import atomic_path, sync_folder
 
 
 class Journal:
-    """A file of JSON Lines that this process alone adds to.
+    """JSON Lines file that only this process appends to.
 
-    A line counts once it ends: what a killed process left of its last one is cut off here.
+    An incomplete last line, left by a killed process, is removed on opening.
     """
 
     def __init__(self, path: Path, flag: str) -> None:
-        """Open the file; raises ValueError, naming `flag`, if another process writes it."""
+        """Open the file.
+
+        Raises ValueError, naming `flag`, if another process writes the file.
+        """
         self.path = path
         self._file = path.open("ab+")
         try:
@@ -34,7 +37,7 @@ class Journal:
             raise
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a record, which is on the disk when this returns."""
+        """Append a record durably."""
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -47,7 +50,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield each complete line and its offset in bytes."""
+    """Yield each complete line and the line's offset in bytes."""
     offset = 0
     with path.open("rb") as file:
         for line in file:
@@ -77,9 +80,9 @@ def write_in_order(path: Path, journal: Path, num: int) -> None:
 
 
 def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
-    """Write the settings of results; raises ValueError if the file has others.
+    """Write the settings of results; raises ValueError if existing ones differ.
 
-    The message names `flag`, the option for another place.
+    The message names `flag`, the option for another folder.
     """
     text = json.dumps(settings, indent=2)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -111,7 +114,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def lock(file: IO[bytes], path: Path, kind: int, flag: str) -> None:
-    """Take a lock (of fcntl); raises ValueError if another process has one."""
+    """Take an fcntl lock; raises ValueError if another process has it."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
 """Start of a group of processes, by torchrun or by rank 0.
 
-Rank 0 starts ranks on its own machine. Environment variables are those of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
+Rank 0 starts ranks on its own machine. The environment variables are those of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT.
 """
 
@@ -29,15 +29,15 @@ def launched_rank() -> int | None:
 
 
 def num_ranks_sharing_cores(size: int) -> int:
-    """Return the ranks among which this machine's cores are divided.
+    """Return the number of ranks that share this machine's cores.
 
-    It is 1 if a launcher has divided them.
+    It is 1 if a launcher has divided the cores.
     """
     return 1 if "OMP_NUM_THREADS" in os.environ else int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def local_device(device: torch.device, size: int) -> torch.device:
-    """Return this process's device: a GPU of its own, or the CPU.
+    """Return this process's device: its own GPU, or the CPU.
 
     Raises ValueError if there are fewer GPUs than ranks on this machine.
     """
@@ -111,7 +111,7 @@ def _connected(
 def _accepted(
     size: int, store: dist.Store, host: str, children: Mapping[int, subprocess.Popen]
 ) -> dict[int, socket.socket]:
-    """Rank 0's connections to all others."""
+    """Return rank 0's connections to all other ranks."""
     lines: dict[int, socket.socket] = {}
     deadline = time.monotonic() + JOIN_SECONDS
     with socket.create_server((host, 0)) as server:

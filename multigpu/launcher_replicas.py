@@ -1,6 +1,6 @@
 """Processes of a launcher (torchrun, accelerate) as replicas of rank 0.
 
-Launchers end all processes if one dies; the same command resumes then.
+If one process fails, the launcher ends all of them. The same command resumes the run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def replicas(work: str, settings: Any, device: str, *, needed: bool) -> list[Replica]:
-    """Return rank 0's own replica and one for each other rank.
+    """Return rank 0's own replica and one per other rank.
 
-    Waits for the others, which must call `serve_rank_0`. If not `needed`, there is nothing to do, and the others end.
+    Waits for the other ranks, which must call `serve_rank_0`. If not `needed`, there are no tasks, and the other ranks
+    end.
     """
     _, world = rank_and_world()
     own = start(work, settings, [_environment(device)]) if needed else []
@@ -54,7 +55,7 @@ def replicas(work: str, settings: Any, device: str, *, needed: bool) -> list[Rep
 
 
 def serve_rank_0(work: str, settings: Any, device: str) -> int:
-    """Work for rank 0 on any other rank; returns the exit status."""
+    """Run tasks of rank 0 on another rank; return the exit status."""
     os.environ.update(_environment(device))
     host, port, secret = json.loads(_store().get(_KEY))
     with Client((host, port), authkey=bytes.fromhex(secret)) as connection:

@@ -1,7 +1,7 @@
-"""Pipeline in one process: stages of blocks on devices of their own.
+"""Pipeline parallelism in one process: stages of blocks on several devices.
 
-It serves models that one device cannot hold. A token passes through the stages in turn, which takes as long as on one
-device, and a hop for each stage.
+It is for models that do not fit on one device. The stages of a step run one after the other: a step takes as long as on
+one device, plus a transfer per stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks next to each other, on one device."""
+    """Consecutive blocks on one device."""
 
     device: torch.device
     first: int
@@ -24,7 +24,7 @@ class Stage:
 
     @property
     def blocks(self) -> range:
-        """Their numbers."""
+        """Indices of the blocks."""
         return range(self.first, self.first + self.num_blocks)
 
 
@@ -39,13 +39,13 @@ class PipelinePlan:
     caller_device: torch.device | None = None
     """Device of tokens and logits, if that is not the last stage's."""
     simulated_latency_s: float = 0.0
-    """Simulated latency of each hop."""
+    """Simulated latency of each transfer between stages, in seconds."""
 
     @classmethod
     def of(
         cls, devices: Sequence[torch.device], num_blocks: Sequence[int], simulated_latency_s: float = 0.0
     ) -> PipelinePlan:
-        """Stages on these devices, with so many blocks each."""
+        """Return the plan with these devices and numbers of blocks."""
         ends = accumulate(num_blocks, initial=0)
         parts = zip(devices, pairwise(ends), strict=True)
         return cls(
@@ -60,7 +60,7 @@ class PipelinePlan:
 
     @property
     def crosses_devices(self) -> bool:
-        """True if any tensor crosses devices or stages that share one."""
+        """True if a step has transfers between devices or stages."""
         return len(self.stages) > 1 or self.caller_device is not None
 
     def device_of(self, block: int) -> torch.device:
@@ -68,17 +68,17 @@ class PipelinePlan:
         return next(stage.device for stage in self.stages if block in stage.blocks)
 
     def is_output_stage(self, stage: int) -> bool:
-        """Return True if tokens are chosen on this stage."""
+        """Return True if tokens are selected on this stage."""
         return self.caller_device is None and stage == len(self.stages) - 1
 
 
 class DoesNotFit(ValueError):
-    """No assignment of blocks fits; the message shows the nearest one."""
+    """No assignment of blocks fits; the message has the closest one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSizes:
-    """Bytes of what stages hold."""
+    """Bytes on each stage, by part of the model."""
 
     blocks: tuple[int, ...]
     """Bytes of each block: full-precision and quantized weights, and KV."""
@@ -87,7 +87,7 @@ class PipelineSizes:
     last: int = 0
     """Bytes of the last stage alone: norm, head, logits, and drafter."""
     beside: Mapping[int, int] | None = None
-    """Number of a stage -> what else it holds."""
+    """Index of a stage -> further bytes."""
 
     def of(self, stage: int, num_stages: int, first: int, end: int) -> int:
         """Bytes of a stage with these blocks, from `first` to before `end`."""
@@ -98,7 +98,7 @@ class PipelineSizes:
 def balance_blocks(sizes: PipelineSizes, limits: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:
     """Assign blocks to stages in order, balanced, at least one each.
 
-    `limits`: bytes that stages may hold, all of them finite, or none (then they share evenly); `names` are for errors.
+    `limits`: bytes per stage, all finite or all infinite (then balanced evenly). `names`: stages in error messages.
     Raises ValueError if there are more stages than blocks, and DoesNotFit if a stage exceeds its limit.
     """
     num_stages, num_blocks = len(limits), len(sizes.blocks)
@@ -131,10 +131,10 @@ def balance_blocks(sizes: PipelineSizes, limits: Sequence[float], names: Sequenc
 
 
 def parse_device_map(places: Mapping[str, str | int], num_blocks: int) -> tuple[list[str], tuple[int, ...]]:
-    """Parse accelerate's map of modules to devices into devices and block counts.
+    """Return devices and block counts of accelerate's map of modules to devices.
 
-    Raises ValueError for blocks without a device, stages that are not contiguous, and ends that are not with the blocks
-    next to them.
+    Raises ValueError for blocks without a device, for stages that are not contiguous, and if embedding or head are not
+    on the device of the neighbouring block.
     """
 
     def place_of(name: str) -> str:

@@ -1,6 +1,6 @@
-"""Ranks that run one model together: processes (gloo, NCCL) or threads.
+"""Ranks that run one model: processes (gloo, NCCL) or threads.
 
-Rank 0 leads. The path over NCCL is written to torch's documentation and has never run: it takes several GPUs.
+Rank 0 controls the others. The NCCL backend follows torch's documentation and is untested, since it needs several GPUs.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ class Group(Protocol):
     size: int
 
     def all_gather(self, part: Tensor, parts: Tensor) -> None:
-        """`parts` [size, *part.shape], contiguous, becomes what the ranks give, in their order."""
+        """Gather each rank's part into `parts`, by rank.
+
+        `parts` is contiguous, [size, *part.shape].
+        """
         ...
 
     def broadcast(self, tensor: Tensor) -> None:
-        """A contiguous tensor becomes that of rank 0."""
+        """Copy rank 0's values into a contiguous tensor on all ranks."""
         ...
 
     def broadcast_object(self, value: Any = None) -> Any:
-        """Return rank 0's value, which can be pickled if between processes."""
+        """Return rank 0's value; processes need a picklable one."""
         ...
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         ...
 
     def close(self) -> None:
-        """End the group: other ranks raise RankLost, or end if processes.
+        """End the group: other threads raise RankLost, other processes end.
 
-        May be called twice.
+        Repeated calls have no effect.
         """
         ...
 
@@ -58,7 +61,7 @@ class Group(Protocol):
 class ThreadGroup:
     """Ranks as threads of one process, for tests and for one GPU.
 
-    NCCL refuses several ranks on one GPU.
+    NCCL does not support several ranks on one GPU.
     """
 
     def __init__(self, rank: int, size: int, meeting: Barrier, board: list[Any]) -> None:
@@ -67,7 +70,7 @@ class ThreadGroup:
 
     @classmethod
     def new(cls, size: int) -> list[ThreadGroup]:
-        """One for each rank."""
+        """Return a group per rank."""
         meeting, board = Barrier(size), [None] * size
         return [cls(rank, size, meeting, board) for rank in range(size)]
 
@@ -87,7 +90,7 @@ class ThreadGroup:
         self._meeting.abort()
 
     def _exchange(self, given: Any, take: Callable[[list[Any]], Any]) -> Any:
-        """Exchange values through the board, and take from all."""
+        """Publish a value, and return a function's result on all ranks' values."""
         try:
             self._board[self.rank] = given
             self._meeting.wait()
@@ -104,7 +107,7 @@ class ProcessGroup:
     def __init__(
         self, rank: int, size: int, store: dist.Store, failure_detector: FailureDetector, device: torch.device
     ) -> None:
-        """`store` is the ranks' rendezvous; a process has at most one group."""
+        """Join the ranks at `store`; a process has at most one group."""
         self.rank, self.size, self._failure_detector = rank, size, failure_detector
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         with failure_detector.watched():
@@ -131,7 +134,7 @@ class ProcessGroup:
             dist.barrier()
 
     def fail(self, reason: str) -> None:
-        """Report to other ranks that this one ends, and the reason."""
+        """Report the end of this rank, with the reason, to other ranks."""
         self._failure_detector.fail(reason)
 
     def close(self) -> None:

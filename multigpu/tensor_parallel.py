@@ -1,10 +1,12 @@
-"""Tensor parallel: shards of linears, and collectives that join their outputs.
+"""Tensor parallelism: shards of linears, and collectives that join outputs.
 
-Queries, keys, values, gate and up read the residual stream, which every rank has, and each rank has some of their
-outputs. The other two linears of a block have two styles. By gathering, each rank has some outputs of `o` and `down`,
-too: their inputs are gathered before them, and their outputs after them. No sum is ever split, and each output is the
-same dot product as on one device, bit for bit. By reducing, each rank has some of their inputs, namely its own, and
-their outputs are added up: two exchanges for a block instead of four, and other bits for each number of ranks.
+Every rank has the residual stream. The linears of queries, keys, values, gate and up are split by outputs. The other
+two linears of a block, `o` and `down`, have two styles:
+
+- Gathering: they are split by outputs, too. Inputs are gathered before and outputs after each of the two. No sum is
+  split: each output is bit for bit that of one device.
+- Reducing: they are split by inputs, and the ranks' outputs are summed. A block has two collectives instead of four,
+  and the bits depend on the number of ranks.
 
 Legend: M rows, N outputs of one rank.
 """
@@ -22,20 +24,20 @@ if TYPE_CHECKING:
     from multigpu.process_group import Group
 
 TILE = 16
-"""Outputs that kernels compute together: a rank has a multiple of it."""
+"""Outputs per tile of the kernels; divides each rank's outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share of a model's sharded tensors."""
+    """Share of one rank in a model's sharded tensors."""
 
     rank: int = 0
     size: int = 1
     reduces: bool = False
-    """True if `o` and `down` are cut by inputs, and summed."""
+    """True if `o` and `down` are split by inputs and summed."""
 
     def of(self, total: int) -> int:
-        """Return one rank's share of a number."""
+        """Return this rank's share of a number."""
         return total // self.size
 
     def rows(self, total: int) -> slice:
@@ -69,13 +71,13 @@ class Shard:
 
 
 UNSHARDED = Shard()
-"""All of it."""
+"""Shard of a single rank: the whole model."""
 
 
 def require_divisible(size: int, cuts: Mapping[str, tuple[int, int]]) -> None:
-    """Raise ValueError unless all `cuts` are divisible among ranks.
+    """Raise ValueError if a cut is not divisible among the ranks.
 
-    `cuts`: name -> a number of something, and how many of it must stay together.
+    `cuts`: name -> (number of items, items that must stay on one rank).
     """
 
     def indivisible(ranks: int) -> str | None:
@@ -95,7 +97,7 @@ def require_divisible(size: int, cuts: Mapping[str, tuple[int, int]]) -> None:
 def all_gather_columns(group: Group, part_MN: Tensor, whole: Tensor | None = None) -> Tensor:
     """Join the columns of all ranks, [..., size * N].
 
-    Written into `whole`, if that is given.
+    The result is written into `whole` if given.
     """
     side_by_side = _all_gather(group, part_MN).movedim(0, -2)
     if whole is None:
@@ -107,8 +109,8 @@ def all_gather_columns(group: Group, part_MN: Tensor, whole: Tensor | None = Non
 def all_reduce(group: Group, part_MN: Tensor, whole: Tensor | None = None) -> Tensor:
     """Sum all ranks' outputs [..., N] in the order of ranks.
 
-    Collectives take other orders for other sizes; this gives a row the same bits in steps of any width, and on all
-    ranks. Written into `whole`, if that is given.
+    A row has the same bits in steps of any width, and on all ranks; orders of library collectives depend on sizes. The
+    result is written into `whole` if given.
     """
     first, *others = _all_gather(group, part_MN)
     total = first.to(torch.promote_types(part_MN.dtype, torch.float32))
@@ -124,7 +126,7 @@ def _all_gather(group: Group, part_MN: Tensor) -> Tensor:
 
 
 class RowParallelLinear(nn.Module):
-    """Linear with some inputs on each rank; all ranks get the sum."""
+    """Linear split by inputs; all ranks get the summed outputs."""
 
     def __init__(self, linear: nn.Module, group: Group) -> None:
         super().__init__()
@@ -135,10 +137,10 @@ class RowParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear with some outputs on each rank; all ranks get all outputs."""
+    """Linear split by outputs; all ranks get all outputs."""
 
     def __init__(self, linear: nn.Module, group: Group, *, cut_inputs: bool) -> None:
-        """`cut_inputs`: inputs are one rank's part, too."""
+        """Wrap a linear; `cut_inputs`: inputs are one rank's part, too."""
         super().__init__()
         self.linear, self._group, self._cut_inputs = linear, group, cut_inputs
 

@@ -1,1 +1,4 @@
-"""Offloading: plans, files of blocks, and prefetching through links. Imports no other package of the project."""
+"""Offloading: plans, block files, and prefetching through links.
+
+The package imports no other package of the project.
+"""

@@ -1,11 +1,11 @@
-"""Records of all blocks of a model in one file: written once, block by block, read at any place from then on.
+"""File with the records of all blocks of a model.
 
-    header   JSON: format, what the weights are, the layout of a record, the number of blocks; padded to whole pages
-    table    for each block 8 bytes: 1 where its record is there, and the CRC-32 of it; padded to whole pages
+    header   JSON: format number, key of the content, description of the weights; padded to whole pages
+    table    8 bytes per block: 1 if its record is written, and the record's CRC-32; padded to whole pages
     records  one after the other, in the order of the blocks
 
-A file has its name only when it is whole. Until then it is a `.part`, to which any later start adds what is missing:
-a record is on the disk before the table says so.
+Records are written once, block by block, into a `.part` file. A later start writes the blocks that are missing: a
+record is on the disk before its entry in the table. The complete file is renamed.
 """
 
 from __future__ import annotations
@@ -29,57 +29,60 @@ from offload.transfer import LinkError
 from sharesd_files import sync_folder
 
 FORMAT = 1
-"""Raise it when the file's form changes."""
+"""Format number of the file; increment it if the format changes."""
 _ENTRY = struct.Struct("<II")
 _MARGIN_BYTES = 64 * 10**6
-"""Free space that is left to others."""
+"""Disk space left free."""
 
 
 class StoreError(ValueError, LinkError):
-    """File that cannot be used; the message names it and the remedy."""
+    """Unusable block file; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Offset of a block's record."""
+    """Position and checksum of a block's record in the file."""
 
     block: int
     offset: int
     nbytes: int
     checksum: int
-    """CRC-32 of its bytes."""
+    """CRC-32 of the record's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """Content of a file; equal contents have the same file."""
+    """Content of a block file; equal contents have the same file name."""
 
     what: Mapping[str, object]
-    """Everything that decides the weights' values and order, as JSON."""
+    """Description of the weights, as JSON.
+
+    It includes all that determines the weights' values and order.
+    """
     layout: Layout
     """Layout of each record."""
     num_blocks: int
 
     @property
     def key(self) -> str:
-        """Hash of all this."""
+        """SHA-256 of the content's fields."""
         fields = {"what": self.what, "layout": self.layout.to_json(), "num_blocks": self.num_blocks}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     def path(self, folder: Path) -> Path:
-        """The file in a folder of stores."""
+        """Return the file's path in a folder."""
         return folder / f"blocks-{self.key[:16]}.store"
 
     @property
     def header(self) -> bytes:
-        """The first pages of the file."""
+        """Header of the file, padded to whole pages."""
         fields = {"format": FORMAT, "key": self.key, "what": self.what}
         text = json.dumps(fields, sort_keys=True).encode() + b"\n"
         return text.ljust(_pages(len(text)), b" ")
 
     @property
     def first_record(self) -> int:
-        """Bytes of header and table."""
+        """Offset of the first record: bytes of header and table."""
         return len(self.header) + _pages(self.num_blocks * _ENTRY.size)
 
     @property
@@ -93,7 +96,7 @@ class Content:
 
 
 class Store:
-    """Complete file, for reading."""
+    """Complete block file, opened for reading."""
 
     def __init__(self, path: Path, content: Content, checksums: list[int]) -> None:
         self.path, self.layout = path, content.layout
@@ -101,9 +104,9 @@ class Store:
         self.records = tuple(Record(i, content.offset(i), size, checksum) for i, checksum in enumerate(checksums))
 
     def read(self, block: int, slot: Tensor) -> None:
-        """Read a record into host memory (uint8 [record_bytes]) and compare its checksum.
+        """Read a record into host memory (uint8 [record_bytes]).
 
-        Raises StoreError.
+        Raises StoreError if the file is too short or the checksum differs.
         """
         record, memory, done = self.records[block], slot.numpy().data, 0
         with self.path.open("rb", buffering=0) as file:
@@ -116,7 +119,10 @@ class Store:
         self.check(block, slot)
 
     def check(self, block: int, slot: Tensor) -> None:
-        """Raise StoreError unless a slot in host memory holds a block's stored record."""
+        """Raise StoreError if the slot's checksum is not that of the record.
+
+        The slot is in host memory.
+        """
         if _checksum(slot) != self.records[block].checksum:
             raise StoreError(
                 f"{self.path} is damaged: block {block} does not have its checksum; delete it, and it will be written "
@@ -125,9 +131,9 @@ class Store:
 
 
 def open_store(folder: Path, content: Content) -> Store | None:
-    """Return the file with this content in a folder; None if there is none.
+    """Return the file with this content, or None if there is none.
 
-    StoreError if the file is unusable. Checksums of records are compared when they are read.
+    Raises StoreError if the file is unusable. A record's checksum is compared when the record is read.
     """
     path = content.path(folder)
     try:
@@ -148,12 +154,15 @@ def open_store(folder: Path, content: Content) -> Store | None:
 
 
 class Writer:
-    """Writes the missing blocks of a file; a context manager, ended by `finish`."""
+    """Context manager that writes the missing blocks of a file.
+
+    `finish` returns the complete file.
+    """
 
     def __init__(self, folder: Path, content: Content) -> None:
-        """Begin or continue a file.
+        """Create or continue a file.
 
-        StoreError if the disk has no room, or another process writes the same file.
+        Raises StoreError if the disk has too little space, or if another process writes the same file.
         """
         self._content = content
         self._path = content.path(folder)
@@ -177,7 +186,10 @@ class Writer:
         os.close(self._file)
 
     def write(self, block: int, slot: Tensor) -> None:
-        """Write a block's record (uint8 [record_bytes] in host memory) to the disk, durably."""
+        """Write a block's record durably to the disk.
+
+        The slot is uint8 [record_bytes], in host memory.
+        """
         assert block in self.missing and slot.nbytes == self._content.layout.record_bytes
         offset = self._content.offset(block)
         _write(self._file, slot.numpy().data, offset)
@@ -187,7 +199,7 @@ class Writer:
         self.missing.remove(block)
 
     def finish(self) -> Store:
-        """The store, under its name from now on."""
+        """Rename the complete file, and return it for reading."""
         assert not self.missing, f"blocks {self.missing} are not written"
         checksums = [checksum for _, checksum in _read_table(self._file, self._content)]
         os.fsync(self._file)
@@ -202,7 +214,10 @@ class Writer:
             raise StoreError(f"{self._part} is being written by another process; wait for it") from None
 
     def _begun(self) -> list[tuple[int, int]]:
-        """Return the table of an earlier start; of a new file if there is none, or of another form."""
+        """Return the table of the unfinished file.
+
+        A file of another size or header is replaced by an empty one.
+        """
         content = self._content
         whole = os.fstat(self._file).st_size == content.nbytes
         if whole and os.pread(self._file, len(content.header), 0) == content.header:
@@ -238,7 +253,7 @@ def _check_header(path: Path, header: bytes, content: Content) -> None:
 
 
 def _read_table(file: int, content: Content) -> list[tuple[int, int]]:
-    """(1 or 0, checksum) of every block."""
+    """Return (1 if written else 0, checksum) for every block."""
     return list(_ENTRY.iter_unpack(os.pread(file, content.num_blocks * _ENTRY.size, len(content.header))))
 
 

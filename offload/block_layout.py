@@ -1,4 +1,7 @@
-"""Layout of a block's record: one contiguous buffer that is stored, moved and used as it is."""
+"""Layout of a block's record, one contiguous buffer.
+
+File, host memory and device have the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ import torch
 from torch import Tensor
 
 PAGE = 4096
-"""Size and alignment of records, in bytes; direct reads from a disk require it."""
+"""Alignment of record sizes and offsets in bytes; required by direct reads."""
 ALIGNMENT = 64
 """Alignment of a record's tensors, in bytes: a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Dense tensor of a record."""
+    """Position of a dense tensor in a record."""
 
     name: str
     """Path of the tensor in its block, e.g. `attn.qkv.weight`."""
     offset: int
-    """First byte of it in the record."""
+    """Offset of the tensor's first byte in the record."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -35,13 +38,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensors of a record, in order of their offsets; the same for all offloaded blocks."""
+    """Tensors of a record, by offset; the same for all offloaded blocks."""
 
     places: tuple[Place, ...]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of tensors in this order; their values are not read."""
+        """Return the layout of tensors in this order, without reading values."""
         places: list[Place] = []
         end = 0
         for name, tensor in tensors.items():
@@ -73,7 +76,7 @@ def views(slot: Tensor, layout: Layout) -> dict[str, Tensor]:
 
 
 def fill(slot: Tensor, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of a block into a slot, and zeros into the gaps."""
+    """Copy a block's tensors into a slot, with zeros in the gaps."""
     end = 0
     for place, view in zip(layout.places, views(slot, layout).values(), strict=True):
         slot[end : place.offset].zero_()

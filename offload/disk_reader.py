@@ -1,6 +1,6 @@
 """Link from a file to host memory: threads read pieces of records.
 
-Reads bypass the page cache if that is faster.
+Direct reads, which bypass the page cache, are used if they are faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIECE = 2**22
 """Bytes that a thread reads at a time."""
 THREADS = 4
 PROBE_BYTES = 2**26
-"""Most bytes that are read to compare direct and ordinary reads."""
+"""Maximum bytes read to compare direct with buffered reads."""
 
 
 class _Piece(NamedTuple):
@@ -33,16 +33,16 @@ class _Piece(NamedTuple):
 
 
 class DiskLink:
-    """Reads records of a file into slots, which begin with a page.
+    """Link that reads records of a file into page-aligned slots.
 
-    With `direct` reads bypass the page cache (O_DIRECT); without, what was read is dropped from it, since a scan over
-    more than fits would find nothing there anyway. None takes what is faster for this file.
+    With `direct`, reads bypass the page cache (O_DIRECT). Without, read pages are dropped from the page cache: repeated
+    scans over more than its size would have no cache hits. None selects the faster of the two for this file.
     """
 
     def __init__(
         self, path: Path, offsets: Mapping[int, int], *, direct: bool | None = None, threads: int = THREADS
     ) -> None:
-        """Open a file; LinkError if that fails.
+        """Open a file; raises LinkError if opening fails.
 
         `offsets`: first byte of each block's record in the file, a multiple of `PAGE`.
         """
@@ -65,7 +65,7 @@ class DiskLink:
             return self._busy_s + (time.perf_counter() - self._open_since if self._num_open else 0.0)
 
     def mark(self) -> None:
-        """No mark: on a CPU, computation has ended when the host continues."""
+        """Return None: on a CPU, computation ends before the host continues."""
 
     def start(self, block: int, slot: Tensor, after: None = None) -> Copy:
         assert slot.data_ptr() % PAGE == 0 and slot.nbytes % PAGE == 0
@@ -128,7 +128,7 @@ class DiskLink:
 
 
 class _FileCopy:
-    """A record that is being read."""
+    """Read of a record in progress."""
 
     def __init__(self, block: int, pieces: int, state: Condition) -> None:
         self.block, self.left, self._state = block, pieces, state
@@ -145,8 +145,8 @@ class _FileCopy:
 def read_rate(path: Path, *, direct: bool, num_bytes: int = PROBE_BYTES, threads: int = THREADS) -> float:
     """Return the bytes per second of reading a file from its beginning.
 
-    The page cache of these bytes is dropped before, so that a disk is measured, not memory. LinkError if the file
-    cannot be read.
+    The bytes are first dropped from the page cache, so that the disk is measured. Raises LinkError if the file cannot
+    be read.
     """
     num_bytes = min(num_bytes, path.stat().st_size) // PAGE * PAGE
     if not num_bytes:
@@ -163,9 +163,9 @@ def read_rate(path: Path, *, direct: bool, num_bytes: int = PROBE_BYTES, threads
 
 
 def faster_direct(path: Path) -> bool:
-    """Return if direct reads of a file are as fast as ordinary ones.
+    """Return True if direct reads are at least as fast as buffered.
 
-    False if the file system has none.
+    Returns False if the file system does not support direct reads.
     """
     try:
         return read_rate(path, direct=True) >= read_rate(path, direct=False)

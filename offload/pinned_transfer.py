@@ -1,7 +1,7 @@
 """Link from pinned host memory to a CUDA device.
 
-Copies run on a stream of their own. Computation waits for a copy by an event, and a copy into a slot in use waits for
-computation by another; the host never waits. Tested on a made-up device.
+Copies run on their own stream. Computation waits for the event that ends a copy. A copy waits for the event that ends
+the use of its slot. The host does not wait. Tested on a simulated device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from offload.transfer import Copy, host_memory
 
 PROBES, PROBE_BYTES = 4, 2**27
-"""Copies that measure a link, and the bytes of each."""
+"""Copies to measure a link, and bytes of each copy."""
 
 
 class PinnedMemory:
     """Page-locked host memory, uint8 [num_bytes].
 
-    torch itself would pin powers of two. The memory is unlocked before it is freed, at the latest with this object;
-    copies from it must have ended by then.
+    torch's allocator rounds pinned sizes up to powers of two. Memory is unlocked by `close`, or with the object. Copies
+    from the memory must have ended before.
     """
 
     def __init__(self, num_bytes: int, *, cuda: Any = torch.cuda) -> None:
-        """Raises ValueError where the system does not lock so much."""
+        """Allocate and lock; raises ValueError above the limit of locked memory."""
         self.tensor = host_memory(num_bytes)
         cudart = cuda.cudart()
         code = int(cudart.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
@@ -38,7 +38,10 @@ class PinnedMemory:
                 "locked memory (ulimit -l), or set a lower --cpu-memory-limit"
             )
         self.close = weakref.finalize(self, _unlock, cudart, self.tensor)
-        """Unlock the memory, once no copy reads it. RuntimeError if CUDA refuses."""
+        """Unlock the memory; raises RuntimeError if CUDA cannot.
+
+        No copy may read the memory any more.
+        """
 
 
 def _unlock(cudart: Any, memory: Tensor) -> None:
@@ -48,10 +51,10 @@ def _unlock(cudart: Any, memory: Tensor) -> None:
 
 
 class CudaLink:
-    """Link with one flat copy per record into slots of the current device."""
+    """Link that copies each record into a slot on the current device."""
 
     def __init__(self, records: Mapping[int, PinnedMemory], *, cuda: Any = torch.cuda) -> None:
-        """Take over the record of each block; `close` frees them."""
+        """Take ownership of the blocks' records, which `close` unlocks."""
         self._records, self._cuda = records, cuda
         self._stream = cuda.Stream()
         self._in_flight: deque[tuple[Any, Any]] = deque()  # beginning and end of copies not yet counted
@@ -65,7 +68,7 @@ class CudaLink:
         return self._busy_s
 
     def mark(self) -> Any:
-        """An event of the stream that computes."""
+        """Return an event recorded on the current stream, which computes."""
         event = self._cuda.Event()
         event.record(self._cuda.current_stream())
         return event

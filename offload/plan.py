@@ -1,4 +1,4 @@
-"""Sizes, limits, rates and drafters that an offload plan is made of, and the plan."""
+"""Offload plan and its inputs: sizes, limits, rates and drafters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
 DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Draft depths with offloading: coarse, since each is warmed up and passes are slow."""
+"""Draft depths with offloading.
+
+There are few of them, since each depth is warmed up and passes are slow.
+"""
 NAIVE = "none"
-"""Name of the drafter that is none."""
+"""Drafter name of plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,23 +23,29 @@ class Sizes:
 
     num_blocks: int
     block: int
-    """A block's record."""
+    """Bytes of a block's record."""
     fixed: int
-    """Bytes on the device with any drafter: embedding, head, norms, KV, logits, libraries."""
+    """Device bytes besides blocks and drafter.
+
+    These are embedding, head, norms, KV cache, logits and libraries.
+    """
     host: int = 0
-    """The same in host memory, if the device has its own."""
+    """Host bytes besides blocks, if the device has its own memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Memory limits; infinite if there is no limit and enough memory."""
+    """Memory limits in bytes; infinite: no limit, and enough memory."""
 
     device: float
-    """Memory of the device; on a CPU, of the host."""
+    """Limit of device memory; on a CPU, of host memory."""
     host: float | None = None
-    """The host's, where the device has its own; None on a CPU."""
+    """Limit of host memory beside device memory; None on a CPU."""
     disk: float | None = math.inf
-    """Free space for the file; infinite if the file exists, None if there is no disk tier."""
+    """Free disk space for the block file.
+
+    Infinite if the file exists; None without a disk tier.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,41 +53,44 @@ class Rates:
     """Measured rates of this machine."""
 
     disk: float
-    """From the disk into the host's memory."""
+    """Bytes per second from disk to host memory."""
     link: float = math.inf
-    """From the host's memory to the device; infinite where these are one."""
+    """Bytes per second from host to device; infinite on a CPU."""
     block: Mapping[int, float]
-    """Rows of a step -> seconds of one block; other rows are interpolated."""
+    """Rows of a step -> seconds of one block, interpolated between rows."""
     rest: Mapping[int, float]
-    """Rows of a step -> seconds of embedding, head, sampling and launches."""
+    """Rows of a step -> seconds outside blocks: embedding, head, sampling, launches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafter:
-    """A way of drafting that the plan may choose."""
+    """Drafter that a plan may select, with its costs and acceptance."""
 
     name: str
     """Name for users, e.g. `share, 8 bits`."""
     resident: int
-    """Bytes that it keeps on the device."""
+    """Bytes on the device."""
     step: float
     """Seconds to draft one more token."""
     cumulative_acceptance: tuple[float, ...]
     """Probabilities that the first 1, 2, ... draft tokens are accepted."""
     nodes: int = 0
-    """Nodes of draft trees, all of them verified; 0: drafts are chains."""
+    """Nodes of a draft tree, all verified; 0: drafts are chains."""
     seen: int = 0
-    """Draft tokens measured for `cumulative_acceptance`, besides the prior."""
+    """Draft tokens observed for `cumulative_acceptance`, in addition to the prior."""
     bits: int | None = None
     """Bits of quantized weights."""
     block: int | None = None
-    """Bytes of a block's record, if drafts read some full weights (part of `resident`)."""
+    """Bytes of a block's record if drafts read some full weights.
+
+    These weights are part of `resident`. None: `Sizes.block`.
+    """
     resident_blocks: tuple[int, ...] = ()
-    """Blocks that drafts run at full precision, and that are not offloaded."""
+    """Blocks that drafts run at full precision; not offloaded."""
 
 
 def constant_acceptance(alpha: float) -> tuple[float, ...]:
-    """Return `Drafter.cumulative_acceptance` for a constant acceptance probability."""
+    """Return `Drafter.cumulative_acceptance` for a constant acceptance probability `alpha`."""
     return tuple(
         accumulate(repeat(alpha, DEPTHS[-1]), lambda cumulative_acceptance, each: cumulative_acceptance * each)
     )
@@ -86,7 +98,7 @@ def constant_acceptance(alpha: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Place of each block, depth of drafts, and predicted speed."""
+    """Placement of each block, draft depth, and predicted speed."""
 
     num_blocks: int
     block: int
@@ -96,31 +108,31 @@ class Plan:
     from_disk: tuple[int, ...]
     """Blocks offloaded to the disk."""
     slots: int
-    """Records of offloaded blocks that fit on the device."""
+    """Slots for offloaded blocks on the device."""
     host_slots: int
-    """The same in host memory, if blocks pass through it."""
+    """Slots in host memory for blocks from disk; 0 on a CPU."""
     drafter: str
-    """Name of the drafter; NAIVE for none."""
+    """Name of the drafter; NAIVE: plain decoding."""
     bits: int | None
     """Bits of the drafter's weights."""
     depth: int
-    """Most draft tokens, or levels of a tree; 0 = none."""
+    """Maximum draft tokens, or levels of a draft tree; 0: no drafts."""
     nodes: int
     """Nodes of a draft tree; 0: drafts are chains."""
     device_bytes: int
-    """Memory taken on the device."""
+    """Device memory used."""
     host_bytes: int
-    """Memory taken of the host, if the device has its own."""
+    """Host memory used, if the device has its own memory."""
     transfer_s: float
-    """Seconds of transfers in a pass."""
+    """Seconds of transfers per pass."""
     cumulative_acceptance: tuple[float, ...]
-    """`Drafter.cumulative_acceptance` of drafts of this depth."""
+    """`Drafter.cumulative_acceptance`, up to `depth`."""
     round_s: float
-    """Seconds of a round, predicted."""
+    """Predicted seconds of a round."""
     tokens_per_second: float
-    """Predicted, of long answers."""
+    """Predicted speed for long answers."""
     naive_tokens_per_second: float
-    """Predicted for plain decoding, with all memory for blocks."""
+    """Predicted speed of plain decoding, with the drafter's memory for blocks."""
     reasons: tuple[Reason, ...]
 
     @property
@@ -130,7 +142,7 @@ class Plan:
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Blocks that stay on the device, in order."""
+        """Resident blocks, in order."""
         offloaded = set(self.offloaded)
         return tuple(block for block in range(self.num_blocks) if block not in offloaded)
 
@@ -140,16 +152,17 @@ class Plan:
         return bool(self.from_host or self.from_disk)
 
     def speed_of(self, lengths: Sequence[int]) -> float:
-        """Return the predicted tokens per second of answers of these lengths.
+        """Return the predicted tokens per second for answers of these lengths.
 
-        The last round of an answer seldom uses all that it confirms. Without lengths: `tokens_per_second`.
+        The last round of an answer often accepts more tokens than the answer needs. Without lengths, returns
+        `tokens_per_second`.
         """
         rounds = sum(_num_rounds(self.cumulative_acceptance, length) for length in lengths)
         return sum(lengths) / (rounds * self.round_s) if rounds else self.tokens_per_second
 
 
 class Reason(NamedTuple):
-    """A line of the plan."""
+    """Line of the printed plan: item, choice and reason."""
 
     what: str
     choice: str
@@ -157,7 +170,7 @@ class Reason(NamedTuple):
 
 
 def _num_rounds(cumulative_acceptance: Sequence[float], tokens: int) -> float:
-    """Return the mean number of rounds for so many tokens."""
+    """Return the expected number of rounds for `tokens` tokens."""
     ends = [
         before - after for before, after in pairwise((1.0, *cumulative_acceptance, 0.0))
     ]  # of drafts of which just so many hold

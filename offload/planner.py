@@ -1,12 +1,12 @@
 """Offload plan: a pure function of sizes, limits and measured rates.
 
-A pass takes as long as its slower half: the link that brings offloaded blocks, or computing them; resident blocks come
-on top. With most blocks offloaded, a step of many rows costs what a step of one does, so the tokens that a pass
-confirms count. Memory for drafts is taken from resident blocks. What arrives while drafts are made is not counted: a
-gain of a few per cent.
+The time of a pass is the maximum of the transfer time and the compute time of offloaded blocks, plus the compute time
+of resident blocks. With most blocks offloaded, a step of many rows takes about as long as a step of one row, so the
+speed depends on the tokens accepted per pass. A drafter's memory reduces the number of resident blocks. Transfers
+during drafting are not modelled: they would gain a few per cent.
 
-Memory has up to three tiers: device, host behind a link, disk. On a CPU the first two are one. Units: bytes, seconds,
-bytes per second.
+Memory has up to three tiers: device, host memory connected by a link, disk. On a CPU the first two are one. Units:
+bytes, seconds, bytes per second.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from offload.plan import DEPTHS, NAIVE, Drafter, Limits, Plan, Rates, Reason, Sizes
 
 IN_FLIGHT = 16 * 2**20
-"""Bytes prefetched, so that a link is never idle between two small blocks.
+"""Bytes prefetched, so that the link is not idle between small blocks.
 
-Never more than a quarter of the blocks.
+The slots hold at most a quarter of the blocks, or two.
 """
 
 
 class DoesNotFit(ValueError):
-    """No plan within the limits; the message names the smallest sufficient ones."""
+    """No plan within the limits; the message names the smallest sufficient limits."""
 
 
 def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Drafter], max_depth: int = 64) -> Plan:
-    """Return the fastest plan within the limits, with one of these drafters.
+    """Return the plan with the highest predicted speed within the limits.
 
-    Drafts have `max_depth` tokens at most. Raises DoesNotFit.
+    The plan has one of the drafters, and drafts of at most `max_depth` tokens. Raises DoesNotFit if no plan fits.
     """
     plain = _Case(sizes, limits, rates, _NO_DRAFTER)
     cases = [_Case(sizes, limits, rates, drafter) for drafter in drafters] or [plain]
@@ -97,7 +97,10 @@ class _Case:
         return 0 if self.limits.host is None else self.sizes.host + (self.num_from_host + self.host_slots) * self.block
 
     def problem(self) -> str | None:
-        """Return the smallest sufficient limit that is exceeded, if any."""
+        """Return the first limit that is too low, with its minimum.
+
+        Returns None if all limits suffice.
+        """
         needed = self.fixed + (self.slots + len(self.drafter.resident_blocks)) * self.block
         name = "cpu" if self.limits.host is None else "gpu"
         if self.slots and self.limits.device < needed:
@@ -112,14 +115,17 @@ class _Case:
         return None
 
     def offloaded_blocks(self) -> list[int]:
-        """Return the offloaded blocks, spread evenly so that transfers overlap resident blocks."""
+        """Return the offloaded blocks, evenly spread.
+
+        Transfers then overlap with the computation of resident blocks.
+        """
         resident_blocks = set(self.drafter.resident_blocks)
         return _spread(
             [block for block in range(self.sizes.num_blocks) if block not in resident_blocks], self.num_offloaded
         )
 
     def transfer(self) -> float:
-        """Return the seconds of transfers in a pass."""
+        """Return the seconds of transfers per pass."""
         disk = self.num_from_disk * self.block / self.rates.disk
         return disk if self.limits.host is None else max(disk, self.num_offloaded * self.block / self.rates.link)
 
@@ -130,19 +136,19 @@ class _Case:
         return offloaded + self.num_resident * block + _at(self.rates.rest, rows)
 
     def speed(self, depth: int) -> float:
-        """Return the tokens per second with drafts of this depth."""
+        """Return the predicted tokens per second with drafts of this depth."""
         return (1 + sum(self.drafter.cumulative_acceptance[:depth])) / self.round_time(depth)
 
     def round_time(self, depth: int) -> float:
-        """Return the seconds of a round with drafts of this depth."""
+        """Return the predicted seconds of a round with drafts of this depth."""
         return depth * self.drafter.step + self.pass_time(self.rows(depth))
 
     def rows(self, depth: int) -> int:
-        """Return the rows of the step that verifies a draft of this depth."""
+        """Return the rows of the step that verifies a draft."""
         return 1 + (self.drafter.nodes if depth and self.drafter.nodes else depth)
 
     def fastest(self, max_depth: int) -> tuple[float, int]:
-        """Return the highest tokens per second, and the depth that gives them."""
+        """Return the highest tokens per second and its depth."""
         max_length = (
             min(max_depth, self.drafter.nodes // 2) if self.drafter.nodes else max_depth
         )  # trees are not that thin
@@ -154,12 +160,15 @@ _NO_DRAFTER = Drafter(name=NAIVE, resident=0, step=0.0, cumulative_acceptance=()
 
 
 def _spread(blocks: Sequence[int], num: int) -> list[int]:
-    """Return `num` of the blocks, evenly spread."""
+    """Return `num` evenly spread blocks."""
     return [blocks[(2 * i + 1) * len(blocks) // (2 * num)] for i in range(num)]
 
 
 def _at(measured: Mapping[int, float], rows: int) -> float:
-    """Return the value at `rows`, interpolated linearly."""
+    """Return the value at `rows`, linearly interpolated.
+
+    Below the smallest measured number of rows it is constant.
+    """
     known = sorted(measured)
     if len(known) == 1 or rows <= known[0]:
         return measured[known[0]]
@@ -214,9 +223,9 @@ _UNITS: tuple[tuple[str, float], ...] = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6),
 
 
 def show_bytes(number: float, *, round_up: bool = False) -> str:
-    """Return three digits and a unit of powers of ten.
+    """Format bytes with up to three digits and a decimal unit.
 
-    `round_up`: for values that are limits.
+    `round_up`: round up, for limits.
     """
     if number == math.inf:
         return "no limit"

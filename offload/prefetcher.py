@@ -1,7 +1,7 @@
-"""Prefetching of offloaded blocks into a few slots, in the order of their use.
+"""Prefetching of offloaded blocks into a few slots, in order of use.
 
-Each pass uses the same blocks in the same order. As soon as a slot is free, the next block that no slot holds is
-fetched, beyond the end of a pass too: while a drafter computes, the first blocks of the next pass arrive.
+Each pass uses the same blocks in the same order. As soon as a slot is free, the next block without a slot is fetched.
+At the end of a pass this is a block of the next pass: the first blocks arrive while a drafter computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.transfer import Copy, Link, LinkError
 
 
 class _Coming(NamedTuple):
-    """A block which a slot holds, or will."""
+    """Block in a slot, or in transfer to it."""
 
     block: int
     slot: int
@@ -28,19 +28,19 @@ class _Coming(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferStats:
-    """Transfers since a prefetcher was made."""
+    """Statistics of a prefetcher's transfers since its creation."""
 
     num_bytes: int
-    """Bytes of the records whose copies were started."""
+    """Bytes of all records whose transfers were started."""
     waited_s: float
-    """Seconds that the host waited for a block; 0 on a device."""
+    """Seconds that the host waited for blocks; about 0 with a GPU."""
     busy_s: float
-    """Seconds in which the link moved something."""
+    """Seconds in which the link was busy."""
     elapsed_s: float
-    """Seconds in all."""
+    """Seconds since creation."""
 
     def since(self, before: TransferStats) -> TransferStats:
-        """Return the difference to an earlier value."""
+        """Return the difference from earlier statistics."""
         return TransferStats(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
 
     def __add__(self, other: TransferStats) -> TransferStats:
@@ -48,12 +48,12 @@ class TransferStats:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which the link moved something."""
+        """Share of the time in which the link was busy."""
         return min(1.0, self.busy_s / self.elapsed_s) if self.elapsed_s > 0 else 0.0
 
 
 class Prefetcher:
-    """Fetches blocks into slots ahead of their use. For one thread."""
+    """Prefetcher of blocks into slots; not thread-safe."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Prefetcher:
         *,
         check: Callable[[int, Tensor], None] | None = None,
     ) -> None:
-        """Take over the link, and begin to fetch.
+        """Take ownership of the link, and start to fetch.
 
-        `blocks`: in the order of their use. `slots`: uint8 [record bytes]; one suffices, two let copies and computation
-        overlap. `check` gets each block and its slot at the first use, and raises LinkError if the record is not what
-        was stored.
+        `blocks`: in order of use. `slots`: uint8 [record bytes]; with two or more, transfers overlap computation.
+        `check`: called with each block and its slot at the block's first use; raises LinkError if the record differs
+        from the stored one.
         """
         if not blocks or not slots or len(set(blocks)) < len(blocks):
             raise ValueError(
@@ -86,10 +86,10 @@ class Prefetcher:
         self._fill(self.blocks[0], dict.fromkeys(range(len(self.slots))))
 
     def need(self, block: int) -> int:
-        """Return the slot of a block, valid until `done`; wait for the block if necessary.
+        """Wait for a block, and return its slot, valid until `done`.
 
-        A block that is not next in order begins another pass, which ends all uses. LinkError if the block does not
-        arrive; the next pass tries again.
+        A block that is not the next in order starts another pass, which releases all blocks in use. Raises LinkError
+        if the transfer fails; the next pass fetches the block again.
         """
         for fetched in self._in_use:
             if fetched.block == block:
@@ -119,7 +119,8 @@ class Prefetcher:
     def overlap(self, work: Callable[[], bool] | None) -> Iterator[None]:
         """Run `work` in pieces while the host waits for a block.
 
-        `work` returns False if there is no more. A piece longer than the block's last wait is not begun.
+        `work` returns False after the last piece. A piece starts only if it is expected to end within the time of the
+        block's last wait.
         """
         self._overlap_work, self._piece_s = work, 0.0
         try:
@@ -135,7 +136,7 @@ class Prefetcher:
             self._piece_s, now = time.perf_counter() - now, time.perf_counter()
 
     def done(self, block: int) -> None:
-        """Release the first block in use; its slot gets another block."""
+        """Release the first block in use; fetch another into its slot."""
         assert self._in_use and self._in_use[0].block == block, f"block {block} is not the first in use"
         fetched = self._in_use.popleft()
         last = self._coming[-1] if self._coming else (self._in_use or [fetched])[-1]
@@ -143,7 +144,7 @@ class Prefetcher:
 
     @property
     def traffic(self) -> TransferStats:
-        """Transfers so far."""
+        """Statistics of the transfers so far."""
         return TransferStats(
             num_bytes=self._num_bytes,
             waited_s=self._waited_s,
@@ -152,19 +153,22 @@ class Prefetcher:
         )
 
     def close(self) -> None:
-        """End what is under way. The slots are the caller's again."""
+        """End all transfers; afterwards the caller owns the slots."""
         self._coming.clear()
         self._in_use.clear()
         self._link.close()
 
     def _drop(self) -> None:
-        """Drop all fetches, once none of them writes into a slot."""
+        """Wait for all pending transfers, and discard their blocks."""
         while self._coming:
             with suppress(LinkError):
                 self._coming.popleft().copy.wait()
 
     def _turn_to(self, block: int) -> None:
-        """Restart the order at a block, keeping slots that hold what comes."""
+        """Restart the order at a block.
+
+        The slots of blocks that follow are kept.
+        """
         if block not in self._after:
             raise ValueError(f"block {block} is not in this stream")
         fetched = {coming.slot: coming for coming in (*self._in_use, *self._coming)}
@@ -184,7 +188,10 @@ class Prefetcher:
             self._coming.append(kept[each] if each in kept else self._fetch(each, *fetched.popitem()))
 
     def _fetch(self, block: int, slot: int, before: _Coming | None) -> _Coming:
-        """Start to fetch a block into a slot, once its old block is neither used nor moved."""
+        """Start to fetch a block into a slot.
+
+        The transfer starts after the last transfer into the slot and after the slot's last use.
+        """
         if before is not None and before.block == block:
             return before
         if before is not None:

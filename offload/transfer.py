@@ -1,4 +1,4 @@
-"""Links that move records into slots, and memory of slots."""
+"""Links that transfer records into slots, and host memory for slots."""
 
 from __future__ import annotations
 
@@ -13,51 +13,57 @@ from torch import Tensor
 
 
 class LinkError(RuntimeError):
-    """A record did not arrive; the message names it and the reason."""
+    """Failed transfer of a record; the message names record and reason."""
 
 
 class Copy(Protocol):
-    """A record on its way into a slot."""
+    """Transfer of a record into a slot."""
 
     def wait(self) -> None:
-        """Make later computation use the arrived record; a device waits, not its host.
+        """Make later computation wait for the transfer.
 
-        Raises LinkError at each call if the record did not arrive.
+        With a GPU the host does not block. Raises LinkError at each call if the transfer failed.
         """
         ...
 
     @property
     def arrived(self) -> float | None:
-        """Time of arrival on the host (`time.perf_counter`); None: not yet."""
+        """End of the transfer (host's `time.perf_counter`); None before.
+
+        0.0 if the host does not wait for transfers.
+        """
         ...
 
 
 class Link(Protocol):
-    """Moves records from one memory to another, in order."""
+    """Link that transfers records from one memory to another, in order."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds of transfers, including those under way."""
+        """Seconds of transfers so far."""
         ...
 
     def mark(self) -> Any:
-        """Point in the queue of computation after which `start` may write."""
+        """Return a mark of the computation queued so far, for `start`."""
         ...
 
     def start(self, block: int, slot: Tensor, after: Any) -> Copy:
-        """Start to move a block's record into a slot, and return immediately.
+        """Start to transfer a block's record into a slot, and return immediately.
 
-        The slot is uint8, as long as the record. `after`: mark that computation must have reached; None: at once.
+        The slot is uint8 [record bytes]. `after`: mark of the computation that must end before; None: no condition.
         """
         ...
 
     def close(self) -> None:
-        """End all transfers and free what is held; slots may be freed afterwards."""
+        """End all transfers and free the link's memory.
+
+        Slots may be freed afterwards.
+        """
         ...
 
 
 class Throttled:
-    """Link slowed down to a rate, for tests and simulations."""
+    """Link limited to a rate, for tests and simulations."""
 
     def __init__(
         self,
@@ -100,14 +106,14 @@ class _Due:
 
 
 def host_slots(record_bytes: int, count: int) -> list[Tensor]:
-    """Return `count` slots in host memory, uint8 [record_bytes], page-aligned."""
+    """Return `count` page-aligned slots in host memory, uint8 [record_bytes]."""
     return [host_memory(record_bytes) for _ in range(count)]
 
 
 def host_memory(num_bytes: int) -> Tensor:
-    """Return zeroed page-aligned host memory, uint8 [num_bytes].
+    """Return zeroed, page-aligned host memory, uint8 [num_bytes].
 
-    The size is exact; the memory is freed with its last view.
+    The size is not rounded up. The memory is freed with its last view.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # systems without huge pages

@@ -1,1 +1,4 @@
-"""Quantization: formats, quantized linears, and cached solutions. Imports no other package of the project."""
+"""Quantization formats, quantized linears and cached solutions.
+
+The package imports no other package of the project.
+"""

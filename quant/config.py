@@ -1,4 +1,4 @@
-"""Quantization as users write it. Imports nothing heavy."""
+"""Quantization config and its command-line syntax; no heavy imports."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ class QuantConfig:
     method: str = DEFAULT
     """Name of a format in `quant.formats`."""
     bits: int = 4
-    """Bits per weight, unless `proj_bits` names others; see the format."""
+    """Bits per weight, except for the projections in `proj_bits`."""
     group_size: int = 64
-    """Weights along a row that share a scale; 8 bits have one scale per row."""
+    """Weights along a row with one scale.
+
+    Ignored if the format has one scale per row for these bits, as `hqq` has at 8.
+    """
     head_bits: int | None = None
-    """Bits of the LM head; None = it stays full."""
+    """Bits of the LM head; None: full precision."""
     proj_bits: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
-    """Projection name -> other bits; stored as a sorted tuple of pairs."""
+    """Projection name -> bits, instead of `bits`.
+
+    Stored as a sorted tuple of pairs.
+    """
     skip_layers: tuple[int, ...] = ()
-    """Indices of layers that stay full."""
+    """Indices of layers left at full precision."""
     skip_projs: tuple[str, ...] = ()
-    """Names of projections that stay full in every layer, e.g. `down`."""
+    """Projections left at full precision in every layer, e.g. `down`."""
 
     def __post_init__(self) -> None:
         proj_bits = dict(self.proj_bits)
@@ -64,9 +70,10 @@ class QuantConfig:
 
     @classmethod
     def parse(cls, spec: str, skips: Sequence[str] = ()) -> QuantConfig:
-        """Read `METHOD[:BITS[:GROUP]][,PROJECTION=BITS...]` and skips such as `layers=0,29` or `proj=down,o`.
+        """Parse `METHOD[:BITS[:GROUP]][,PROJECTION=BITS...]` and skips.
 
-        `head=BITS` quantizes the LM head. A range of layers may be written `10-14`. ValueError on anything else.
+        A skip is e.g. `layers=0,29`, `layers=10-14` or `proj=down,o`. `head=BITS` quantizes the LM head. Raises
+        ValueError for anything else.
         """
         first, *overrides = spec.split(",")
         method, *numbers = first.split(":")
@@ -100,13 +107,13 @@ class QuantConfig:
 
     @property
     def spec(self) -> str:
-        """The canonical form of what `parse` reads first, e.g. `hqq:4:64,down=8,head=4`."""
+        """First argument of `parse` in canonical form, e.g. `hqq:4:64,down=8,head=4`."""
         pairs = [*dict(self.proj_bits).items(), *([(HEAD, self.head_bits)] if self.head_bits else [])]
         return ",".join([f"{self.method}:{self.bits}:{self.group_size}", *(f"{name}={bits}" for name, bits in pairs)])
 
     @property
     def skips(self) -> tuple[str, ...]:
-        """The canonical form of the skips, e.g. `("layers=0,29", "proj=down")`."""
+        """Skips in canonical form, e.g. `("layers=0,29", "proj=down")`."""
         parts = {"layers": map(str, self.skip_layers), "proj": self.skip_projs}
         return tuple(f"{key}={text}" for key, names in parts.items() if (text := ",".join(names)))
 

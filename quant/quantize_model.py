@@ -1,4 +1,4 @@
-"""Quantization of a model's linears: beside the full ones, or in their place.
+"""Quantization of a model's linears, with or without the full ones.
 
 A projection is named by the last part of its path, e.g. `down`; a trailing `_proj` may be left out.
 """
@@ -22,50 +22,50 @@ from quant.switch_linear import QuantizedLinear, Switch, SwitchLinear
 from quant.weight_cache import content_key, pack_weight, read_store, store_path, unpack_weight, write_store
 
 LayerOf = Callable[[str], int | None]
-"""Path of a linear -> its layer; None outside layers."""
+"""Path of a linear -> its layer; None outside the layers."""
 Progress = Callable[[int, int, str], None]
-"""Callback (linears done, linears in all, path of the last one)."""
+"""Callback (linears done, total linears, path of the last linear)."""
 PackFn = Callable[[QuantizedWeight, Tensor | None], nn.Module]
-"""Packs solved weights for a kernel of the caller; the module has `nbytes`."""
+"""Function (weight, bias) -> module of the caller's kernel, with `nbytes`."""
 SolveFn = Callable[[Tensor, int, int], QuantizedWeight]
-"""Solver (weight [N, K], bits, group size)."""
+"""Solver (weight [N, K], bits, group size) -> quantized weight."""
 
 PROBED_ROWS, PROBES = 256, 3
-"""Rows of a matrix solved to estimate times, and repetitions."""
+"""Rows of the matrix solved to estimate times, and repetitions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverConfig:
-    """Solver of slow bits, and the folder of cached solutions."""
+    """Solver of the format's `cached_bits`, and the folder of cached solutions."""
 
     solve: SolveFn | None = None
-    """Replacement of the format's own, for bits whose solutions are cached."""
+    """Solver in place of the format's, for the format's `cached_bits`."""
     cache_dir: Path | None = None
     """Folder of cached solutions; None: no cache."""
     identity: str | None = None
-    """Identity of the checkpoint's weights; None: a hash of their values."""
+    """Identity of the checkpoint's weights; None: a hash of the values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantReport:
-    """Quantized linears, their bytes and the time."""
+    """Number of quantized linears, their bytes and the time."""
 
     spec: str
     """The configuration in canonical form."""
     num_linears: int
-    """Linears that have quantized weights now."""
+    """Linears quantized so far."""
     full_bytes: int
-    """Bytes of their weights at full precision."""
+    """Bytes of the linears' weights at full precision."""
     quantized_bytes: int
-    """Bytes of their quantized weights, scales included."""
+    """Bytes of the linears' quantized weights, scales included."""
     seconds: float
     """Wall time, loading from the cache included."""
     from_cache: bool
-    """True when the solved weights were read from disk."""
+    """True if all solved weights were read from the cache."""
 
 
 class QuantTask(NamedTuple):
-    """A linear to quantize."""
+    """Linear to quantize."""
 
     path: str
     bits: int
@@ -74,7 +74,7 @@ class QuantTask(NamedTuple):
 
 
 class LinearQuantizer:
-    """Quantizes a model layer by layer, as its weights are read."""
+    """Quantizer of a model, layer by layer while the weights are read."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class LinearQuantizer:
         pack: PackFn | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Plan the quantization; ValueError for impossible names, layers or shapes.
+        """Plan the quantization.
 
-        With a switch each linear becomes a `SwitchLinear`; without, quantized linears replace full ones. `head_name`:
-        path of the LM head. `device`: place of weights that are on the meta device until their layer is quantized.
-        `pack`: see `PackFn`.
+        Raises ValueError for unknown names or layers, and unsupported shapes. With a switch each linear becomes a
+        `SwitchLinear`; without a switch quantized linears replace full ones. `head_name`: path of the LM head.
+        `device`: device of weights that are on the meta device until their layer is quantized. `pack`: see `PackFn`.
         """
         started = time.perf_counter()
         self._model, self._config, self._switch, self._pack = model, config, switch, pack
@@ -117,7 +117,10 @@ class LinearQuantizer:
         return list(dict.fromkeys(task.layer for task in self.tasks))
 
     def quantize(self, layer: int | None) -> None:
-        """Quantize the linears of a layer, if it has any; their weights have been read."""
+        """Quantize the linears of a layer, if any.
+
+        The layer's weights must have been read.
+        """
         started = time.perf_counter()
         tasks = [task for task in self.tasks if task.layer == layer]
         solved = _Solved(self._model, tasks, self._config, self._solver_config)
@@ -146,9 +149,9 @@ class LinearQuantizer:
         return form.linear(path, given, bias, bits=bits, group_size=group, dtype=weight.dtype, device=weight.device)
 
     def solve_seconds(self) -> float:
-        """Estimate the seconds of solving; 0 if solutions are cached.
+        """Return the estimated seconds of solving; 0 if solutions are cached.
 
-        Weights may be on the meta device, if `SolverConfig` has an identity.
+        Weights may be on the meta device if `SolverConfig` has an identity.
         """
         slow = [task for task in self.tasks if task.bits in self._config.format.cached_bits]
         files = [
@@ -179,21 +182,24 @@ class LinearQuantizer:
 
 
 def quantize_linears(model: nn.Module, config: QuantConfig, switch: Switch, **options: Any) -> QuantReport:
-    """Replace each linear of the layers, and a configured head, by a `SwitchLinear`.
+    """Replace each linear to quantize by a `SwitchLinear`.
 
-    Skipped linears serve both parts at full precision. Options and errors are those of `LinearQuantizer`; after an
-    error the model is unchanged.
+    Target and drafter run skipped linears at full precision. Options and errors are those of `LinearQuantizer`. If
+    planning fails, the model is unchanged.
     """
     return _quantize_all(LinearQuantizer(model, config, switch, **options))
 
 
 def replace_with_quantized(model: nn.Module, config: QuantConfig, **options: Any) -> QuantReport:
-    """Replace each linear by its quantized one; see `quantize_linears`."""
+    """Replace each linear to quantize by its quantized linear.
+
+    Options and errors: see `quantize_linears`.
+    """
     return _quantize_all(LinearQuantizer(model, config, **options))
 
 
 def quantized_copy(model: nn.Module, config: QuantConfig, **options: Any) -> tuple[nn.Module, QuantReport]:
-    """Return a second model with quantized linears, which shares all other weights."""
+    """Return a copy with quantized linears; all other weights are shared."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
     return twin, replace_with_quantized(twin, config, **options)
@@ -208,7 +214,7 @@ def _quantize_all(quantizer: LinearQuantizer) -> QuantReport:
 class _Solved:
     """Solved weights of a layer, from the cache or the solver.
 
-    Only the format's `cached_bits` are cached: rounding rows to 8 bits is cheaper than reading them.
+    Only the format's `cached_bits` are cached: rounding rows to 8 bits is cheaper than reading a solution.
     """
 
     def __init__(
@@ -244,7 +250,10 @@ class _Solved:
 def _kept_file(
     model: nn.Module, tasks: list[QuantTask], config: QuantConfig, solver_config: SolverConfig
 ) -> tuple[Path, str] | None:
-    """Return the cached file of these linears and its key; None without a cache."""
+    """Return the cached file of these linears and its key.
+
+    Returns None without a cache folder, or without bits that are cached.
+    """
     slow = [task for task in tasks if task.bits in config.format.cached_bits]
     if solver_config.cache_dir is None or not slow:
         return None
@@ -256,7 +265,7 @@ def _kept_file(
 def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[QuantTask]:
     """Return the linears to quantize, in the model's order.
 
-    ValueError if the config names what the model lacks.
+    Raises ValueError if the config names a projection, layer or head that the model does not have.
     """
     layers: dict[str, int] = {}
     has_head = False
@@ -298,7 +307,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _weight_NK(linear: nn.Module) -> Tensor:
-    """[outputs, inputs]; transformers' Conv1D (GPT-2) keeps its weight the other way round."""
+    """Return the weight [N, K]; transformers' Conv1D (GPT-2) stores it transposed."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
     return weight.detach() if isinstance(linear, nn.Linear) else weight.detach().t()

@@ -10,14 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantizedWeight:
-    """Weight matrix as integers: W = (q - zero) * scale, by groups of a row."""
+    """Quantized weight.
+
+    W = (q - zero) * scale, with a scale and a zero per group of a row.
+    """
 
     q: Tensor
     """uint8 [N, K], one code per weight (not packed), 0..2^bits - 1."""
     scale: Tensor
     """float32 [N, G]."""
     zero: Tensor
-    """float32 [N, G]: the code of 0, usually no whole number; 128 at 8 bits."""
+    """float32 [N, G]: code of weight 0, often fractional."""
     bits: int
     """Bits per code."""
     group_size: int
@@ -29,11 +32,11 @@ class QuantizedWeight:
 
 
 def dequantize(q_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor) -> Tensor:
-    """Return (q - zero) * scale [N, K], in the dtype of scale."""
+    """Return the weight [N, K], in the dtype of the scale."""
     q_NGg = q_NK.unflatten(-1, (scale_NG.shape[-1], -1)).to(scale_NG.dtype)
     return ((q_NGg - zero_NG[..., None]) * scale_NG[..., None]).flatten(-2)
 
 
 def int8_codes(weight: QuantizedWeight) -> Tensor:
-    """Return codes 0..255 around 128 as int8 around 0."""
+    """Return the uint8 codes as int8: code - 128."""
     return (weight.q.to(torch.int16) - 128).to(torch.int8)

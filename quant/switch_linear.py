@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Switch:
-    """Choice of weights, shared by all linears of a model; full ones at first."""
+    """Selection of full or quantized weights, shared by a model's linears."""
 
     __slots__ = ("quantized",)
 
@@ -19,7 +19,7 @@ class Switch:
 
     @contextmanager
     def quantized_weights(self) -> Iterator[None]:
-        """Use quantized weights in forward passes of the block."""
+        """Select the quantized weights inside the context."""
         self.quantized = True
         try:
             yield
@@ -28,7 +28,7 @@ class Switch:
 
 
 class SwitchLinear(nn.Module):
-    """Linear that is `full` for the target and `quantized` for the drafter."""
+    """Linear with full weights for the target, quantized ones for the drafter."""
 
     def __init__(self, full: nn.Module, quantized: nn.Module, switch: Switch) -> None:
         super().__init__()
@@ -44,9 +44,10 @@ class SwitchLinear(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """Linear with quantized weights: x [..., K] -> [..., N], in one dtype.
+    """Linear with quantized weights: x [..., K] -> [..., N].
 
-    Subclasses own their weights as buffers. Casting with `.to(dtype)` is not supported.
+    Input and output have one dtype. Subclasses register their weights as buffers. Casting with `.to(dtype)` is not
+    supported.
     """
 
     bias: Tensor | None
@@ -57,5 +58,5 @@ class QuantizedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the quantized weights, without the bias, which is the full linear's."""
+        """Bytes of the quantized weights, without the bias."""
         return sum(buffer.nbytes for name, buffer in self.named_buffers() if name != "bias")

@@ -1,4 +1,4 @@
-"""Cached solutions: one safetensors file per layer, read only if its checksum holds."""
+"""Cache of quantized weights: one safetensors file with a checksum per layer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FORMAT = "2"  # raise it when a solver or the layout of the file changes
 
 
 def content_key(weights: Iterable[tuple[str, Tensor, int, int]], identity: str | None = None) -> str:
-    """Return the hash of everything that decides the solution.
+    """Return the hash of all inputs of the solver.
 
-    `identity` of the checkpoint stands for the values of all weights, whose hash takes a second per gigabyte or two.
+    The checkpoint's `identity` replaces the weights' values, whose hash takes a second per one or two gigabytes.
     """
     digest = hashlib.sha256()
     digest.update(repr((_FORMAT, torch.__version__, identity)).encode())
@@ -42,7 +42,10 @@ def store_path(cache_dir: Path, key: str) -> Path:
 
 
 def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
-    """Return the packed tensors of a key, on the CPU; None if missing or (warning) damaged."""
+    """Return the packed tensors of a key, on the CPU.
+
+    Returns None if the file is missing, or damaged, which logs a warning.
+    """
     if not path.exists():
         return None
     try:
@@ -59,7 +62,10 @@ def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
 
 
 def write_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
-    """Write a file as a whole; a full disk costs a warning and quantizing at the next start."""
+    """Write a file atomically.
+
+    If writing fails, a warning is logged, and the next start quantizes again.
+    """
     try:
         with atomic_path(path) as fresh:
             save_file(tensors, fresh, metadata={"key": key, "payload": _payload(tensors)})
@@ -68,7 +74,7 @@ def write_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
 
 
 def pack_weight(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return CPU tensors to write, two codes to a byte."""
+    """Return the CPU tensors to write, with two codes per byte."""
     codes = weight.q.cpu()
     return {
         f"{name}.q": codes[:, ::2] | codes[:, 1::2] << 4,

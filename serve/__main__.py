@@ -1,4 +1,4 @@
-"""The server as a program."""
+"""Entry point of `python -m serve`."""
 
 import sys
 

@@ -16,28 +16,28 @@ from serve.handlers import check_name
 from sharesd import __version__
 
 PAGE = Path(__file__).parent / "page"
-"""The chat: `index.html`, and what it refers to as `page/...`."""
+"""Folder of the chat page: `index.html` and its files."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'"
 )
-"""The page's Content-Security-Policy, which it has itself, too."""
+"""Content-Security-Policy of the page, equal to that in `index.html`."""
 _STARTED = int(time.time())
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """`GET /v1/models`: the one model."""
+    """Handle `GET /v1/models`: a list of the one model."""
     return {"object": "list", "data": [_card(request.app.state.service)]}
 
 
 async def one_model(request: Request, name: str) -> dict[str, Any]:
-    """`GET /v1/models/NAME`."""
+    """Handle `GET /v1/models/NAME`."""
     check_name(request.app.state.service, name)
     return _card(request.app.state.service)
 
 
 async def health(request: Request) -> dict[str, Any]:
-    """`GET /health`: 200 once requests are served, 503 before and after."""
+    """Handle `GET /health`: 200 while requests are served, else 503."""
     unavailable_reason = request.app.state.service.unavailable_reason
     if unavailable_reason is not None:
         raise unavailable(unavailable_reason)
@@ -45,17 +45,17 @@ async def health(request: Request) -> dict[str, Any]:
 
 
 async def metrics(request: Request) -> Response:
-    """`GET /metrics`."""
+    """Handle `GET /metrics`."""
     return Response(request.app.state.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def version(request: Request) -> dict[str, str]:
-    """`GET /version`."""
+    """Handle `GET /version`."""
     return {"version": __version__, "mode": request.app.state.service.settings.mode}
 
 
 async def page(request: Request) -> Response:
-    """`GET /`: the chat."""
+    """Handle `GET /`: the chat page."""
     if not (PAGE / "index.html").exists():
         return PlainTextResponse("this installation has no page\n", 404)
     headers = {

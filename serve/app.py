@@ -1,4 +1,4 @@
-"""The application: which path leads where."""
+"""ASGI application with all routes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ GETS: dict[str, Callable[..., Any]] = {
     "/version": admin_routes.version,
 }
 HEADS = {"/", "/health"}
-"""Paths that answer HEAD requests, for monitors."""
+"""Paths that support HEAD requests, for monitors."""
 
 
 def make_app(service: Service) -> FastAPI:
-    """All routes, around one service."""
+    """Return the application of a service."""
     app = FastAPI(title="ShareSD", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     for path, handler in POSTS.items():

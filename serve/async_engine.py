@@ -18,11 +18,11 @@ from serve.tool_format import format_of
 log = logging.getLogger(__name__)
 
 MAX_STEP_SECONDS = 120.0
-"""Seconds after which a step that has not ended counts as hanging."""
+"""Maximum seconds of a step; after that the engine counts as hanging."""
 
 
 class Service:
-    """Admission and delivery, bound to one event loop; loading starts at once."""
+    """Admission and delivery on one event loop; loading starts immediately."""
 
     def __init__(self, settings: Settings, load: Callable[[], Model]) -> None:
         self.settings, self.metrics = settings, Metrics(settings.model_name, self._kv_use)
@@ -32,7 +32,7 @@ class Service:
         self.closing = False
         self.calls: set[Call] = set()
         self.owners: dict[Choice, Call] = {}
-        """Choices in the engine -> their call."""
+        """Choice in the engine -> its call."""
         self.num_places_used = 0
         """Queue places in use."""
         loop = asyncio.get_running_loop()
@@ -46,7 +46,7 @@ class Service:
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Reason why no request can be served now, or None."""
+        """Reason for refusing requests, or None."""
         if self.failure is not None:
             return "the engine failed" if self.model else "the model could not be loaded"
         if self.closing:
@@ -67,7 +67,7 @@ class Service:
     def open(self, num_choices: int) -> Call:
         """Reserve queue places for a request's choices; `Call.close` releases them.
 
-        Raises ApiError: 503 if none can be served, 429 if the queue is full, 400 for more than it could ever hold.
+        Raises ApiError: 503 if the server is not ready, 429 if the queue is full, 400 for more choices than places.
         """
         model = self.ready_model()
         settings = self.settings
@@ -89,7 +89,7 @@ class Service:
         return call
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests; after `timeout` seconds fail those that still run."""
+        """Refuse new requests; fail running requests after `timeout` seconds."""
         self.closing = True
         await self._wait_for_calls(timeout)
         for call in self.calls:
@@ -97,11 +97,11 @@ class Service:
         await self._wait_for_calls(1.0)
 
     async def wait_after_failure(self) -> None:
-        """Wait until running requests have sent their error."""
+        """Wait until running requests have sent their errors."""
         await self._wait_for_calls(2.0)
 
     def stop(self) -> bool:
-        """Stop the engine's thread; False if it still runs after 5 s."""
+        """Stop the engine's thread; return False after 5 s."""
         return self.engine.stop(5.0)
 
     async def _wait_for_calls(self, timeout: float) -> None:
@@ -140,7 +140,7 @@ class Service:
             call.on_outputs(group)
 
     def _kv_use(self) -> float:
-        """Share of the KV cache that running choices fill."""
+        """Return the share of the KV cache used by running choices."""
         if self.model is None:
             return 0.0
         used = sum(len(c.prompt) + len(c.token_ids) for c in self.owners if c.first is not None and not c.ended)
@@ -186,7 +186,7 @@ class Call:
             pass
 
     def close(self) -> None:
-        """Cancel running choices and release their places; repeated calls have no effect."""
+        """Cancel running choices and release their places; idempotent."""
         if self not in self._service.calls:
             return
         self._service.calls.remove(self)
@@ -202,12 +202,12 @@ class Call:
         self._news.put_nowait([] if error is None else invalid(str(error)))
 
     def on_outputs(self, outputs: list[Output]) -> None:
-        """Deliver one round's outputs of this call."""
+        """Deliver one round's outputs for this call."""
         self._release(sum(output.choice.ended for output in outputs))
         self._news.put_nowait(outputs)
 
     def fail(self, error: ApiError) -> None:
-        """Deliver an error, after which nothing follows."""
+        """Deliver an error as the last event."""
         self._news.put_nowait(error)
 
     async def _next(self) -> list[Output]:

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""Route `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve.tool_calls import CallPart, CallReader
 
 
 async def chat(request: Request) -> Response:
-    """Complete a conversation."""
+    """Handle `POST /v1/chat/completions`."""
     body = await read(request, ChatBody)
     messages = request.state.visit.prompt = for_template(body.messages)
 
@@ -38,7 +38,7 @@ async def chat(request: Request) -> Response:
 
 
 class ChatFormat(ResponseFormat):
-    """Messages and deltas."""
+    """Response format of chats: messages and deltas."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
@@ -69,7 +69,7 @@ class ChatFormat(ResponseFormat):
         return "tool_calls" if tokens.finish_reason == "stop" and choice in self._called else tokens.finish_reason
 
     def _read(self, choice: Choice, tokens: Tokens) -> tuple[str, list[dict[str, Any]]]:
-        """Return content and tool calls in OpenAI's shape."""
+        """Return content and tool calls in OpenAI's format."""
         body, form = self._body, self._format
         if form is None or not body.functions:
             return tokens.text, []
@@ -98,7 +98,10 @@ class ChatFormat(ResponseFormat):
 
 
 def _call(part: CallPart) -> dict[str, Any]:
-    """Return a call in OpenAI's shape; Mistral's templates require nine-character ids."""
+    """Return a call in OpenAI's format.
+
+    Ids have nine characters, as Mistral's templates require.
+    """
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     call_id = "".join(secrets.choice(ascii_letters + digits) for _ in range(9))

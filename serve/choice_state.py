@@ -29,21 +29,21 @@ class Chunk(Tokens, Protocol):
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """One choice; times are seconds of time.monotonic()."""
+    """State of one choice; times are seconds of time.monotonic()."""
 
     prompt: list[int]
     params: SamplingParams
     prompt_index: int
-    """Index of its prompt in the request."""
+    """Index of the choice's prompt in the request."""
     index: int
     """Index in the request: prompt_index * n + number of the sample."""
 
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
-    """Time of its first tokens."""
+    """Time of the first tokens."""
     last: float | None = None
     ended: bool = False
-    """True once it is finished or cancelled, and its place is free."""
+    """True after finish or cancellation, with the place released."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -53,15 +53,18 @@ class Choice:
     finish_reason: str | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[float] | None = None
-    """Log-probabilities of prompt tokens but the first; set with the first chunk."""
+    """Log-probabilities of all prompt tokens except the first.
+
+    They are set with the first chunk.
+    """
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
 
     rounds: int = 0
-    """Rounds, without the prefill."""
+    """Number of rounds, without the prefill."""
     drafted: int = 0
-    """Draft tokens verified."""
+    """Number of verified draft tokens."""
     accepted_at: list[int] = field(default_factory=list)
-    """Rounds in which the draft token at this position was accepted."""
+    """Number of rounds with an accepted draft token, by position."""
 
     def add(self, chunk: Chunk, num_drafted: int) -> float | None:
         """Append a round's tokens, of which `num_drafted` draft tokens were verified.

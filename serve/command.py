@@ -1,4 +1,4 @@
-"""The command line of the server."""
+"""Command line of the server."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 PROG = "python -m serve"
 EMBEDDED = "SmolLM2-135M-Instruct"
-"""The model that is served where no other is given."""
+"""Default model."""
 PACKAGES = "fastapi uvicorn prometheus-client llguidance"
-"""Packages of the extra `serve`."""
+"""Packages of the optional dependencies `serve`."""
 KEY_VARIABLE = "SHARESD_API_KEY"
-"""Environment variable of an API key; process lists do not show it."""
+"""Environment variable of an API key, not visible in process lists."""
 
 Load = Callable[[EngineConfig, Mode, int | None], "Model"]
 
 
 def main(argv: Sequence[str] | None = None, load: Load | None = None, prog: str = PROG) -> int:
-    """Serve; returns the exit status. `load` stands in for `load_model`."""
+    """Run the server and return the exit status; `load` replaces `load_model`."""
     return main_guard(lambda: _run(parse(make_parser(prog), argv), load or load_model))
 
 
@@ -73,7 +73,7 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
 
 
 def make_parser(prog: str = PROG) -> Parser:
-    """The parser; `prog` is what the program was started as."""
+    """Return the parser; `prog` is the name of the program."""
     parser = Parser(
         prog=prog,
         description="Serve a model over HTTP as OpenAI's API has it. The address goes to stdout as soon as it listens, "
@@ -193,7 +193,10 @@ def _port(text: str) -> int:
 
 
 def _origin(text: str) -> str:
-    """As browsers send it: anything else would never match."""
+    """Return an origin in the form that browsers send.
+
+    Other forms would not match.
+    """
     if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://([^\sA-Z/?#@:\[\]]+|\[[0-9a-f:.]+\])(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no origin; for example https://example.org, or *")
     return text

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, and `POST /predict`, which is a completion in few words."""
+"""Routes `POST /v1/completions` and `POST /predict`, a minimal completion."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from serve.token_utils import TokenTexts, encode, token_text
 from sharesd.models.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
-"""OpenAI's `max_tokens` of completions."""
+"""OpenAI's default of `max_tokens` for completions."""
 
 
 async def completions(request: Request) -> Response:
-    """Complete texts or token ids."""
+    """Handle `POST /v1/completions`: complete texts or token ids."""
     body = await read(request, CompletionBody)
     call = await _start(request, body)
     return await respond(request, call, body, CompletionFormat(call.model.tokenizer, body))
 
 
 async def predict(request: Request) -> Response:
-    """Return the prompt and 40 sampled tokens as one JSON string."""
+    """Handle `POST /predict`.
+
+    Returns the prompt and 40 sampled tokens as one JSON string.
+    """
     prompt = (await read(request, PredictBody)).prompt
     call = await _start(request, CompletionBody(prompt=prompt, max_tokens=40, top_k=10, top_p=0.9))
     await call.finish()
@@ -47,7 +50,7 @@ async def _start(request: Request, body: CompletionBody) -> Call:
 
 
 class CompletionFormat(ResponseFormat):
-    """Texts."""
+    """Response format of completions: texts."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl-"
@@ -95,14 +98,14 @@ class CompletionFormat(ResponseFormat):
         }
 
     def _by_text(self, likeliest: list[tuple[int, float]]) -> dict[str, float]:
-        """Log-probabilities by text; of tokens that read alike, the likeliest one's."""
+        """Return text -> log-probability, the maximum if tokens have equal texts."""
         texts: dict[str, float] = {}
         for token, value in likeliest:
             texts.setdefault(token_text(self.tokenizer, token), finite(value))
         return texts
 
     def _echo(self, choice: Choice) -> str:
-        """The prompt, as it was given or as its ids read."""
+        """Return the prompt's text, decoded if given as ids."""
         if self._prompts is None:
             return ""
         prompt = self._prompts[choice.prompt_index]
@@ -117,6 +120,6 @@ class CompletionFormat(ResponseFormat):
 
 
 def _starts(texts: Sequence[str], end: int) -> tuple[list[int], int]:
-    """Return offsets of consecutive texts from `end` on, and the new end."""
+    """Return the offsets of consecutive texts from `end`, and the new end."""
     *starts, end = accumulate(map(len, texts), initial=end)
     return starts, end

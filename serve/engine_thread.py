@@ -1,4 +1,4 @@
-"""The thread that owns the engine and emits its events."""
+"""Thread that runs the engine and emits its events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it needs torch, which the server's start does not wait for
 
 
 class Engine(Protocol):
-    """Interface of the engine that the server uses."""
+    """Interface of the engine, as used by the server."""
 
     @property
     def num_running(self) -> int: ...
@@ -33,16 +33,16 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model."""
+    """Loaded model."""
 
     engine: Engine
     tokenizer: Tokenizer
     max_context: int
-    """Tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     vocab_size: int
     grammars: Grammars
     tool_format: ToolFormat | None = None
-    """Format of the model's tool calls; None if it is not known."""
+    """Format of the model's tool calls; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Added:
-    """Reply to `EngineThread.add`: the choices are queued, or all refused with `error`."""
+    """Event after `EngineThread.add`: choices are queued, or refused with `error`."""
 
     choices: list[Choice]
     error: ValueError | None = None
@@ -66,14 +66,14 @@ class Output(NamedTuple):
     choice: Choice
     chunk: Chunk
     num_drafted: int
-    """Draft tokens verified in the round."""
+    """Number of draft tokens verified in the round."""
     admitted: float
     """Start of the step that assigned a batch row (time.monotonic)."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """A step of the engine."""
+    """Event: a step of the engine has ended."""
 
     outputs: list[Output]
     num_running: int
@@ -89,13 +89,13 @@ class Failed:
 
 @dataclass
 class _Taken:
-    """A choice that the engine decodes."""
+    """Choice that the engine decodes."""
 
     choice: Choice
     admitted: float | None = None
-    """Start of the step that gave it a batch row."""
+    """Start of the step that assigned a batch row."""
     begun: bool = False
-    """True once its first tokens have come."""
+    """True after the first tokens."""
     num_drafted: int = 0
     """Draft tokens of the rounds emitted so far."""
 
@@ -104,7 +104,7 @@ Event = Ready | Added | Round | Failed
 
 
 class EngineThread:
-    """Runs the model that `load` returns and calls `emit` with events.
+    """Thread that runs the model of `load` and emits events by `emit`.
 
     All methods may be called from any thread.
     """
@@ -119,15 +119,15 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread: load the model, then decode."""
+        """Start the thread, which loads the model, then decodes."""
         self._thread.start()
 
     def add(self, choices: Sequence[Choice]) -> None:
-        """Queue these choices, all or none; an `Added` event follows."""
+        """Queue all choices or none; an `Added` event follows."""
         self._inbox.put(partial(self._add, list(choices)))
 
     def cancel(self, choices: Sequence[Choice]) -> None:
-        """Cancel these before the next round; earlier chunks may still come."""
+        """Cancel choices before the next round; chunks of earlier rounds may follow."""
         self._inbox.put(partial(self._cancel, list(choices)))
 
     def stop(self, timeout: float) -> bool:
@@ -138,7 +138,7 @@ class EngineThread:
 
     @property
     def seconds_in_step(self) -> float:
-        """Seconds since the current step began; 0 between steps."""
+        """Return the seconds since the current step began; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -155,7 +155,7 @@ class EngineThread:
             self._emit(Failed(error))
 
     def _read_inbox(self) -> None:
-        """Run queued commands; block for one if no request is active."""
+        """Run queued commands; block until the next if no request is active."""
         wait = not self._requests
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 MAX_SHOWN = 40
-"""Characters of a wrong value that a message repeats."""
+"""Maximum characters of an invalid value in a message."""
 MAX_ERRORS = 1000
-"""Validation errors of one body that are examined; each costs microseconds."""
+"""Maximum validation errors of a body to examine; each takes microseconds."""
 
 REMEDIES = {
     "prompt": "give a text, a list of texts, a list of token ids, or a list of such lists, none of them empty",
@@ -27,11 +27,11 @@ REMEDIES = {
     "structured_outputs": "give one of json (a schema), regex, choice (a list of texts) and grammar (Lark)",
     "logit_bias": "give up to 1,024 token ids with numbers from -100 to 100",
 }
-"""Remedies for parameters whose type alone would say too little."""
+"""Parameter -> remedy in messages, if the type is not enough."""
 
 
 class ApiError(Exception):
-    """An answer other than 200."""
+    """Error response: status, message and parameter."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """`{"error": ...}`."""
+        """Response body, `{"error": ...}`."""
         return {"error": {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The error as a response."""
+        """Return the error as a response."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
@@ -69,27 +69,30 @@ def _kind(status: int) -> str:
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A wrong value, with the parameter's name."""
+    """Return the error for an invalid value of a parameter."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str) -> ApiError:
-    """The server cannot answer at the moment."""
+    """Return the error of a server that is not ready."""
     return ApiError(503, message, headers={"retry-after": "1"})
 
 
 def engine_failed() -> ApiError:
-    """Error of running requests if the engine fails; the log says why."""
+    """Return the error of running requests after a failure of the engine.
+
+    The log has the reason.
+    """
     return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
 
 
 def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    """Error of routing: an unknown path or a wrong method."""
+    """Return a routing error: an unknown path or a wrong method."""
     return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MAX_SHOWN]}", headers=headers)
 
 
 def of_schema(error: ValidationError) -> ApiError:
-    """Error for a body's first wrong value, or for their number."""
+    """Return the error for the first, or for too many, invalid values."""
     if error.error_count() > MAX_ERRORS:
         return invalid(f"the body has {error.error_count()} wrong values or unknown keys; leave them out")
     first = error.errors(include_url=False, include_context=False)[0]

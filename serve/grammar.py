@@ -13,15 +13,15 @@ from serve.tool_format import calls_grammar, text_and_calls_grammar
 from sharesd.data import grammar_spec
 
 MAX_CHARACTERS = 100_000
-"""Length of a grammar."""
+"""Maximum characters of a grammar."""
 SECONDS = 10.0
-"""Time limit of compilation; llguidance's own limits end it soon after."""
+"""Time limit of compilation; later, llguidance's own limits end compilation."""
 
 
 async def compiled(model: Model, body: Generation) -> str | None:
-    """Return the grammar of a request, compiled on another thread, or None.
+    """Return the compiled grammar of a request, or None.
 
-    Raises ApiError 400 for one that does not compile or is too long.
+    Compilation runs on another thread. Raises ApiError 400 for a grammar that does not compile or is too long.
     """
     param = next(iter(body.shaped_by), "")
     try:

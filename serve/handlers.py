@@ -24,7 +24,7 @@ from sharesd import __version__
 
 
 def check_name(service: Service, name: str | None) -> None:
-    """Raise ApiError 404 if `name` is another model's."""
+    """Raise ApiError 404 if `name` is not the served model."""
     served = service.settings.model_name
     if name is not None and name != served:
         message = f"the model {name[:60]!r} does not exist here; {served!r} is served"
@@ -34,10 +34,10 @@ def check_name(service: Service, name: str | None) -> None:
 async def start(
     request: Request, body: Generation, param: str, num_prompts: int, encode: Callable[[Model], list[list[int]]]
 ) -> Call:
-    """Return a queued call; the end of the request closes it.
+    """Return a queued call.
 
-    Queue places are reserved before anything is encoded. `param` names the field of the prompts in errors. Raises
-    ApiError.
+    The call is closed at the end of the request. Queue places are reserved before encoding. `param`
+    names the field of the prompts in errors. Raises ApiError.
     """
     service: Service = request.app.state.service
     check_name(service, body.model)

@@ -1,4 +1,4 @@
-"""Request log on stderr: a line each, as text or JSON."""
+"""Request log on stderr: a line per request, text or JSON."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TextIO
 
 
 class RequestLog:
-    """Stream of the log lines."""
+    """Writer of log lines to a stream."""
 
     def __init__(self, *, as_json: bool, stream: TextIO | None = None) -> None:
         self._as_json, self._stream = as_json, stream or sys.stderr
 
     def write(self, facts: Mapping[str, Any]) -> None:
-        """One line of what is known; what is None is left out."""
+        """Write a line with all fields that are not None."""
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
         line |= {name: round(v, 4) if isinstance(v, float) else v for name, v in facts.items() if v is not None}
         if self._as_json:

@@ -1,4 +1,4 @@
-"""Schemas of chat messages, and their form for chat templates."""
+"""Schemas of chat messages, and conversion for chat templates."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from serve.tools import Name
 
 
 class Part(Strict):
-    """A part of a message's content."""
+    """Part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Strict):
-    """A function that was called, with arguments in JSON."""
+    """Called function, with arguments as JSON."""
 
     name: Name
     arguments: str
 
 
 class ToolCall(Strict):
-    """A call in an answer that is sent back."""
+    """Tool call of an earlier answer."""
 
     id: str
     type: Literal["function"] | None = None
@@ -38,7 +38,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One message; keys that answers carry may be sent back as null."""
+    """Message; keys of earlier answers may be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
@@ -50,7 +50,7 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     """Tool calls of an assistant message."""
     tool_call_id: str | None = None
-    """Call that a tool message answers."""
+    """Id of the call whose result a tool message has."""
 
     @model_validator(mode="after")
     def _has_what_its_role_asks_for(self) -> Self:
@@ -64,7 +64,7 @@ class Message(Strict):
 
     @property
     def text(self) -> str:
-        """The content; parts are lines."""
+        """Content as text, with a line per part."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
@@ -74,10 +74,10 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates read.
+    """Return messages in the form of chat templates.
 
-    `developer` becomes `system`, arguments become objects, and tool messages get the name of their function. Raises
-    ApiError 400 for arguments that are no object.
+    `developer` becomes `system`, arguments become objects, and tool messages get the function's name. Raises ApiError
+    400 if arguments are not an object.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str, str] = {}

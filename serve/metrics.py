@@ -18,7 +18,7 @@ PER_ROUND = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own."""
+    """Metrics of one server, in a separate registry."""
 
     def __init__(self, model_name: str, kv_use: Callable[[], float]) -> None:
         """Create the metrics; `kv_use` returns the used share of the KV cache."""
@@ -54,18 +54,21 @@ class Metrics:
         )
 
     def exposition(self) -> bytes:
-        """The text that `GET /metrics` answers with."""
+        """Return the text of `GET /metrics`."""
         return generate_latest(self._registry)
 
     def round(self, event: Round) -> None:
-        """A step of the engine has ended."""
+        """Record a step of the engine."""
         self._running.set(event.num_running)
         self._waiting.set(event.num_waiting)
         if event.outputs:
             self._iteration.observe(sum(len(output.chunk.token_ids) for output in event.outputs))
 
     def count_output(self, output: Output, gap: float | None) -> None:
-        """Count a choice's tokens, `gap` seconds after the previous (None: first)."""
+        """Count a choice's tokens.
+
+        `gap`: seconds since the choice's previous tokens; None for the first.
+        """
         choice, chunk, num_drafted, admitted = output
         num_tokens = len(chunk.token_ids)
         self._generation_tokens.inc(num_tokens)
@@ -83,11 +86,11 @@ class Metrics:
             self._ended(choice, admitted)
 
     def rejected(self, reason: str) -> None:
-        """There was no place for a request."""
+        """Count a request refused because the queue was full."""
         self._rejections.labels(*self._own, reason).inc()
 
     def disconnected(self) -> None:
-        """A client went away before its answer was complete."""
+        """Count a client that disconnected before the end of the answer."""
         self._gone.inc()
 
     def _began(self, choice: Choice) -> None:
@@ -115,7 +118,7 @@ class Metrics:
         return _bound(Gauge(f"sharesd:{name}", text, LABELS, registry=self._registry), self._own)
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        """Return a counter; own labels get their values on each use."""
+        """Return a counter; its own labels have values per use."""
         counter = Counter(f"sharesd:{name}", text, (*LABELS, *labels), registry=self._registry)
         return counter if labels else _bound(counter, self._own)
 
@@ -125,7 +128,7 @@ class Metrics:
 
 
 LABELS = ("model_name", "engine")
-"""As vLLM has them; there is one engine."""
+"""Labels of vLLM's metrics; there is one engine."""
 
 
 def _bound(metric: Any, values: tuple[str, str]) -> Any:
@@ -133,7 +136,7 @@ def _bound(metric: Any, values: tuple[str, str]) -> Any:
 
 
 class _Speculation:
-    """The four counters from which clients compute acceptance, under one prefix."""
+    """Four counters under one prefix, from which clients compute acceptance."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, prefix: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:

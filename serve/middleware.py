@@ -25,9 +25,9 @@ from serve.usage import facts
 log = logging.getLogger(__name__)
 
 PUBLIC = re.compile(r"/|/page/.*|/health|/metrics|/version")
-"""Paths without API key."""
+"""Paths that need no API key."""
 QUIET = {"/health", "/metrics"}
-"""Paths of monitors, which are not logged."""
+"""Paths that are not logged: requests of monitors."""
 CLIENT_CLOSED_REQUEST = 499
 """Status in the log if the client disconnected."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -35,22 +35,22 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass
 class RequestState:
-    """One request, as long as it lasts."""
+    """State of one request."""
 
     id: str
-    """The client's own `x-request-id`, where it gives one."""
+    """Request id: the client's `x-request-id`, if given."""
     began: float = field(default_factory=time.monotonic)
     call: Call | None = None
-    """The engine's call; closed at the end of the request."""
+    """Call of the request, closed at its end."""
     prompt: Any = None
     """Prompt for the log, with `--log-prompts`."""
     status: int = 0
     complete: bool = False
-    """All of the response was sent."""
+    """True if the whole response was sent."""
 
 
 class ClientDisconnected(Exception):
-    """The client went away before its answer was complete."""
+    """Client disconnected before the end of the answer."""
 
 
 class Middleware:

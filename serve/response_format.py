@@ -1,4 +1,4 @@
-"""Choices of streamed chunks and of whole answers, per endpoint."""
+"""Choices of streamed chunks and whole answers, by endpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from serve.token_utils import TokenTexts
 from sharesd.models.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Replacement of minus infinity, which JSON does not support."""
 
 
 class ResponseFormat:
-    """The base of both endpoints' forms; belongs to one request."""
+    """Base class of both endpoints' response formats, for one request."""
 
     kind: str
     """`object` of a whole answer."""
@@ -29,13 +29,13 @@ class ResponseFormat:
         self._texts: dict[Choice, TokenTexts] = defaultdict(lambda: TokenTexts(tokenizer))
 
     def part(self, choice: Choice, tokens: Tokens) -> dict[str, Any] | None:
-        """Return a choice of a streamed chunk, None without news."""
+        """Return a choice of a streamed chunk; None without new text."""
         news = tokens.finish_reason is not None or self._details or self._logprobs
         text = self.streamed(choice, tokens, news=news)
         return None if text is None else self._choice(choice, tokens, text) | self._token_details(choice, tokens)
 
     def whole(self, choice: Choice) -> dict[str, Any]:
-        """A choice of an answer."""
+        """Return a choice of a whole answer."""
         return self._choice(choice, choice, self.complete(choice)) | self._token_details(choice, choice)
 
     def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
@@ -43,15 +43,15 @@ class ResponseFormat:
         raise NotImplementedError
 
     def complete(self, choice: Choice) -> dict[str, Any]:
-        """The text of an answer."""
+        """Return the text of a whole answer."""
         raise NotImplementedError
 
     def finish_reason(self, choice: Choice, tokens: Tokens) -> str | None:
-        """Return the finish reason in the endpoint's words."""
+        """Return the finish reason in the endpoint's terms."""
         return tokens.finish_reason
 
     def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
-        """The log-probabilities of tokens; there are some."""
+        """Return the log-probabilities of tokens, which must have some."""
         raise NotImplementedError
 
     def _choice(self, choice: Choice, tokens: Tokens, text: dict[str, Any]) -> dict[str, Any]:
@@ -74,5 +74,5 @@ def alternatives(tokens: Tokens) -> list[list[tuple[int, float]]]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability, limited to JSON's finite numbers."""
     return max(logprob, MIN_LOGPROB)

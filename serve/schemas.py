@@ -1,6 +1,7 @@
-"""Schemas of request bodies: parameters with effect, and those accepted without.
+"""Schemas of request bodies.
 
-Anything else is an error that names it. Types are strict: no text stands for a number.
+Some parameters are accepted without effect. An unknown parameter is an error that names it. Types are strict: a string
+is not accepted as a number.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from serve.tools import Function, NamedTool, ToolChoice, Tools
 from sharesd.sampling_params import SamplingParams
 
 MAX_CHOICES = 128
-"""`n` at most; the queue may allow less."""
+"""Maximum of `n`; the queue's limit may be lower."""
 MAX_TOP_LOGPROBS = 20
-"""Alternatives per token at most."""
+"""Maximum alternatives per token."""
 
 
 Body = TypeVar("Body", bound=Strict)
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Number = Annotated[int, Field(ge=1, lt=2**31)]
 Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
-"""A token id, as keys of JSON write it."""
+"""Token id as a JSON key."""
 
 # Lists end at the first wrong item: an error for each would take seconds to collect.
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
@@ -36,7 +37,7 @@ Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 
 
 async def read(request: Request, kind: type[Body]) -> Body:
-    """The body of a request; ApiError for what is wrong with it."""
+    """Return the validated body of a request; ApiError if invalid."""
     try:
         return kind.model_validate_json(await request.body())
     except ValidationError as error:
@@ -47,13 +48,13 @@ class StreamOptions(Strict):
     """Options of a stream's last chunk."""
 
     include_usage: bool | None = None
-    """A last chunk with the usage and no choices."""
+    """True: the last chunk has the usage and no choices."""
     include_obfuscation: Literal[False] | None = None
-    """There is none."""
+    """False or null: obfuscation is not supported."""
 
 
 class JsonSchema(Strict):
-    """JSON schema of the answer, always strict."""
+    """JSON schema of the answer; always strict."""
 
     name: str | None = None
     description: str | None = None
@@ -75,13 +76,13 @@ class Format(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's `structured_outputs`: one of its keys."""
+    """vLLM's `structured_outputs`, with exactly one key."""
 
     json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1)] | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
-    """llguidance's dialect of Lark."""
+    """Grammar in llguidance's dialect of Lark."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -115,9 +116,9 @@ class Generation(Strict):
     response_format: Format | None = None
     structured_outputs: StructuredOutputs | None = None
     speculate: bool | None = None
-    """Ours: false switches this request's drafts off."""
+    """Extension: false disables drafts for this request."""
     token_details: bool | None = None
-    """Ours: where each token came from, and how the drafts fared."""
+    """Extension: true returns each token's source and speculation figures."""
 
     # Accepted where they ask for nothing.
     min_tokens: Literal[0] | None = None
@@ -149,19 +150,19 @@ class Generation(Strict):
 
     @property
     def shaped_by(self) -> list[str]:
-        """The parameters that say what the answer must be like."""
+        """Names of the given parameters that constrain the answer's form."""
         has_format = self.response_format is not None and self.response_format.type != "text"
         asking = {"response_format": has_format, "structured_outputs": self.structured_outputs is not None}
         return [name for name, asked in asking.items() if asked]
 
     @property
     def choices_per_prompt(self) -> int:
-        """`n`."""
+        """Number of choices per prompt: `n`."""
         return self.n or 1
 
     @property
     def token_limit(self) -> int | None:
-        """Tokens of each answer at most, where the request says so."""
+        """Maximum tokens per answer; None if not given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -176,7 +177,7 @@ class Generation(Strict):
 
     @property
     def num_top(self) -> int | None:
-        """Top log-probabilities per token; None: no log-probabilities at all."""
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         return None
 
     @property
@@ -209,7 +210,7 @@ class Generation(Strict):
 
 
 class ChatBody(Generation):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: Messages
     logprobs: bool | None = None
@@ -217,9 +218,9 @@ class ChatBody(Generation):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: one call at most."""
+    """False: at most one call."""
     add_generation_prompt: bool | None = None
-    """False: the prompt ends with the last message, without an assistant header."""
+    """False: the prompt ends after the last message, without assistant header."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -247,12 +248,12 @@ class ChatBody(Generation):
 
     @property
     def functions(self) -> list[Function]:
-        """Functions that the prompt offers to the model."""
+        """Functions in the prompt."""
         return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
 
     @property
     def must_call(self) -> list[Function]:
-        """Functions of which one must be called; empty: none must."""
+        """Functions of which one must be called; empty: calls are optional."""
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [function for function in self.functions if function.name == name]
@@ -260,7 +261,7 @@ class ChatBody(Generation):
 
     @property
     def max_calls(self) -> int | None:
-        """In one answer; None: any number."""
+        """Maximum calls in one answer; None: no limit."""
         return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
     @property
@@ -269,7 +270,7 @@ class ChatBody(Generation):
 
 
 class CompletionBody(Generation):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | Texts | Ids | ManyIds
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -278,7 +279,7 @@ class CompletionBody(Generation):
     suffix: Literal[""] | None = None
 
     add_special_tokens: bool | None = None
-    """False: a text is encoded without the token that begins texts."""
+    """False: a text is encoded without the beginning-of-text token."""
 
     @model_validator(mode="after")
     def _has_something_to_do(self) -> Self:
@@ -296,19 +297,19 @@ class CompletionBody(Generation):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself."""
+        """Return the list of prompts."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if single else self.prompt  # type: ignore[list-item, return-value]
 
 
 class PredictBody(Strict):
-    """`POST /predict`."""
+    """Body of `POST /predict`."""
 
     prompt: Annotated[str, Field(min_length=1)]
 
 
 class TokenizeBody(Strict):
-    """`POST /tokenize`: a text, or messages, which go through the chat template."""
+    """Body of `POST /tokenize`: a text, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -330,7 +331,7 @@ class TokenizeBody(Strict):
 
 
 class DetokenizeBody(Strict):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]

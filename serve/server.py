@@ -1,4 +1,4 @@
-"""From a socket to an exit status: listening, signals, the end."""
+"""HTTP server: socket, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve.engine_thread import Model
 from serve.server_config import Settings
 
 LAST_TIMEOUT = 2
-"""Seconds for unread responses and unsent bodies after running answers have ended."""
+"""Seconds for unread responses and unsent bodies, after all answers."""
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -34,7 +34,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 class Server:
-    """Serves one model on one socket, once."""
+    """Server of one model on one socket; runs once."""
 
     def __init__(self, settings: Settings, load: Callable[[], Model], sock: socket.socket) -> None:
         self._settings, self._load, self._sock = settings, load, sock
@@ -52,7 +52,7 @@ class Server:
         return asyncio.run(self._run())
 
     def stop(self) -> None:
-        """As the first signal does, from any thread."""
+        """Stop the server as the first signal does; callable from any thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # it has ended
                 self._loop.call_soon_threadsafe(self._asked_to_stop.set)
@@ -85,7 +85,7 @@ class Server:
         return 0 if service.failure is None else 1
 
     async def _end(self, service: Service, serving: asyncio.Task) -> None:
-        """Wait for a reason to end, and for the requests that run."""
+        """Wait for the shutdown, and for running requests."""
         stop, failed = (asyncio.create_task(event.wait()) for event in (self._asked_to_stop, service.failed))
         await asyncio.wait({stop, failed, serving}, return_when=asyncio.FIRST_COMPLETED)
         if service.failed.is_set():

@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits and names. Wrong values raise ValueError."""
+    """Limits and names of a server; raises ValueError for invalid values."""
 
     model_name: str
     """Name of the model in requests."""
     root: str
-    """Source of the model, as it was given."""
+    """Source of the model, as given on the command line."""
     mode: str
     max_batch: int = 8
-    """Choices that are decoded together."""
+    """Maximum choices decoded as one batch."""
     max_queue: int = 64
-    """Choices that may wait."""
+    """Maximum choices in the queue."""
     max_body: int = 4 * 2**20
-    """Bytes of a request's body."""
+    """Maximum bytes of a request's body."""
     api_keys: tuple[str, ...] = ()
     """Accepted API keys; empty: no key is required."""
     cors_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
-    """Seconds for running requests after SIGTERM."""
+    """Time limit in seconds for running requests after SIGTERM."""
     body_timeout: float = 30.0
-    """Seconds for a request's body to come."""
+    """Time limit in seconds for receiving a request's body."""
     keep_alive: float = 5.0
-    """Seconds of silence in a stream before a comment."""
+    """Seconds without output before a stream sends a comment."""
     tool_format: str | None = None
     """Format of tool calls; None: derived from the chat template."""
     json_log: bool = False
@@ -45,5 +45,5 @@ class Settings:
 
     @property
     def num_places(self) -> int:
-        """Choices that may run or wait."""
+        """Maximum choices in the batch and the queue."""
         return self.max_batch + self.max_queue

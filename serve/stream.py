@@ -1,4 +1,4 @@
-"""Server-sent events: what each round gave, at once."""
+"""Server-sent events, one or more per round."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DONE = b"data: [DONE]\n\n"
 async def events(
     call: Call, form: ResponseFormat, head: Mapping[str, Any], body: Generation, *, patience: float
 ) -> AsyncIterator[bytes]:
-    """Yield a stream's bytes: events of each round, comments as keep-alive.
+    """Yield a stream's bytes: events of each round, and keep-alive comments.
 
-    A comment follows `patience` seconds without output. A failure is an event, after which the stream ends normally.
+    A comment is sent after `patience` seconds without output. After a failure, an error event ends the stream.
     """
     nothing_yet = {"usage": None} if body.wants_usage else {}
     try:
@@ -38,5 +38,5 @@ async def events(
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One event."""
+    """Return one event as bytes."""
     return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"

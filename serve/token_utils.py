@@ -17,7 +17,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def encode(model: Model, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
-    """Return a prompt's ids; ApiError 400 if it cannot be answered."""
+    """Return a prompt's ids; raises ApiError 400 for an invalid prompt."""
     ids = model.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
     return _checked(model, ids, "prompt")
 
@@ -57,9 +57,10 @@ def encode_chat(
 
 
 def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> int:
-    """Return the answer's token limit: `asked`, or the rest of the context.
+    """Return the token limit of the answer.
 
-    Raises ApiError 400 with both numbers if prompt and answer do not fit.
+    It is the requested limit, or else the rest of the context. Raises ApiError 400 with both numbers if
+    prompt and answer do not fit.
     """
     left = model.max_context - len(prompt)
     if left < 1 or (asked or 0) > left:
@@ -76,13 +77,13 @@ def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, pa
 
 
 def decode(model: Model, ids: Sequence[int], param: str) -> str:
-    """The text of ids; ApiError 400 for ids outside the vocabulary."""
+    """Return the text of ids; ApiError 400 for ids outside the vocabulary."""
     check_ids(model, ids, param)
     return model.tokenizer.decode(ids)
 
 
 def check_ids(model: Model, ids: Sequence[int], param: str) -> None:
-    """ApiError 400 for ids outside the vocabulary."""
+    """Raise ApiError 400 for ids outside the vocabulary."""
     wrong = next((i for i in ids if not 0 <= i < model.vocab_size), None)
     if wrong is not None:
         raise invalid(f"{param}: token id {str(wrong)[:20]} is outside the vocabulary of {model.vocab_size}", param)

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+"""Routes `POST /tokenize` and `POST /detokenize`, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def tokenize(request: Request) -> JSONResponse:
 
 
 async def detokenize(request: Request) -> JSONResponse:
-    """The text of token ids."""
+    """Return the text of token ids."""
     body = await read(request, DetokenizeBody)
     model = _model(request, body.model)
     return await run_in_threadpool(_detokenized, model, body)

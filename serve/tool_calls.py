@@ -1,8 +1,7 @@
 """Incremental parser of tool calls in the text of an answer.
 
-Text is a call once the format's mark and an object with the name of a known function have been read. Arguments are
-emitted as the model writes them. Anything else is content, mark included. Results do not depend on how the text is cut
-into pieces.
+A call is the format's mark, followed by an object with the name of a known function. Arguments are emitted as they are
+generated. All other text is content, marks included. Results do not depend on the division of the text into pieces.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameter
 
 @dataclass
 class CallPart:
-    """A piece of a call."""
+    """Piece of a call."""
 
     index: int
-    """Number of the call in its answer."""
+    """Index of the call in the answer."""
     name: str | None
-    """In the first piece of a call only."""
+    """Name of the function, in the first piece only."""
     arguments: str
-    """The next characters of its JSON."""
+    """Next characters of the arguments' JSON."""
 
 
 @dataclass
@@ -36,18 +35,18 @@ class Read:
 
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
-    """One for each call at most."""
+    """Pieces of calls, at most one per call."""
 
 
 class CallReader:
-    """Reads one answer."""
+    """Parser of one answer."""
 
     def __init__(
         self, form: ToolFormat, names: Collection[str], *, max_calls: int | None = None, must: bool = False
     ) -> None:
         """Parse calls of the functions `names`.
 
-        Text after `max_calls` calls is dropped. `must`: the answer has nothing but calls.
+        Text after `max_calls` calls is dropped. `must`: the answer consists of calls only.
         """
         self._form, self._names, self._max_calls, self._must = form, names, max_calls, must
         self._buffer = ""  # text that was not read yet
@@ -58,7 +57,7 @@ class CallReader:
         self._next: Callable[[], bool] = self._text if form.mark else self._opening
 
     def push(self, text: str, *, last: bool) -> Read:
-        """Parse the next piece; `last` flushes what was held back."""
+        """Parse the next piece; `last` flushes buffered text."""
         self._buffer += text
         self._last, self._read = last, Read()
         while self._next():
@@ -99,7 +98,10 @@ class CallReader:
         return self._go_on(self._head)
 
     def _head(self) -> bool:
-        """Parse an object to its name, or whole if arguments come first."""
+        """Parse an object up to the name.
+
+        If the arguments come first, the whole object is parsed.
+        """
         head = _HEAD.match(self._buffer)
         if head:
             if head[1] not in self._names:
@@ -180,7 +182,7 @@ class CallReader:
         return True
 
     def _give_back(self) -> bool:
-        """It is no call."""
+        """Return the buffered text as content, since it is not a call."""
         self._read.content += self._markup
         self._markup = ""
         return self._go_on(self._text)
@@ -198,14 +200,14 @@ class CallReader:
 
 
 class _Braces:
-    """Finds where a JSON object ends that comes in pieces."""
+    """Incremental search for the end of a JSON object."""
 
     def __init__(self, depth: int = 0) -> None:
-        """`depth`: how many brackets are open."""
+        """Start with `depth` open brackets."""
         self._depth, self._quoted, self._escaped = depth, False, False
 
     def feed(self, text: str) -> int | None:
-        """Return the characters up to the object's end; None: not reached."""
+        """Return the length up to the object's end; None if not reached."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False

@@ -20,13 +20,13 @@ class ToolFormat:
     mark: str
     """Mark before a call; empty: the answer itself begins with calls."""
     opening: str
-    """Between that and the first call."""
+    """Text between the mark and the first call."""
     between: str
-    """Between two calls."""
+    """Text between two calls."""
     end: str
-    """After the last one."""
+    """Text after the last call."""
     key: str
-    """Key of the arguments in the object."""
+    """Key of the arguments in the call's object."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", "arguments")
@@ -89,7 +89,7 @@ def _rules(form: ToolFormat, functions: Sequence[Function]) -> list[str]:
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Return a Lark literal; a mark with its own token becomes that token."""
+    """Return a Lark literal of a mark, or its special token."""
     parts = [part for part in re.split("(" + "|".join(map(re.escape, TOOL_MARKS)) + ")", text) if part]
     ids = [tokenizer.backend.token_to_id(part) if part in TOOL_MARKS else None for part in parts]
     return " ".join(json.dumps(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True))

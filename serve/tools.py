@@ -10,20 +10,20 @@ from serve.errors import invalid
 from serve.strict import Strict
 
 MAX_TOOLS = 128
-"""In one request."""
+"""Maximum tools in a request."""
 
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class Function(Strict):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of its arguments."""
+    """JSON schema of the arguments."""
     strict: bool | None = None
-    """True if arguments of every call must follow the schema."""
+    """True: arguments of every call must match the schema."""
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
@@ -33,32 +33,32 @@ class Function(Strict):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The JSON schema of its arguments; without one there are none."""
+        """JSON schema of the arguments; without a schema, no arguments."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return self.parameters
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return the function in the form of chat templates."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.arguments}}
 
 
 class Tool(Strict):
-    """Functions are the only tools."""
+    """Tool; always a function."""
 
     type: Literal["function"]
     function: Function
 
 
 class Named(Strict):
-    """The name of a function."""
+    """Name of a function."""
 
     name: Name
 
 
 class NamedTool(Strict):
-    """The one function to call."""
+    """Choice of one function that must be called."""
 
     type: Literal["function"]
     function: Named

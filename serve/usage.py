@@ -11,7 +11,7 @@ from serve.schemas import Generation
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """OpenAI's `usage`: a prompt counts once, however many choices it has."""
+    """Return OpenAI's `usage`; a prompt with several choices counts once."""
     cached: dict[int, int] = {}
     for choice in choices:  # the first one to be read fills the cache for the others
         cached[choice.prompt_index] = min(choice.cached_tokens, cached.get(choice.prompt_index, choice.cached_tokens))
@@ -26,7 +26,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def speculative(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return figures over all rounds, without the prefills' first tokens."""
+    """Return speculation figures over all rounds, without prefills' first tokens."""
     begun = [choice for choice in choices if choice.first is not None]
     num_decoded = sum(max(0, len(choice.token_ids) - 1) for choice in begun)
     rounds = sum(choice.rounds for choice in begun)
@@ -43,7 +43,7 @@ def speculative(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def facts(choices: Sequence[Choice]) -> dict[str, Any]:
-    """A request's numbers, for its line in the log."""
+    """Return a request's figures for the log line."""
     firsts = [choice.first - choice.began for choice in choices if choice.first is not None]
     counts, rounds = usage(choices), speculative(choices)
     return {

@@ -1,4 +1,4 @@
-"""ShareSD: lossless speculative decoding in which the target drafts for itself through quantized linears.
+"""ShareSD: lossless self-speculative decoding through quantized linears.
 
 `import sharesd` is quick: torch is imported with the first name that needs it.
 """

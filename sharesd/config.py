@@ -1,4 +1,7 @@
-"""Options of the runtime, as frozen dataclasses. Single values are checked here, their combinations in `loading`."""
+"""Options of the runtime, as frozen dataclasses.
+
+Single values are checked here, and combinations in `loading`.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,19 @@ Kernels = Literal["auto", "triton", "torch"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MIN_CONTEXT, PLANNED_CONTEXT = 16, 2048
-"""Tokens of a context at least, and where it is `auto` and has to be known before the model is loaded."""
+"""Minimum of `max_context`, and its value in plans.
+
+Plans are made before the model is loaded, and use the second number if `max_context` is `auto`.
+"""
 SMALL = "small"
-"""`EngineConfig.draft` where the small decoder that comes with the embedded model is to draft."""
+"""`EngineConfig.draft` for the small decoder that comes with the embedded model."""
 
 
 class PlanOnly(Exception):
-    """What was asked for is a plan alone. Carries its lines: what, choice, why."""
+    """Raised if only a plan was requested.
+
+    `lines` describe the plan: subject, choice and reason of each decision.
+    """
 
     def __init__(self, lines: Sequence[tuple[str, str, str]]) -> None:
         super().__init__("the plan is made, and nothing is loaded")
@@ -44,25 +53,40 @@ def check_min(name: str, value: float, low: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
-    """Whether weights may live elsewhere than where they are used, and how much memory there is."""
+    """Offloading of weights, and limits of memory."""
 
     when: Offload = "auto"
-    """`auto`: if the model does not fit. `off`: never. `plan-only`: the plan is made, and nothing loaded."""
+    """Condition of offloading.
+
+    `auto`: the model does not fit. `off`: never. `plan-only`: a plan is made, and nothing is loaded.
+    """
     device_memory: int | None = None
-    """Bytes that may be taken of a GPU's memory; None = what is free."""
+    """Limit of GPU memory in bytes; None = free memory."""
     host_memory: int | None = None
-    """Bytes that this process may take of the host's memory; None = what is free."""
+    """Limit of this process's host memory in bytes; None = free memory."""
     folder: str | None = None
-    """Where blocks are kept that come from a disk; None = in the cache folder."""
+    """Folder of blocks offloaded to a disk; None = a cache folder."""
     rate: float | None = None
-    """Bytes a second to which the link is slowed down, to see what slower machines do; None = as fast as it is."""
+    """Limit of the link in bytes per second; None = no limit.
+
+    It simulates slower machines.
+    """
     choose_bits: bool = True
-    """Whether the plan chooses the bits of a quantized drafter, 4 or 8; else those of `quant` are taken."""
+    """Let the plan choose 4 or 8 bits for quantized drafters.
+
+    Otherwise the bits of `quant` are used.
+    """
     choose_depth: bool = True
-    """Whether the plan chooses how long drafts may be; else `max_draft` holds, as it does with `num_draft`."""
+    """Let the plan choose the maximum length of drafts.
+
+    Otherwise, and with `num_draft`, the maximum is that of the options.
+    """
 
     choose_trees: bool = True
-    """Whether it may choose draft trees, too, which only acceptance `match` knows."""
+    """Let the plan choose draft trees, too.
+
+    Only acceptance `match` supports trees.
+    """
 
     def __post_init__(self) -> None:
         check_one_of("offload", self.when, get_args(Offload))
@@ -73,22 +97,31 @@ class OffloadConfig:
 
     @property
     def limited(self) -> bool:
-        """Whether a limit is given."""
+        """True if a limit of memory is given."""
         return self.device_memory is not None or self.host_memory is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """Which devices share the blocks of a model, in stages."""
+    """Pipeline stages: devices that share the blocks of a model."""
 
     devices: tuple[str, ...] = ()
-    """Names of the stages' devices, in order; () = those of `device_map` and `max_memory`."""
+    """Names of the stages' devices, in order.
+
+    () = the devices of `device_map` and `max_memory`.
+    """
     device_map: str | None = None
-    """`auto`: all GPUs. Else a JSON file with names of modules and their devices, as accelerate has them."""
+    """`auto` for all GPUs, or a JSON file.
+
+    The file has names of modules and their devices, in accelerate's layout.
+    """
     max_memory: tuple[tuple[int, int], ...] = ()
-    """Numbers of GPUs (on a CPU, of stages) and the bytes that may be taken of each; others are not used."""
+    """Numbers of GPUs, or of stages on a CPU, with byte limits.
+
+    Other GPUs are not used.
+    """
     simulated_latency_s: float = 0.0
-    """What each hop from stage to stage is held back, to see what slower links do."""
+    """Delay of each transfer between stages, to simulate slower links."""
 
     def __post_init__(self) -> None:
         for number, size in self.max_memory:
@@ -97,7 +130,7 @@ class PipelineConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything of it."""
+        """True if any option of stages is given."""
         return bool(self.devices or self.device_map is not None or self.max_memory)
 
 
@@ -108,78 +141,132 @@ class EngineConfig:
     target: str | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
     mode: Mode = "auto"
-    """Name of the drafter, `naive` for plain decoding, or `auto` for what fits the model and this machine."""
+    """Name of the drafter, `naive` or `auto`.
+
+    `naive`: plain decoding. `auto`: drafters chosen for the model and this machine.
+    """
     hybrid_with: tuple[str, ...] = ()
-    """Drafters of mode `hybrid`: at most one model or head, and tables. (): see `sharesd.drafters.hybrid`."""
+    """Drafters of mode `hybrid`: at most one model or head, and tables.
+
+    (): see `sharesd.drafters.hybrid`.
+    """
     auto_drafters: tuple[str, ...] = ()
-    """Drafters of `auto`, as `hybrid_with`. (): chosen when the model is loaded (`sharesd.loading.auto_mode`)."""
+    """Drafters of mode `auto`, as `hybrid_with`.
+
+    (): chosen when the model is loaded (`sharesd.loading.auto_mode`).
+    """
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
-    """Values of options of single drafters by name; see `options` of each `SPEC`."""
+    """Options of single drafters by name; see `options` of each `SPEC`."""
     drafter_modules: tuple[str, ...] = ()
-    """Files or modules with drafters from outside of this package, each of which defines a `SPEC`."""
+    """Files or modules with external drafters, each of which defines a `SPEC`."""
     draft: str | None = None
-    """Second model of drafters that need one, or `small`: the one that comes with the embedded model; None = a separate
-    quantized copy of the target with its own KV."""
+    """Second model of drafters that need one.
+
+    `small`: the decoder that comes with the embedded model. None = a separate quantized copy of the target with its own
+    KV.
+    """
     heads: tuple[str, ...] = ()
-    """Trained heads, at most one for each mode. Modes without one take the head that ships with the embedded model."""
+    """Trained heads, at most one for each mode.
+
+    Modes without one use the head that comes with the embedded model.
+    """
     head_quant: QuantConfig | None = None
-    """How the head's linears are quantized; None = not at all. With `head_bits` an LM head that it shares with
-    the target is copied for that."""
+    """Quantization of linears of trained heads; None = no quantization.
+
+    With `head_bits`, an LM head shared with the target is copied before its quantization.
+    """
     num_draft: int | None = None
-    """Draft tokens per round; None = chosen anew for each round, by measured costs and acceptance, 0 to `max_draft`."""
+    """Draft tokens per round; None = chosen for each round.
+
+    The choice, from 0 to `max_draft`, depends on measured costs and acceptance.
+    """
     max_draft: int = 8
-    """Draft tokens per round at most, where their number is chosen."""
+    """Maximum draft tokens per round, if their number is chosen."""
     tree: tuple[int, int, int] | Literal["auto", "off"] = "auto"
-    """Models and heads: (K, depth, budget) of draft trees: the K likeliest nodes of each level have K
-    children each, and of all the `budget` likeliest are verified. With these `max_draft` means nothing, and `num_draft`
-    is None (chains and trees of that size or less, as it pays) or the budget (always the whole tree). `auto`: the same
-    with up to `max_draft` tokens on a CPU, where their number is chosen and nothing is compiled; else chains. `off`:
-    chains alone."""
+    """Draft trees of models and heads: (K, depth, budget), `auto` or `off`.
+
+    The K likeliest nodes of each level have K children each, and the `budget` likeliest of all nodes are verified. With
+    a given size, `max_draft` has no effect, and `num_draft` is None or the budget. None: chains, and trees of at most
+    this size, are chosen for each round. The budget: every draft is a whole tree.
+
+    `auto`: trees of up to `max_draft` tokens if `num_draft` is None and `compile` is native, else chains. An offload
+    plan may choose trees, too. `off`: only chains.
+    """
     dtype: DType = "auto"
     """`auto`: bfloat16, and float16 on GPUs without it."""
     device: str = "auto"
-    """`auto`: the freest GPU that works, else cpu."""
+    """`auto`: the working GPU with the most free memory, else the CPU."""
     quant: QuantConfig = field(default_factory=lambda: QuantConfig(head_bits=4))
-    """How the drafter's linears are quantized."""
+    """Quantization of the drafter's linears."""
     compile: CompileMode = "auto"
-    """`native`: all blocks in one call of a C++ kernel (CPU). `regional`: one block compiled by Inductor and reused.
-    `full`: the whole step in one Inductor graph (models of transformers: `regional`, too). `off`: eager. `auto`: native
-    on a CPU if the kernel knows the model, else regional. On CUDA rounds are captured in graphs unless it is off."""
+    """Compilation of steps.
+
+    `native`: all blocks in one call of a C++ kernel, on a CPU. `regional`: one block, compiled by Inductor and reused.
+    `full`: the whole step in one Inductor graph; `regional` does this, too, for models of transformers. `off`: eager.
+    `auto`: native on a CPU if the kernel supports the model, else regional. On CUDA, rounds are captured in graphs
+    unless compilation is off.
+    """
     kernels: Kernels = "auto"
-    """On a GPU. `triton`: ours. `torch`: cuBLAS, SDPA and gemlite; steps have one fixed width, so that texts stay those
-    of plain decoding. `auto`: what SHARESD_KERNELS says, else ours, and torch's where ours do not run. Of a process."""
+    """Kernels of this process on a GPU.
+
+    `triton`: this project's kernels. `torch`: cuBLAS, SDPA and gemlite; steps have one fixed width, so that texts equal
+    those of plain decoding. `auto`: the value of SHARESD_KERNELS, else `triton`, or `torch` if Triton does not run.
+    """
     exact: bool = True
-    """Give a row the same bits in every mode: by kernels that do so in steps of any width, or by one fixed width."""
+    """Give a row the same bits in every mode.
+
+    Either kernels ensure this in steps of any width, or all steps have one width.
+    """
     steady_cublas: bool = False
-    """On a GPU, keep cuBLAS from splitting sums: rows may then have the same bits in steps of any width, which is found
-    out at start. Products of prompts may take longer."""
+    """Keep cuBLAS from splitting sums on a GPU.
+
+    Rows may then have the same bits in steps of any width, which is checked at start. Products of prompts may take
+    longer.
+    """
     threads: int | None = None
-    """Threads that share a step on a CPU; None = as many as torch would use, and fewer while others keep cores busy.
-    Texts do not depend on it."""
+    """Threads of a step on a CPU; None = torch's default.
+
+    With None, steps have fewer threads while other programs use cores. Texts do not depend on this number.
+    """
     tensor_parallel: int = 1
-    """Ranks that share each linear and the heads of attention, each a process with a device of its own (on a CPU: with
-    a part of the cores). Texts do not depend on it, if the style is `gather`."""
+    """Ranks that share each linear and the attention heads.
+
+    Each rank is a process with its own device, or with a part of the cores on a CPU. Texts do not depend on this number
+    if the style is `gather`.
+    """
     tensor_parallel_style: TensorParallelStyle = "gather"
-    """`gather`: no sum is split, with four exchanges a block. `reduce`: two, and bits depend on the number of ranks;
-    texts of all modes are the same with the same number."""
+    """Exchange between ranks.
+
+    `gather`: no sum is split; there are four exchanges per block. `reduce`: sums are split; there are two exchanges per
+    block, and bits depend on the number of ranks. With the same number, texts of all modes are the same.
+    """
     split: PipelineConfig = field(default_factory=PipelineConfig)
-    """Devices that have some of the blocks each, in place of `device`. Texts do not depend on it."""
+    """Pipeline stages, in place of `device`.
+
+    Each device has some of the blocks. Texts do not depend on the stages.
+    """
     draft_device: str | None = None
-    """Device of a second model; None = where the target's head is."""
+    """Device of a second model; None = that of the target's head."""
     max_batch: int = 1
-    """Rows of the KV cache: how many prompts are decoded together."""
+    """Rows of the KV cache: maximum number of prompts decoded together."""
     max_queue: int | None = None
-    """Requests that may wait for a row; None = any number."""
+    """Maximum requests that wait for a row; None = no limit."""
     prefill_chunk: int | None = None
-    """Tokens of a prompt that are read between two rounds of other requests; None = 512, and on a CPU as many as the
-    others hardly notice. Where a prompt's bits depend on how it is cut, as on a GPU, it is always 512."""
+    """Maximum prompt tokens read between two rounds of other requests.
+
+    None = 512; on a CPU, few enough not to delay the other requests. If a prompt's bits depend on its chunks, as on a
+    GPU, only 512 is supported.
+    """
     max_context: int | Literal["auto"] = "auto"
-    """Tokens of prompt and output together that the KV cache can hold per row; cut to the model's own limit. `auto`:
-    that limit, or what half of the free memory holds, if that is less (see `sharesd.loading.max_context`)."""
+    """Maximum tokens of prompt and output per row of the KV cache.
+
+    It is reduced to the model's own limit. `auto`: the model's limit, or fewer tokens if half of the free memory holds
+    fewer (see `sharesd.loading.max_context`).
+    """
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """What happens when the model is larger than memory."""
+    """Offloading of models larger than memory."""
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, get_args(DType))
@@ -217,17 +304,17 @@ class EngineConfig:
 
     @property
     def planned_context(self) -> int:
-        """`max_context`, as far as it is known before the model is loaded."""
+        """`max_context`, or its value in plans if `auto`."""
         return self.max_context if isinstance(self.max_context, int) else PLANNED_CONTEXT
 
     @property
     def explicit_tree(self) -> tuple[int, int, int] | None:
-        """Draft trees that all models shall draft, if there are such."""
+        """Given size of draft trees; None for `auto` and `off`."""
         return None if isinstance(self.tree, str) else self.tree
 
     @property
     def max_draft_tokens(self) -> int:
-        """Draft tokens per round at most."""
+        """Maximum draft tokens per round."""
         if self.explicit_tree is not None:
             return self.explicit_tree[2]
         return self.max_draft if self.num_draft is None else self.num_draft

@@ -1,4 +1,4 @@
-"""`LLM`: a model that answers, in a few lines of Python."""
+"""`LLM`: Python interface to a loaded model and its drafters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LLM:
 
         Args:
             target: checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct.
-            mode: mode of calls that name none; None = the first of `modes`.
+            mode: mode of calls without one; None = the first of `modes`.
             modes: modes to load.
             fields: fields of `EngineConfig`; nested ones are objects or texts: quant="hqq:4:64,head=4",
                 head_quant="hqq:8:64", tree="2:4:8", hybrid_with="share,suffix", split="cuda:0,cuda:1", offload="off".
@@ -86,12 +86,12 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Tokens of a prompt and its answer together, at most."""
+        """Maximum tokens of a prompt and its answer together."""
         return self._max_context
 
     @property
     def mode(self) -> Mode:
-        """The mode of calls that name none."""
+        """The mode of calls without one."""
         return self._mode
 
     @property
@@ -104,7 +104,7 @@ class LLM:
     ) -> list[Completion]:
         """Continue texts or token ids, without a chat template.
 
-        No text depends on the mode, or on other texts that are decoded.
+        Texts do not depend on the mode, or on other texts decoded together with them.
 
         Args:
             prompts: a text, token ids (a single list of ids is one prompt), or a list of such.

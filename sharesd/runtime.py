@@ -66,16 +66,16 @@ class Runtime:
 
         Args:
             modes: modes to load; None = the config's.
-            progress: called with a stage's name, and how much of it is done.
-            tensors: stand in for the weight files of the target's folder.
-            offload: moves blocks of the target elsewhere, in place of a plan.
+            progress: called with a stage's name, its finished part and its total.
+            tensors: replace the weight files of the target's folder.
+            offload: offloads blocks of the target, in place of a plan.
             planned: called with the offload plan, if there is one, before anything is loaded.
             group: tensor-parallel ranks, the others of which run `run_tp_worker`; None = start them.
 
         Raises:
             ValueError: options that cannot be honoured, with the remedy.
             PlanOnly: option offload is plan-only.
-            RankLost: a rank does not come.
+            RankLost: a rank does not join.
         """
         started, in_memory = time.perf_counter(), tensors is not None
         resolved = resolve_config(
@@ -175,7 +175,7 @@ class Runtime:
     def _warm_prompts(self) -> None:
         """Read prompts of all piece sizes, to plan and compile kernels.
 
-        Captures give back memory that nothing uses, so prompts come behind them.
+        Captures free unused memory, so prompts are read after them.
         """
         models = {id(self.cache): (self.step, self.cache)}
         for drafter in self._drafters.values():

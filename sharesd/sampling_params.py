@@ -11,7 +11,7 @@ from sharesd.config import check_min, check_one_of
 
 Acceptance = Literal["match", "rejection", "block"]
 MAX_TOP_LOGPROBS = 20
-"""Alternatives per token at most."""
+"""Maximum alternatives per token."""
 
 
 def _finite(name: str, value: float) -> None:
@@ -21,50 +21,80 @@ def _finite(name: str, value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request is sampled and when it stops. The defaults are greedy decoding."""
+    """Sampling and stop criteria of one request; greedy by default."""
 
     max_new_tokens: int = 128
-    """Tokens to generate at most (exact, whatever the draft length); 0 with `prompt_logprobs` only."""
+    """Maximum tokens to generate, whatever the draft length.
+
+    0 is allowed with `prompt_logprobs` only.
+    """
     temperature: float = 0.0
     """0 = greedy; otherwise logits are divided by it."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 = all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches p; 1 = all."""
+    """Keep the smallest set of tokens of total probability p.
+
+    1 = all tokens.
+    """
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the likeliest; 0 = none."""
     repetition_penalty: float = 1.0
-    """Divide positive, multiply negative logits of tokens in the prompt or the output (Keskar et al. 2019); 1 = no."""
+    """Penalty factor of tokens in the prompt or the output.
+
+    Positive logits are divided by it, and negative ones are multiplied (Keskar et al. 2019). 1 = no penalty.
+    """
     presence_penalty: float = 0.0
-    """Subtract from logits of tokens that the output already has."""
+    """Subtract from logits of tokens in the output."""
     frequency_penalty: float = 0.0
-    """Subtract, times their count, from logits of tokens that the output already has."""
+    """Subtract from logits of tokens in the output, times their count."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id -> amount added to its logit; -inf bans the token."""
     seed: int = 0
-    """Seed of the noise; with acceptance `match` the text depends on nothing else. Of several prompts in one call the
-    first has this seed, and the others have seeds derived from it and their place in the call, however many are decoded
-    together (`sharesd.sampling.seeds_of_prompts`)."""
+    """Seed of the noise.
+
+    With acceptance `match`, sampled texts do not depend on the mode or on other requests. The first of several prompts
+    in one call has this seed. The others have seeds derived from it and from their index in the call, whatever the
+    number of prompts decoded together (`sharesd.sampling.seeds_of_prompts`).
+    """
     stop: tuple[str, ...] = ()
-    """Strings that end the text; the text is cut before the first one."""
+    """Stop strings; the text ends before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the text, besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence ids."""
     logprobs: bool = False
-    """Return the target's log-probability of every emitted token (before any processing of logits)."""
+    """Return the target's log-probability of every emitted token.
+
+    It is computed before any processing of logits.
+    """
     top_logprobs: int = 0
-    """How many of the likeliest tokens to return with their log-probabilities, at each place; needs `logprobs`."""
+    """Number of likeliest tokens to return per position, with log-probabilities.
+
+    Needs `logprobs`.
+    """
     prompt_logprobs: bool = False
-    """Return log-probabilities of the prompt's tokens, too; needs `logprobs`. The prompt is read anew as a whole."""
+    """Return log-probabilities of the prompt's tokens, too.
+
+    Needs `logprobs`. The whole prompt is read again, without reuse of KV.
+    """
     speculate: bool = True
-    """Whether drafts may be made for this request; the text is the same."""
+    """Allow drafts for this request.
+
+    With acceptance `match`, the text does not depend on it.
+    """
     grammar: str | None = None
-    """Grammar of the answer: a JSON schema, a regular expression or Lark, converted by `sharesd.data.grammar_spec`.
-    Text that the grammar cannot complete ends as one that is cut short."""
+    """Grammar of the answer, as made by `sharesd.data.grammar_spec`.
+
+    It comes from a JSON schema, a regular expression or Lark. If no token can continue an incomplete text, the answer
+    ends with finish reason `length`.
+    """
     acceptance: Acceptance = "match"
-    """`match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and
-    `block` (Sun et al. 2024): only the same *distribution* as plain decoding, not the same text."""
+    """Acceptance rule of draft tokens.
+
+    `match`: the text of plain decoding, token for token. `rejection` (Leviathan et al. 2022; Chen et al. 2023) and
+    `block` (Sun et al. 2024): the *distribution* of plain decoding, but not the same text.
+    """
 
     def __post_init__(self) -> None:
         check_min("max_new_tokens", self.max_new_tokens, 0 if self.prompt_logprobs else 1)
@@ -105,10 +135,10 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when no noise is needed: the argmax decides."""
+        """True if no noise is needed, and the argmax is emitted."""
         return self.temperature == 0
 
     @property
     def uses_penalties(self) -> bool:
-        """True when a logit depends on which tokens came before."""
+        """True if logits depend on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -1,4 +1,7 @@
-"""Files that Python finds in place of ShareSD's own top-level packages, because they bear the same names."""
+"""Detection of files that hide ShareSD's top-level packages.
+
+Python imports such files instead, since they have the same names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ PROGRAMS = ("sharesd", "serve", "train", "benchmark")
 
 
 def check(packages: Sequence[str]) -> None:
-    """ImportError where another file hides one of these packages; a program of ShareSD's ends, with one line."""
+    """Raise ImportError if another file hides one of these packages.
+
+    A program of ShareSD prints one line and exits instead.
+    """
     error = hidden(packages)
     if error is None:
         return
@@ -26,7 +32,10 @@ def check(packages: Sequence[str]) -> None:
 
 
 def hidden(packages: Sequence[str]) -> str | None:
-    """The file that hides one of these packages and the remedy; None where Python finds ShareSD's. Imports nothing."""
+    """Return a message with the hiding file and the remedy.
+
+    None if Python finds ShareSD's packages. Imports nothing.
+    """
     for name in packages:
         found = _found(name)
         if found is not None and os.path.realpath(os.path.dirname(found)) != ROOT:
@@ -36,7 +45,10 @@ def hidden(packages: Sequence[str]) -> str | None:
 
 
 def _found(name: str) -> str | None:
-    """The file or package folder that `import name` takes; None where there is none, or it cannot be told."""
+    """Return the file or package folder that `import name` takes.
+
+    None if there is none, or if the search fails.
+    """
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):
@@ -49,7 +61,10 @@ def _found(name: str) -> str | None:
 
 
 def _is_program() -> bool:
-    """True in `python -m` with a package of ShareSD, and in the command `sharesd`."""
+    """True in a program of ShareSD.
+
+    That is `python -m` with one of its packages, or the command `sharesd`.
+    """
     program = sys.argv[0] if sys.argv else ""
     file = os.path.realpath(program)
     mains = [os.path.join(ROOT, name, "__main__.py") for name in PROGRAMS]

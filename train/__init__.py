@@ -1,1 +1,1 @@
-"""Drafters that are prepared before they are used."""
+"""Preparation of drafters: tables, corpora, and trained heads."""

@@ -1,4 +1,4 @@
-"""Everything that can be prepared for drafters, as subcommands."""
+"""Command line of `train`, with a subcommand per task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = (
 
 
 def make_parser(prog: str = PROG) -> Parser:
-    """The parser; `prog` is what the program was started as."""
+    """Return the parser; `prog` is the name of the program."""
     return program(prog, "Prepare drafters for a model, and their data.", "COMMAND", COMMANDS)
 
 

@@ -1,4 +1,4 @@
-"""`corpus`: a datastore of texts or answers that mode `suffix` searches."""
+"""Command `corpus`: a datastore of texts or answers for mode `suffix`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_beginnings(found: list[tuple[list[int], list[int]]]) -> list[list[int]]:
-    """Return the answers, each after the common end of all templated prompts."""
+    """Return each answer with the common suffix of all templated prompts."""
     prompts = [prompt for prompt, _ in found]
     same = (len(set(tokens)) == 1 for tokens in zip(*map(reversed, prompts), strict=False))
     num = sum(1 for _ in takewhile(bool, same))

@@ -1,4 +1,4 @@
-"""`table`: fill a token recycling table from the target's answers.
+"""Command `table`: a token recycling table from the target's answers.
 
 Successors of a token are ranked by the target's probability, summed over all its occurrences. The hit rate of each rank
 is then measured by decoding further prompts with the table.
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
 
 HELD_OUT = 10
-"""One prompt of so many teaches hit rates instead of successors."""
+"""One of this many prompts measures hit rates, the others fill."""
 PIECE = 64
-"""Tokens of each text that are read at a time."""
+"""Tokens of each text per step."""
 
 
 def add_parser(subparsers: Any) -> None:

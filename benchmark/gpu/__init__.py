@@ -1,1 +1,4 @@
-"""`sharesd bench gpu`: measurements on a GPU in half an hour at most, in steps that are processes with time limits."""
+"""`sharesd bench gpu`: measurements on a GPU within half an hour.
+
+Each step is a process with a time limit.
+"""

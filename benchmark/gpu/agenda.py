@@ -1,4 +1,7 @@
-"""Steps in order of worth, and their processes with time limits, whose death is a finding too."""
+"""Steps in order of priority, and their processes with time limits.
+
+The outcome of a step is recorded even if its process crashes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ TAIL_LINES = 40  # last lines of output of a failed process that are kept
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A measurement by a process of its own."""
+    """Measurement in a process of its own."""
 
     name: str
     limit_s: float  # the process is ended after this time
@@ -51,11 +54,14 @@ STEPS = (
     Step("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
     Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", ONE),
 )
-"""The first six take ten minutes at most, all 29."""
+"""Steps in order of priority.
+
+The first six take ten minutes at most, and all steps take 29.
+"""
 
 
 def named(names: Sequence[str]) -> tuple[Step, ...]:
-    """Return the steps of these names, in order of worth; ValueError for an unknown name."""
+    """Return the named steps by priority; ValueError for an unknown name."""
     for name in names:
         if name not in {step.name for step in STEPS}:
             raise ValueError(f"there is no step {name!r}; choose from {', '.join(step.name for step in STEPS)}")
@@ -63,7 +69,11 @@ def named(names: Sequence[str]) -> tuple[Step, ...]:
 
 
 def run_step(step: Step, command: Sequence[str], findings: Path, *, limit_s: float | None = None) -> dict[str, Any]:
-    """Run a step's process, which writes `findings`; returns its outcome and findings, even if it died."""
+    """Run a step's process and return its outcome.
+
+    The process writes its findings to the file `findings`. The outcome includes them even if the process crashes or is
+    ended at the limit.
+    """
     limit_s = step.limit_s if limit_s is None else limit_s
     started = time.perf_counter()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -103,7 +113,10 @@ def worker(step: Step, findings: Path, *options: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, after its traceback, and all processes that it has started."""
+    """End a process and all processes of its group.
+
+    The process has LAST_WORDS_S to print its traceback.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGABRT)
         with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""`gpu`: loop over the steps."""
+"""`gpu`: run the steps and write the report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the steps; returns 0, or 1 if one failed."""
+    """Run the steps; return 1 if one failed, else 0."""
     steps = agenda.named(arguments.each("--step", args.step)) if args.step else STEPS
     if args.list:
         for step in steps:
@@ -97,7 +97,7 @@ def _outcome(step: Step, folder: Path, args: argparse.Namespace) -> dict[str, An
 
 
 def markdown(values: Mapping[str, Any]) -> str:
-    """Return the report of gpu.json."""
+    """Return the Markdown report of the values in gpu.json."""
     machine, steps = values["environment"], values["steps"]
     device = next((name for outcome in steps.values() if (name := outcome.get("found", {}).get("device"))), None)
     about = {step.name: step.about for step in STEPS}
@@ -120,7 +120,7 @@ def markdown(values: Mapping[str, Any]) -> str:
 
 
 def _findings(title: str, found: Mapping[str, Any]) -> list[Section]:
-    """Return figures as a list, then tables under their names."""
+    """Return sections: a list of figures, then each table under its name."""
     tables = {name: value for name, value in found.items() if isinstance(value, list) and value}
     plain = [f"- {name.replace('_', ' ')}: {_shown(found[name])}" for name in found if name not in tables]
     sections = [Section(title, text="\n".join(plain))]

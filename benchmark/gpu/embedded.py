@@ -1,4 +1,7 @@
-"""The embedded model: launches and captures cost most of its time, and mistakes show soonest."""
+"""Modes on the embedded model: texts, speed, captures, memory.
+
+At this size launches and captures take most of the time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Asked = tuple[list[int], SamplingParams]
 
 
 def measure(job: Job) -> None:
-    """Compare modes as they are, then two of them without compilation or graphs."""
+    """Compare modes with CUDA graphs, then two of them in eager mode."""
     heads: tuple[Mode, ...] = () if job.target else ("eagle",)
     _measure(job, _config(job), ("naive", "share", *heads, "hybrid"), ["T=0", "T=1"], 96, "graphs")
     if job.has_time(30):
@@ -33,7 +36,7 @@ def measure(job: Job) -> None:
 
 
 def measure_more(job: Job) -> None:
-    """Compare other sampling and other drafters, trees, and rows that come and go."""
+    """Compare other samplings and drafters, draft trees and joining requests."""
     samplings = ["top-p"] if job.tiny else ["top-p", "penalties"]
     _measure(job, _config(job), (*TABLES, "classic"), samplings, 96, "others")
     if job.has_time(40):
@@ -64,9 +67,10 @@ def _judge(job: Job) -> None:
 
 
 def _compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, tokens: int) -> None:
-    """Record a row for each mode with twice as many requests as rows, of changing sampling and length.
+    """Record a row for each mode with requests that join a batch.
 
-    Every text should be that of the first mode for the request alone.
+    There are twice as many requests as batch rows, with changing sampling and length. Every text should be that of the
+    first mode for the request alone.
     """
     count = 3 if job.tiny else 2 * runtime.cache.batch
     prompts, samplings = prompts_of(runtime, count), list(SAMPLINGS.values())
@@ -89,7 +93,10 @@ def _compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, token
 
 
 def _decode(engine: Engine, asked: Sequence[Asked]) -> tuple[list[list[int]], float]:
-    """Return texts of requests, of which another one joins every few steps, and seconds of the longest step."""
+    """Return token ids of the requests and seconds of the longest step.
+
+    One more request joins every STEPS_BETWEEN steps.
+    """
     engine.forget()
     texts: dict[Request, list[int]] = {}
     waiting, num_steps, longest_s = list(asked), 0, 0.0

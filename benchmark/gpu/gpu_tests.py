@@ -1,4 +1,7 @@
-"""The tests that need a GPU, among them those of kernels that Triton's interpreter runs elsewhere."""
+"""Tests marked cuda, run by pytest.
+
+Kernels that Triton's interpreter runs on a CPU are among the tested ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from benchmark.gpu.worker import Job, NotHere
 
 
 def measure(job: Job) -> None:
-    """Run the tests marked cuda; RuntimeError if one fails."""
+    """Run the tests marked cuda; RuntimeError if one fails.
+
+    NotHere on a CPU or without the folder `tests`.
+    """
     job.require_gpu("tests marked cuda")
     if not (ROOT / "tests").is_dir():
         raise NotHere("the tests are not installed: run this in a checkout")
@@ -22,7 +28,10 @@ def measure(job: Job) -> None:
 
 
 def run(job: Job, flags: Sequence[str]) -> None:
-    """Record the outcome of each test at once; the output of pytest goes to tests.txt."""
+    """Run pytest and record each outcome as it is printed.
+
+    The output of pytest is written to tests.txt. RuntimeError if its exit status is not 0.
+    """
     # Not our settings, which are for CPUs. Missing packages must not keep other modules from being tested.
     options = ["-o", "addopts=--strict-markers", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, "--continue-on-collection-errors", *flags]

@@ -1,4 +1,4 @@
-"""Low-bit products by gemlite: the choice between its kernels and ours, errors, speed, and the cost of first calls."""
+"""Low-bit products by gemlite: kernel choice, errors, speed, seconds of first calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ SIZE, GROUP = "7b", 64
 
 
 def measure(job: Job) -> None:
-    """Choose for later programs, then time linears of 7B beside full weights; gemlite's configurations are kept."""
+    """Choose the low-bit kernel, then time linears of 7B beside full weights.
+
+    Later programs on this device use the chosen kernel and the saved gemlite configurations.
+    """
     job.require_gpu("gemlite's kernels")
     if find_spec("gemlite") is None:
         raise NotHere("gemlite is not installed; drafts run on our own kernels")
@@ -62,7 +65,7 @@ def _weight(job: Job, name: str, random: torch.Generator) -> Tensor:
 def _product(
     job: Job, weight_NK: Tensor, bits: int, atomics: str, random: torch.Generator, full_s: float
 ) -> dict[str, Any]:
-    """Return the figures of one kind of low-bit linear."""
+    """Return solving time, errors and speed of one kind of low-bit linear."""
     K, device = weight_NK.shape[1], weight_NK.device
     started = time.perf_counter()
     solved = solve(weight_NK, bits, GROUP)

@@ -1,4 +1,4 @@
-"""The device, how quickly it moves bytes, and how quickly processes start on it."""
+"""Device properties, memory bandwidth, and process start times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAST_S = 5.0  # seconds left for the step itself
 
 
 def measure(job: Job) -> None:
-    """Record versions and clocks, then bandwidths."""
+    """Record versions and clocks, then copy and read bandwidth."""
     job.put(**{name: value for name, value in environment(job.device).items() if value is not None})
     if job.on_gpu:
         device = torch.cuda.get_device_properties(torch.device(job.device))
@@ -45,7 +45,10 @@ def _clocks() -> str:
 
 
 def starts(job: Job) -> None:
-    """Time eight tokens of share with caches as they are, warm, and empty, which takes longest."""
+    """Time `sharesd generate` with eight tokens of mode share.
+
+    The first process has the caches as they are, the second has warm ones, and the last has empty ones.
+    """
     job.source()
     generate = [sys.executable, "-m", "sharesd", "generate", "Hello", "--max-new-tokens", "8", "--mode", "share"]
     command = [*generate, "--device", job.device, *(["--target", job.target] if job.target else [])]

@@ -1,4 +1,4 @@
-"""Comparison of modes with naive: texts, speed, captures and memory."""
+"""Comparison of modes with naive: texts, speed, graph captures and memory."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SAMPLINGS: Mapping[str, SamplingParams] = {
     "top-p": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
     "penalties": SamplingParams(temperature=0.7, repetition_penalty=1.1, frequency_penalty=0.2, seed=1),
 }
-"""Sampling by its name in reports."""
+"""Sampling parameters by name in reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Answers of a mode to all prompts, with the stats of each."""
+    """Answers of a mode to all prompts, with stats per prompt."""
 
     token_ids: list[list[int]]
     stats: list[Stats]
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens per second for each prompt."""
+        """Tokens per second of each prompt."""
         return [stats.tokens_per_second for stats in self.stats]
 
     @property
@@ -58,7 +58,10 @@ class Answers:
 def loaded(
     job: Job, config: EngineConfig, modes: Sequence[Mode], tensors: Tensors | None = None, label: str = ""
 ) -> Iterator[Runtime]:
-    """Load a model, which is recorded; the memory of earlier ones is freed first."""
+    """Load a model and yield its runtime.
+
+    Unused memory is freed first. Load time, weight bytes and, on a GPU, peak memory are recorded at the end.
+    """
     gc.collect()
     copy_bandwidth(job.device)  # takes memory that is not the model's
     if job.on_gpu:
@@ -88,9 +91,10 @@ def compare_modes(
     tokens: int,
     label: str = "",
 ) -> dict[tuple[str, str], Answers]:
-    """Record a row for each mode and sampling, `naive` first; returns all answers.
+    """Record a row for each mode and sampling; return all answers.
 
-    All is warmed up before anything is counted, so that captures and compilation later should be 0.
+    Ratios and texts are compared with the first mode. All modes of a sampling are warmed up before they are timed, so
+    that later captures and compilations should be 0.
     """
     asked = prompts_of(runtime, 1 if job.tiny else prompts)
     answers: dict[tuple[str, str], Answers] = {}
@@ -120,7 +124,7 @@ def compare_modes(
 
 
 def answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> Answers:
-    """Answer one prompt after the other."""
+    """Return the answers to prompts, which run one by one."""
     found = Answers([], [])
     for prompt in prompts:
         found.token_ids.append(generate(engine, [prompt], params)[0].token_ids)
@@ -131,7 +135,7 @@ def answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
 def _figures(
     job: Job, engine: Engine, params: SamplingParams, found: Answers, base: Answers, weight_bytes: int
 ) -> dict[str, float | None]:
-    """Return speed, tokens per round, acceptance, and the costs of the draft policy."""
+    """Return speed, tokens per round, acceptance and relative step costs."""
     stats, costs = found.together, engine.variant(params).policy.costs
     speed, drafts = stats.tokens_per_second, engine.drafter is not None
     one, widest = costs.step.get(1), costs.step[max(costs.step)] if len(costs.step) > 1 else None

@@ -1,4 +1,4 @@
-"""A model larger than the memory that it may take, with blocks in host memory: the link, and the gain of drafts."""
+"""Offloading: link bandwidth, and speedup by drafts with blocks in host memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 40  # of a case at most
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A mode under a limit."""
+    """Mode under a limit of device memory."""
 
     mode: Mode
     limit: int | None = None  # bytes of the device's memory; None: all of the model stays there
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Name in the report."""
+        """Name of the case in the report."""
         drafts = "" if self.mode == "naive" else f", {self.bits} bits"
         return f"{self.mode}{drafts}, {'resident' if self.limit is None else f'{self.limit / GIB:.3g} GiB'}"
 
@@ -48,14 +48,17 @@ CASES = (
 
 
 def measure(job: Job, size: str) -> None:
-    """Measure the rate of the link, then each case."""
+    """Measure the bandwidth of the link, then each case."""
     job.require_gpu("weights offloaded to pinned memory")
     job.put(link_bytes_per_second=link_rate(torch.device(job.device)))
     run(job, size, CASES, prompts=2, tokens=32)
 
 
 def run(job: Job, size: str, cases: Sequence[Case], *, prompts: int, tokens: int) -> None:
-    """Compare speed with plain decoding under the same limit, link and plan, and texts with the first case."""
+    """Measure each case.
+
+    Speed is compared with plain decoding under the same memory limit, and texts with the first case.
+    """
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     texts: list[list[int]] = []
     naive: dict[int | None, float] = {}
@@ -83,7 +86,7 @@ def run(job: Job, size: str, cases: Sequence[Case], *, prompts: int, tokens: int
 
 
 def _of_link(runtime: Runtime, found: Answers) -> dict[str, Any]:
-    """Return figures of the transfer; none if all stays on the device."""
+    """Return figures of the transfer; empty if no block is offloaded."""
     plan, stats = runtime.plan, found.together
     if plan is None or stats.traffic is None:
         return {}
@@ -96,7 +99,10 @@ def _of_link(runtime: Runtime, found: Answers) -> dict[str, Any]:
 
 
 def _peak_gb(job: Job) -> float:
-    """Return the most memory of the GPU since the last call; 0 on a CPU."""
+    """Return peak GPU memory since the last call, in GB.
+
+    0 on a CPU.
+    """
     if not job.on_gpu:
         return 0.0
     peak = torch.cuda.max_memory_reserved()

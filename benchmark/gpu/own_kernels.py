@@ -1,6 +1,6 @@
 """Speed of our CUDA kernels: linears, low-bit linears, attention, dependent launch.
 
-Their errors and the bits of their rows are checked by the tests marked cuda, which step `tests` runs.
+The tests marked cuda check errors and bits of rows; step `tests` runs them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _kernels(job: Job) -> SimpleNamespace:
 
 
 def measure(job: Job) -> None:
-    """Time all kernels, the largest model first."""
+    """Time all kernels, with the sizes of the largest model first."""
     kernels = _kernels(job)
     models = {"tiny": {"o": (256, 192)}} if job.tiny else {size: linears(size) for size in ("7b", "1b", "135m")}
     for size, named in models.items():
@@ -75,7 +75,7 @@ def _linear(weight_NK: Tensor) -> nn.Linear:
 
 
 def _times(job: Job, calls: Sequence[Callable[[], object]], rows: int, nbytes: int) -> dict[str, float]:
-    """Return microseconds of a call, and the share of the copy bandwidth at which its bytes come."""
+    """Return microseconds of a call, and its bandwidth over the copy bandwidth."""
     seconds = seconds_per_call(calls)
     return {f"us, {rows} rows": 1e6 * seconds, f"of copy, {rows}": nbytes / seconds / copy_bandwidth(job.device)}
 
@@ -102,7 +102,10 @@ def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: in
 
 
 def _measure_attention(job: Job, kernels: SimpleNamespace, slots: int, live: int) -> None:
-    """Time steps of 7B's heads behind so many live slots: chains, a sliding window, and the window of drafts."""
+    """Time attention of widened 7B's heads with `live` filled KV slots.
+
+    The kinds are full attention, a sliding window, and the window of drafts.
+    """
     H, K, d = (4, 2, 16) if job.tiny else (66, 22, 64)
     q, new, k, v = (_random(job, 1, *shape, d) for shape in ((MAX_ROWS, H), (MAX_ROWS, K), (K, slots), (K, slots)))
     lengths = torch.tensor([live], device=job.device)
@@ -117,7 +120,7 @@ def _measure_attention(job: Job, kernels: SimpleNamespace, slots: int, live: int
 
 
 def _measure_dependent_launch(job: Job, kernels: SimpleNamespace, width: int) -> None:
-    """Time square products in a row, as a graph, with and without dependent launch."""
+    """Time a graph of square products with and without dependent launch."""
     weights = copies_of(_random(job, width, width) * width**-0.5)
     modules = nn.Sequential(*(kernels.linear(_linear(weight), MAX_ROWS) for weight in weights))
     call = partial(modules, _random(job, 1, width))

@@ -1,4 +1,4 @@
-"""Linears of common models by the sizes of their configurations; copies of tensors and bandwidth to time them with."""
+"""Linear sizes of common models, tensor copies and copy bandwidth for timing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Weights [outputs, inputs] and what is done in the same launch."""
+    """Weights [outputs, inputs] and the operations fused into their kernel."""
 
     outputs: int
     inputs: int
@@ -27,7 +27,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes from a checkpoint's configuration."""
+    """Sizes of a model from its checkpoint's configuration."""
 
     name: str
     hidden: int
@@ -38,7 +38,10 @@ class Model:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        """Linears of a layer: the first and third follow a norm, the others add a residual."""
+        """Linears of a layer by name.
+
+        `qkv` and `gate_up` follow a norm, and `o` and `down` add a residual.
+        """
         queries = self.heads * self.head_dim
         return {
             "qkv": Linear(queries + 2 * self.kv_heads * self.head_dim, self.hidden, norm=True),
@@ -64,7 +67,10 @@ VOCAB = 49_152  # of the embedded model, also when it is widened
 
 
 def linears(size: str) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of the linears of the embedded model (`135m`) or of one widened to this size."""
+    """Return (outputs, inputs) of the embedded model's linears and head.
+
+    Size `135m` is the model itself, and others are the model widened to that size.
+    """
     model = MODELS[-1]
     if size != "135m":
         shape = SHAPES[size]
@@ -75,7 +81,7 @@ def linears(size: str) -> dict[str, tuple[int, int]]:
 
 
 def model_of(folder: Path) -> Model:
-    """Return the model of a checkpoint's folder."""
+    """Return the sizes of the checkpoint in a folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
@@ -83,7 +89,10 @@ def model_of(folder: Path) -> Model:
 
 
 def copies_of(tensor: Tensor) -> list[Tensor]:
-    """Return the tensor and copies of it, together more than caches hold."""
+    """Return a tensor and copies, together larger than the GPU's caches.
+
+    On a CPU the result is the tensor alone.
+    """
     from compile.cuda.bench import num_weight_copies
 
     return [tensor, *(tensor.clone() for _ in range(num_weight_copies(tensor.nbytes, tensor.device) - 1))]
@@ -91,7 +100,10 @@ def copies_of(tensor: Tensor) -> list[Tensor]:
 
 @cache
 def copy_bandwidth(device: str) -> float:
-    """Return the bytes that a large copy reads and writes per second, measured once by a process."""
+    """Return bytes read and written per second by a large copy.
+
+    The bandwidth is measured once per process and device.
+    """
     import torch
 
     from compile.cuda.bench import seconds_per_call

@@ -1,4 +1,7 @@
-"""Tiles of our matrix products: the fastest for each shape, for the steps that follow and to be shipped."""
+"""Tuning of our matrix products: the fastest tile for each shape.
+
+Later steps use the tiles, which are also written to a file for the package.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ ONE_S = 20  # seconds that a shape may take: some ten kernels are compiled for i
 
 
 def measure(job: Job) -> None:
-    """Tune shapes that were not measured yet, so that another run goes on where this one ends."""
+    """Tune all shapes that have no measured tile yet.
+
+    A later run continues with the shapes that are left.
+    """
     job.require_gpu("own kernels")
     tune = importlib.import_module("compile.cuda.autotune")  # imports Triton, which not every machine has
     named = [("tiny", (256, 192, 16, 0))] if job.tiny else _sizes(job.target)
@@ -28,7 +34,10 @@ def measure(job: Job) -> None:
 
 
 def run(job: Job, tune: Callable[..., dict], sizes: list[tuple[str, Any]], device: torch.device) -> None:
-    """Tune one shape after the other; the file to ship has all tiles that were measured for this device."""
+    """Tune the shapes in turn, and write the file for the package.
+
+    The file has all tiles measured for this device, those of earlier runs included.
+    """
     on = gemm_config.device(torch.cuda.current_device() if device.type == "cuda" else None)
     own = gemm_config.own_file(on.name)
     for name, shape in sizes:
@@ -52,9 +61,10 @@ def run(job: Job, tune: Callable[..., dict], sizes: list[tuple[str, Any]], devic
 
 
 def _sizes(target: str | None = None) -> list[tuple[str, tuple[int, int, int, int]]]:
-    """Return names of shapes, and outputs, inputs, bits and group size of their weights.
+    """Return (name, (outputs, inputs, bits, group size)) of each shape.
 
-    Those of the target, if it is a folder, come first, then those of the steps, then those of common models.
+    Shapes of the target come first if `target` is a folder. Shapes of the steps' models follow, then those of common
+    models.
     """
     own = [shapes.model_of(Path(target))] if target is not None and Path(target).is_dir() else []
     named = [(model.name, model.sizes) for model in own]

@@ -1,4 +1,8 @@
-"""The embedded model widened to true sizes, its weights made on the device and never written: real text, real costs."""
+"""Modes on the embedded model widened to 1B and 7B.
+
+Texts are those of the small model, at the step costs of a large one. The weights are made on the device and not
+written.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,10 @@ LONG, SHORT = 8192, 2048
 
 
 def measure(job: Job, size: str, modes: str) -> None:
-    """Compare modes prompt by prompt: none should be slower than plain decoding anywhere."""
+    """Compare modes prompt by prompt.
+
+    No mode should be slower than plain decoding on any prompt.
+    """
     known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # of others there is no head
     asked = cast("tuple[Mode, ...]", tuple(known))
     with job.part(modes), widened_model(job, size, asked) as runtime:
@@ -36,7 +43,7 @@ def measure(job: Job, size: str, modes: str) -> None:
 
 
 def measure_more(job: Job, size: str) -> None:
-    """Time prompts of new lengths, steps of any width, and a long cache."""
+    """Time prefill of new prompt lengths, inexact steps and a long cache."""
     with job.part("prompts"), widened_model(job, size, ("naive",)) as runtime:
         engine = runtime.engine("naive")
         for length in (33,) if job.tiny else (33, 70, 150, 310):
@@ -51,7 +58,10 @@ def measure_more(job: Job, size: str) -> None:
 
 
 def in_stages(job: Job, size: str) -> None:
-    """Compare the model in two stages on the one device with the whole model: same texts, nearly as fast."""
+    """Compare two pipeline stages on one device with the whole model.
+
+    Texts should be equal, and speed nearly equal.
+    """
     split = PipelineConfig(devices=(job.device,) * 2)
     cases: dict[str, dict[str, Any]] = {"whole": {}, "2 stages": {"split": split, "device": "auto"}}
     found = {}
@@ -68,7 +78,10 @@ def in_stages(job: Job, size: str) -> None:
 def widened_model(
     job: Job, size: str, modes: tuple[Mode, ...], *, label: str = "", exact: bool = True, **options: Any
 ) -> Iterator[Runtime]:
-    """Load a model of this size, or the smallest one if the step is tried out; `options` are those of the runtime."""
+    """Load the embedded model, or the job's target, widened to this size.
+
+    A tiny job has the smallest shape that widening can make. `options` are fields of EngineConfig.
+    """
     source = job.source()
     shape = _next_larger(decoder_config(source)) if job.tiny else SHAPES[size]
     name = source.name if job.target else "SmolLM2-135M-Instruct"
@@ -87,7 +100,7 @@ def widened_model(
 
 
 def _next_larger(config: DecoderConfig) -> Shape:
-    """Return the smallest shape that widening can make of a model."""
+    """Return the smallest shape to which a model can be widened."""
     return Shape(
         hidden_size=config.hidden_size + GROUP,
         intermediate_size=config.intermediate_size + GROUP,

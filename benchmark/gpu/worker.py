@@ -22,11 +22,11 @@ FAILED = "parts that failed"
 
 
 class NotHere(Exception):
-    """Reason why a step has no meaning on this machine."""
+    """Reason why a step cannot be measured on this machine."""
 
 
 class Job:
-    """Device and limits of a step, and its findings."""
+    """Device, time limit and findings of a step."""
 
     def __init__(
         self, device: str, findings: Path, target: str | None = None, limit_s: float = math.inf, *, tiny: bool = False
@@ -38,21 +38,27 @@ class Job:
         self._file, self._found = findings, dict[str, Any]()
 
     def put(self, **found: Any) -> None:
-        """Record figures, or lists of rows (name -> figure) of a table; they are on disk on return."""
+        """Record figures or tables, which are on disk on return.
+
+        A table is a list of rows (name -> figure).
+        """
         self._found |= found
         write_json(self._file, self._found)
 
     def add(self, table: str, row: Mapping[str, Any]) -> None:
-        """Record one row more of a table."""
+        """Append a row to a table and record it."""
         self.put(**{table: [*self.table(table), dict(row)]})
 
     def table(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows recorded so far."""
+        """Return the recorded rows of a table."""
         return self._found.get(name, [])
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part of the step: its failure is recorded and printed, and the next one goes on."""
+        """Run a part of the step; record and print its failure.
+
+        NotHere and errors after which the GPU cannot be used are raised again.
+        """
         try:
             yield
         except NotHere:
@@ -68,18 +74,25 @@ class Job:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until this process is ended."""
+        """Seconds until the time limit of this process."""
         return self._ends - time.perf_counter()
 
     def has_time(self, seconds: float) -> bool:
-        """Return True if so long a part fits into the time of this process; else that is recorded."""
+        """Return True if the limit leaves time for a part.
+
+        `seconds` is the estimated time of the part. If the limit is too short, the findings record that
+        something was left out.
+        """
         fits = seconds < self.seconds_left
         if not fits:
             self.put(left_out="what did not fit into the time of this step")
         return fits
 
     def source(self) -> Path:
-        """Return the checkpoint to measure with; NotHere if none is given and the embedded one is not installed."""
+        """Return the checkpoint to measure with.
+
+        NotHere if no target is set and the embedded model is not installed.
+        """
         from sharesd.models.hub import resolve
 
         try:
@@ -96,7 +109,10 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; errors end the process as they end any other. Returns 1 if a part of the step failed."""
+    """Run a step; return 1 if a part failed, else 0.
+
+    Errors outside of parts are raised.
+    """
     parser = argparse.ArgumentParser()
     for name in ("name", "--findings", "--device", "--target"):
         parser.add_argument(name)
@@ -122,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def the_only_gpu(device: str) -> str:
-    """Return `cuda` for `cuda:N`, made the only GPU that this process and those it starts can see."""
+    """Make GPU N of `cuda:N` the only visible one and return `cuda`.
+
+    Child processes see the same GPU. Other devices are returned as they are.
+    """
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index:
         return device

@@ -1,1 +1,4 @@
-"""`sharesd bench peers`: other runtimes beside ShareSD, on the same prompts and token counts, timed by one clock."""
+"""`sharesd bench peers`: comparison of ShareSD with other runtimes.
+
+All runtimes have the same prompts, token counts and clock.
+"""

@@ -1,4 +1,4 @@
-"""`peers`: other runtimes beside ShareSD."""
+"""`peers`: comparison of ShareSD with other runtimes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write peers.json, .md, .html and .csv; returns 1 if nothing could be measured."""
+    """Measure, print the table and write peers.json, .md, .html and .csv.
+
+    Returns 1 if all rows failed, else 0.
+    """
     rows = [Row(name, variant, peer_class(name).missing()) for name, variant in variants_of(args.peers)]
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
@@ -97,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variants_of(text: str) -> list[tuple[str, str]]:
-    """Return runtimes and variants of a list with commas, each once; ValueError for an unknown one."""
+    """Return the (runtime, variant) pairs of a comma-separated list, each once.
+
+    ValueError for an unknown runtime or variant.
+    """
     found: list[tuple[str, str]] = []
     for part in text.split(","):
         name, _, variant = part.strip().partition(":")
@@ -111,7 +117,7 @@ def variants_of(text: str) -> list[tuple[str, str]]:
 
 
 def report_of(about: dict[str, Any], results: Iterable[dict[str, Any]]) -> Report:
-    """Return the report; its first section is the table."""
+    """Return the report, with the table as first section."""
     rows = []
     for result in results:
         if found := result["figures"]:
@@ -136,7 +142,7 @@ def report_of(about: dict[str, Any], results: Iterable[dict[str, Any]]) -> Repor
 
 
 def remarks(results: Iterable[dict[str, Any]]) -> list[str]:
-    """Return lines about rows without figures, and about texts that changed between repeats."""
+    """Return remarks on failed rows and on texts that differ between repeats."""
     named = {f"{result['runtime']} {result['variant']}": result for result in results}
     lines = [f"{name}: {result['failure']}" for name, result in named.items() if result["failure"]]
     changing = [n for n, result in named.items() if result["figures"] and not result["figures"]["same_in_all_repeats"]]
@@ -156,7 +162,7 @@ def _result(row: Row, found: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _num_cores() -> int:
-    """Return the physical cores that this process may use."""
+    """Return the number of physical cores that this process may use."""
     import psutil
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

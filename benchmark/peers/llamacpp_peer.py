@@ -1,4 +1,4 @@
-"""llama.cpp by its Python package, plain and with prompt lookup, from a GGUF file."""
+"""llama.cpp (package llama-cpp-python): plain and with prompt lookup, from GGUF."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOKUP_TOKENS = 2  # from the package's documentation, for CPUs
 
 
 class LlamaCpp(Peer):
-    """One context per variant."""
+    """llama.cpp with one context per variant."""
 
     package, pip = "llama_cpp", "llama-cpp-python"
     variants = {"plain": "Llama.generate", "lookup": "LlamaPromptLookupDecoding"}

@@ -1,6 +1,6 @@
 """Measuring loop over all variants of all runtimes, and their figures.
 
-A prompt's time is that of its fastest repeat: other load on the machine can only slow a runtime down.
+A prompt's time is that of its fastest repeat, since other load on the machine can only slow a runtime down.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OURS = ("sharesd", "naive")
 
 @dataclass(slots=True)
 class Row:
-    """A variant of a runtime, with its samples or the reason for none."""
+    """Variant of a runtime, with its samples or failure."""
 
     runtime: str
     variant: str
@@ -36,10 +36,12 @@ def measure(
     open_worker: Callable[[str], Any],
     report: Callable[[str, int, int], None],
 ) -> None:
-    """Fill the rows, prompt by prompt, each time in another order; a row that fails is left out from then on.
+    """Fill the rows with samples, prompt by prompt.
 
-    Each runtime has one process, opened when first needed and again if it died. `report` is called between
-    measurements with the next one, the number done and of all. `open_worker` returns a `Worker`.
+    All rows are warmed up first. The order of rows rotates from prompt to prompt. A row that fails is not measured
+    again. Each runtime has one process, which is started at its first use and again after its death. `report` is
+    called before each measurement with its name, the number done and the number of all. `open_worker` returns a
+    `Worker`.
     """
     steps: list[tuple[Row, Key | None]] = [(row, None) for row in rows]  # first all are warmed up
     for i, key in enumerate(product(range(repeats), range(len(prompts)))):
@@ -68,7 +70,10 @@ def measure(
 
 
 def figures(rows: Sequence[Row], plain: Callable[[str], str]) -> list[dict[str, Any] | None]:
-    """Return the figures of each row, None for those that failed; `plain` names a runtime's plain variant."""
+    """Return the figures of each row, None for a failed one.
+
+    `plain` returns the name of a runtime's plain variant.
+    """
     whole = {(row.runtime, row.variant): row for row in rows if row.failure is None}
     naive = whole.get(OURS)
     found: list[dict[str, Any] | None] = []
@@ -96,7 +101,7 @@ def figures(rows: Sequence[Row], plain: Callable[[str], str]) -> list[dict[str, 
 
 
 def _grouped(row: Row, part: int) -> list[list[Sample]]:
-    """Return the samples of each repeat (0) or prompt (1)."""
+    """Return the samples grouped by repeat (`part` 0) or prompt (`part` 1)."""
     groups: dict[int, list[Sample]] = {}
     for key, sample in row.samples.items():
         groups.setdefault(key[part], []).append(sample)
@@ -104,11 +109,11 @@ def _grouped(row: Row, part: int) -> list[list[Sample]]:
 
 
 def _speed(samples: Iterable[Sample]) -> float:
-    """Return the tokens after the first delivery over their time."""
+    """Return tokens per second after the first delivery."""
     samples = list(samples)
     return sum(len(s.token_ids) - s.num_first for s in samples) / sum(s.decode_s for s in samples)
 
 
 def _fastest(row: Row) -> float:
-    """Return tokens per second over each prompt's fastest repeat."""
+    """Return tokens per second, with the fastest repeat of each prompt."""
     return _speed(max(group, key=lambda sample: _speed([sample])) for group in _grouped(row, 1))

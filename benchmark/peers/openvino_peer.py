@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: plain and with prompt lookup, from a GGUF file."""
+"""OpenVINO GenAI: plain and with prompt lookup, from GGUF."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 class OpenVino(Peer):
-    """One pipeline per variant."""
+    """OpenVINO GenAI with one pipeline per variant."""
 
     package, pip = "openvino_genai", "openvino-genai"
     variants = {
@@ -58,7 +58,10 @@ class OpenVino(Peer):
 
 
 def _converted(library: Any, source: Path) -> Path:
-    """Return the GGUF file in OpenVINO's own format, converted now if that was not done before."""
+    """Return the folder of a GGUF file in OpenVINO's format.
+
+    The file is converted if the cache does not have the result of this file and version.
+    """
     from sharesd_files import cache_root
 
     folder, about = cache_root() / "openvino", source.stat()

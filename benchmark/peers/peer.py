@@ -1,4 +1,7 @@
-"""Interface of a runtime that is measured. Imports nothing heavy."""
+"""Interface of a measured runtime.
+
+The module imports no runtime.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class Settings:
         return "bfloat16" if self.config.dtype == "auto" else self.config.dtype
 
     def require_gguf(self, name: str) -> str:
-        """Return the GGUF file of a runtime for CPUs; ValueError without one, and on a GPU."""
+        """Return the GGUF file for the CPU runtime `name`.
+
+        ValueError if no file is set or the device is a GPU.
+        """
         if self.config.device.startswith("cuda"):
             raise ValueError(f"{name} is measured on CPU only; compare it with --device cpu")
         if self.gguf is None:
@@ -44,26 +50,32 @@ class Settings:
 
 
 class Peer:
-    """Runtime that decodes greedily in one or more variants; its libraries are imported when it is made."""
+    """Runtime with one or more variants of greedy decoding.
+
+    The constructor of a subclass imports the runtime's libraries.
+    """
 
     package: ClassVar[str]
     pip: ClassVar[str]  # name for pip install
     variants: ClassVar[dict[str, str]]  # name -> way of decoding; the first is plain decoding
 
     def __init__(self, settings: Settings) -> None:
-        """Load; ValueError for what this runtime does not have."""
+        """Load the model; ValueError for settings that the runtime does not support."""
         self.settings = settings
 
     def prepare(self, variant: str) -> None:
-        """Load whatever the variant needs; errors say why it is impossible."""
+        """Load the model, drafter or options of a variant.
+
+        Any error becomes the reason for the row's missing figures.
+        """
 
     def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
-        """Deliver `num_tokens` tokens, reusing nothing of earlier prompts."""
+        """Deliver `num_tokens` tokens without reuse of earlier prompts."""
         raise NotImplementedError
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return how to install the runtime if it is not installed."""
+        """Return the pip command for a missing runtime, else None."""
         found = importlib.util.find_spec(cls.package) is not None
         return None if found else f"not installed: pip install {cls.pip}"
 

@@ -1,4 +1,7 @@
-"""Process of a runtime: asked through a pipe; its death or silence becomes an error with its last output."""
+"""Child process of a runtime, with requests and samples through a pipe.
+
+PeerError if the process ends, with the last line of output, or does not answer in time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LIMIT_S = 900.0  # longest wait for an answer, loading and converting a model in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Timed answer to a prompt."""
+    """Times and tokens of an answer to a prompt."""
 
     token_ids: list[int]
     num_prompt: int  # tokens of the prompt
@@ -29,7 +32,7 @@ class Sample:
 
 
 class PeerError(Exception):
-    """Reason for missing figures; `dead` if the process is gone."""
+    """Failure of a measurement; `dead` is true if the process has ended."""
 
     def __init__(self, reason: str, *, dead: bool = False) -> None:
         super().__init__(reason)
@@ -37,10 +40,10 @@ class PeerError(Exception):
 
 
 class Worker:
-    """A runtime in its own process."""
+    """Handle of a runtime's process."""
 
     def __init__(self, name: str, settings: Settings, *, limit_s: float = LIMIT_S) -> None:
-        """Start the process; PeerError (dead) if the runtime does not load."""
+        """Start the process; PeerError with `dead` if the runtime does not load."""
         context = get_context("spawn")
         self._limit_s, self._output = limit_s, tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed in close)
         self._pipe, theirs = context.Pipe()
@@ -59,11 +62,11 @@ class Worker:
         self._ask(False, variant, prompt)
 
     def measure(self, variant: str, prompt: list[int]) -> Sample:
-        """Return the answer to a prompt; PeerError if there is none."""
+        """Return the timed answer to a prompt; PeerError if it fails."""
         return self._ask(True, variant, prompt)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process and close its pipe and output file."""
         self._process.kill()  # it holds nothing that needs care, and may be busy
         self._process.join()
         self._pipe.close()
@@ -98,7 +101,10 @@ class Worker:
 
 
 def serve(pipe: Connection, name: str, settings: Settings, output: str) -> None:
-    """Load a runtime and answer requests with samples or the text of an error: the main function of the process."""
+    """Load a runtime and answer requests until the pipe is closed.
+
+    This is the main function of the process. An answer is a sample, None after a warm-up, or the text of an error.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(settings.num_threads)
@@ -129,7 +135,10 @@ def serve(pipe: Connection, name: str, settings: Settings, output: str) -> None:
 
 
 def timed(peer: Peer, variant: str, prompt: list[int]) -> Sample:
-    """Time an answer; ValueError unless it has the wanted length and comes in several deliveries."""
+    """Return the timed answer to a prompt.
+
+    ValueError if its length is not `num_tokens` or it comes in one delivery.
+    """
     wanted, token_ids, times = peer.settings.num_tokens, list[int](), list[tuple[float, int]]()
     started = time.perf_counter()
 
@@ -149,7 +158,10 @@ def timed(peer: Peer, variant: str, prompt: list[int]) -> Sample:
 
 
 def describe(error: Exception) -> str:
-    """Return one line of at most 300 characters, without the type for ValueError."""
+    """Return an error as one line of at most 300 characters.
+
+    The line begins with the type of the error, except for a ValueError with a text.
+    """
     text = " ".join(str(error).split())
     name = "" if isinstance(error, ValueError) and text else f"{type(error).__name__}: "
     return f"{name}{text}"[:300]

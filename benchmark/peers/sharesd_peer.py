@@ -1,4 +1,4 @@
-"""ShareSD itself, asked like the others."""
+"""ShareSD as one of the measured runtimes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmark.peers.peer import Deliver, Peer, Settings
 
 
 class ShareSD(Peer):
-    """All modes on one loaded target."""
+    """ShareSD's modes on one loaded target."""
 
     package, pip = "sharesd", "sharesd"
     variants = {

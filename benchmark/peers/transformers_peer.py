@@ -1,4 +1,4 @@
-"""transformers: `generate`, plain, with an assistant model, and with prompt lookup."""
+"""transformers: `generate` plain, with an assistant model, and with prompt lookup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOKUP_TOKENS = 10  # from the library's documentation
 
 
 class Transformers(Peer):
-    """The checkpoint as AutoModelForCausalLM loads it, uncompiled."""
+    """Checkpoint as loaded by AutoModelForCausalLM, uncompiled."""
 
     package, pip = "transformers", "transformers"
     variants = {
@@ -52,7 +52,7 @@ class Transformers(Peer):
             self._model.generate(ids, **options)
 
     def _assistant(self) -> Any:
-        """Return a copy with quantized linears, as the drafter of mode share has them."""
+        """Return a copy of the model with mode share's quantized linears."""
         from quant.quantize_model import SolverConfig, quantized_copy
         from sharesd_files import cache_root
 
@@ -68,7 +68,10 @@ class Transformers(Peer):
 
 
 class _Streamer:
-    """Streamer of `generate`: the prompt comes first, then the tokens of each step."""
+    """Streamer of `generate`, which delivers the tokens of each step.
+
+    The first call of `put` has the prompt, which is not delivered.
+    """
 
     def __init__(self, deliver: Deliver) -> None:
         self._deliver, self._saw_prompt = deliver, False

@@ -1,4 +1,4 @@
-"""`mtbench`, `gsm8k`, `humaneval`: questions answered in several modes, with a report."""
+"""Commands `mtbench`, `gsm8k` and `humaneval`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the missing turns, then write the report; returns the exit status, 130 after Ctrl-C or SIGTERM."""
+    """Measure the missing turns, then write the report.
+
+    Returns the exit status: 130 after Ctrl-C or SIGTERM, else 0.
+    """
     config = run_config(args)
     state = previous_state(config) if config.resume else None
     done: dict[str, dict[Key, TurnRecord]] = {
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C."""
+    """Raise KeyboardInterrupt on SIGTERM, inside the context."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

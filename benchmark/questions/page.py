@@ -1,4 +1,4 @@
-"""Answers of a measurement for the HTML report, each token coloured by its origin."""
+"""Answers for the HTML report, with each token coloured by its origin."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from sharesd.models.tokenizer import TextStream, Tokenizer
 Answer = tuple[str, TurnRecord]  # mode and record
 SHADES = {"target": "#ffffff", "recovered": "#ffd9a0", "bonus": "#fff3a3"}
 DRAFTER_SHADES = ("#b9ddf5", "#b4e6d2", "#f0cde0", "#d9d2f3", "#d6e8a8", "#e3d5c5")
-"""Backgrounds of accepted tokens by drafter, used again if there are more drafters."""
+"""Background colours of accepted tokens by drafter, used cyclically."""
 
 
 def answers_of(questions: Sequence[Question], answers: Iterable[Answer], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the variables of the template that show answers, in the order in which they are given."""
+    """Return the template's variables for the answers.
+
+    Answers to a turn stay in the given order.
+    """
     by_turn: dict[tuple[str | int, int], list[Answer]] = {}
     names: dict[str, None] = {}
     for mode, record in answers:
@@ -41,10 +44,10 @@ def answers_of(questions: Sequence[Question], answers: Iterable[Answer], tokeniz
 
 
 def token_pieces(record: TurnRecord, tokenizer: Tokenizer) -> list[tuple[str, str, str | None]]:
-    """Return the answer token by token: (text, letter of the source, drafter); empty if sources were not recorded.
+    """Return (text, letter of the source, drafter) of each token.
 
-    A character made of several tokens belongs to the last of them. Tokens without text, and those behind a stop string,
-    are left out.
+    A character of several tokens belongs to the last of these tokens. Tokens without text, or after a stop string, are
+    left out. The list is empty if sources were not recorded.
     """
     count = len(record.token_ids)
     if len(record.token_sources) != count or len(record.token_drafters) != count:
@@ -85,7 +88,10 @@ def _answer(
 
 
 def _origins(classes: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return CSS class, background and meaning of every origin; accepted tokens have a class for each drafter."""
+    """Return CSS class, background colour and meaning of every origin.
+
+    Accepted tokens have a class per drafter.
+    """
     meanings = {str(source): meaning for source, meaning in MEANINGS.items()}
     found = [(source[0], shade, meanings[source]) for source, shade in SHADES.items()]
     names = {css: f": {name}" for name, css in classes.items()} or {"a": ""}

@@ -1,4 +1,4 @@
-"""Answers of a measurement on disk: `answers-MODE.jsonl`, a line per turn, written as soon as it is finished."""
+"""Answers on disk: `answers-MODE.jsonl`, with a line per finished turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[int, str | int, int]  # (run, question, turn)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRecord:
-    """An answer of a mode, and its costs."""
+    """Answer of a mode to a turn, with times and counts."""
 
     run: int  # repetition of the whole measurement, from 1
     question_id: str | int
@@ -44,7 +44,7 @@ class TurnRecord:
     draft_steps: int = 0  # steps of a draft model
     token_sources: str = ""  # first letter of each token's source: t, a, r or b
     accepted_by: dict[str, int] = field(default_factory=dict)
-    """Accepted tokens by the name of their drafter, in the order of first mention."""
+    """Drafter name -> number of accepted tokens, in order of first occurrence."""
     token_drafters: str = ""  # number in `accepted_by` of each token's drafter; - for the target itself
 
     @property
@@ -63,15 +63,16 @@ def answers_file(folder: Path, mode: str) -> Path:
 
 
 def append(folder: Path, mode: str, record: TurnRecord) -> None:
-    """Add a finished turn; it is in the file on return."""
+    """Append a finished turn to the mode's file."""
     with answers_file(folder, mode).open("a", encoding="utf-8") as file:
         file.write(record.line())
 
 
 def read(folder: Path, mode: str) -> dict[Key, TurnRecord]:
-    """Return the finished turns; a last line that was cut off is removed from the file.
+    """Return the finished turns of a mode.
 
-    Raises ValueError for a file with other contents than `append` writes.
+    An incomplete last line is removed from the file. Raises ValueError if any other line is not a record, or if a turn
+    occurs twice.
     """
     path = answers_file(folder, mode)
     if not path.exists():
@@ -93,6 +94,6 @@ def read(folder: Path, mode: str) -> dict[Key, TurnRecord]:
 
 
 def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first setting in which two runs differ: its (dotted) name, the old and the new value."""
+    """Return the first differing setting: dotted name, old and new value."""
     a, b = flat(old), flat(new)
     return next(((name, a.get(name), b.get(name)) for name in (*a, *b) if a.get(name) != b.get(name)), None)

@@ -1,4 +1,7 @@
-"""Results of a measurement: summary.json, report.md, .html and .csv, pictures, and a table on the terminal."""
+"""Results of a measurement, as files and as a table.
+
+The files are summary.json, report.md, report.html, report.csv and plots.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ Modes = Mapping[str, Any]
 
 
 def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
-    """Write all files from the turns that are finished, and show the table."""
+    """Write all files from the finished turns, and print the table."""
     from benchmark.questions.page import answers_of
     from sharesd.models.hub import resolve
     from sharesd.models.tokenizer import load_tokenizer
@@ -63,7 +66,7 @@ def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, M
 def summary_of(
     run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]
 ) -> dict[str, Any]:
-    """Return the contents of summary.json: figures of the records and facts of the sessions."""
+    """Return the contents of summary.json, from records and sessions."""
     sessions = state["sessions"]
     first = sessions[0]
     missing = sum(key not in found for found in done.values() for key in run.keys)
@@ -83,7 +86,7 @@ def summary_of(
 
 
 def report_of(summary: Mapping[str, Any], plots: Sequence[str]) -> Report:
-    """Return the report; its first section is the table for the terminal."""
+    """Return the report; the first section is the table for the terminal."""
     settings, modes = summary["settings"], summary["modes"]
     sections = [
         headline(modes),
@@ -126,9 +129,10 @@ def headline(modes: Modes) -> Section:
 
 
 def tables_at_start(settings: Mapping[str, Any]) -> str:
-    """Return a sentence about the contents of tables before the first question, if a mode has one.
+    """Return a sentence on the drafters' tables before the first question.
 
-    The tables that ship with the embedded model help that model alone, so it stands beside every figure.
+    It is empty if no mode has a table. Reports include it next to the figures, since tables of the embedded model's
+    answers raise the speed of this model only.
     """
     used = (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ()))
     by_content: dict[str, list[str]] = {}
@@ -143,7 +147,10 @@ def tables_at_start(settings: Mapping[str, Any]) -> str:
 
 
 def drafters(modes: Modes) -> Section:
-    """Return the table of accepted tokens by drafter, without rows if that is not known."""
+    """Return the table of accepted tokens by drafter.
+
+    It has no rows if drafters were not recorded.
+    """
     known = {mode: figures["accepted_by"] for mode, figures in modes.items() if figures.get("accepted_by")}
     names = list(dict.fromkeys(name for counts in known.values() for name in counts))
     rows = []

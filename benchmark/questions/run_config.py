@@ -1,4 +1,4 @@
-"""Configuration of a measurement, checked before anything is loaded or written."""
+"""Configuration of a measurement, validated before models are loaded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunConfig:
 
     @property
     def keys(self) -> list[Key]:
-        """Turns that each mode is measured on."""
+        """Keys of all turns to measure, for each mode."""
         return [
             (run, question.id, turn)
             for run in range(1, self.runs + 1)
@@ -55,7 +55,10 @@ class RunConfig:
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:
-    """Return the configuration of parsed arguments; ValueError for any mistake."""
+    """Return the configuration of parsed arguments.
+
+    Raises ValueError for invalid arguments.
+    """
     modes = options.modes_of(args, default=registry.modes())
     config = options.engine_config(args, modes=modes)
     params = options.sampling_params(args)
@@ -103,7 +106,10 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def previous_state(run: RunConfig) -> dict[str, Any]:
-    """Return run.json of an interrupted measurement; ValueError if it had other settings."""
+    """Return run.json of an interrupted measurement.
+
+    Raises ValueError if the settings differ.
+    """
     file = run.out_dir / RUN_FILE
     state = read_json(file)
     if {"settings", "environment", "sessions"} - state.keys():
@@ -113,7 +119,7 @@ def previous_state(run: RunConfig) -> dict[str, Any]:
 
 
 def require_same_machine(old: dict[str, Any], new: dict[str, Any], out_dir: Path) -> None:
-    """Raise ValueError if a measurement that is resumed ran on another machine."""
+    """Raise ValueError if the resumed measurement ran on another machine."""
     before, now = ({name: machine.get(name) for name in IDENTITY} for machine in (old, new))
     _require_same(before, now, out_dir)
 
@@ -142,7 +148,7 @@ def _out_dir(args: argparse.Namespace) -> Path:
 
 
 def _writable(folder: Path, flag: str) -> Path:
-    """Return the folder if it can be written or made."""
+    """Return the folder; ValueError if it cannot be written or created."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ValueError(f"{flag} is {folder}, but {nearest} is a file; name a folder")

@@ -1,4 +1,4 @@
-"""Measurement in this process or in replicas: load, warm up, measure the missing turns, keep each as it ends."""
+"""Measurement of the missing turns, in this process or in replicas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ State = dict[str, Any]  # contents of run.json
 
 
 class Recorder:
-    """Files, log and progress of a measurement; drawn between turns only, so that nothing moves while one is timed."""
+    """Files, log and progress bars of a measurement.
+
+    The bars are drawn between turns only, so that drawing is not timed.
+    """
 
     def __init__(self, run: RunConfig, done: Done) -> None:
         self._run, self._done = run, done
@@ -62,7 +65,7 @@ class Recorder:
         self._bars.stop()
 
     def add(self, mode: str, record: TurnRecord) -> None:
-        """Keep a finished turn."""
+        """Write a finished turn to file and log, and update its bar."""
         records.append(self._run.out_dir, mode, record)
         log.info(
             "%s run %d question %s turn %d: %d tokens, %d rounds, prefill %.3f s, decode %.3f s",
@@ -72,7 +75,7 @@ class Recorder:
             self._bars.update(self._tasks[mode], completed=len(self._done[mode]), speed=self._speed(mode), refresh=True)
 
     def end_question(self, run: int, index: int) -> None:
-        """Print a line about the speeds so far if there is no terminal."""
+        """Print the modes' speeds so far, if stderr is not a terminal."""
         if not err_console.is_terminal:
             questions = self._run.questions.questions
             name = f"question {index + 1}/{len(questions)} {questions[index].category}"
@@ -86,9 +89,10 @@ class Recorder:
 
 
 def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State, bool]:
-    """Measure the turns that `done` lacks and add them; `state` is None for a new measurement.
+    """Measure the turns missing in `done`, and add them.
 
-    Returns the new state, and True if interrupted. Nothing is written before all is loaded and warmed up.
+    `state` is None for a new measurement. Returns the new state, and True if interrupted. Files are written only after
+    loading and warmup.
     """
     announce(run)
     with loading_bars() as progress:
@@ -125,7 +129,7 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
 
 
 class Asked(NamedTuple):
-    """A question that lacks answers, with those that it has, by mode."""
+    """Question with missing turns, and its finished turns by mode."""
 
     run: int
     number: int
@@ -133,7 +137,7 @@ class Asked(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """New turns of a question from a replica, and the facts of its process as of now."""
+    """New turns of a question from a replica, with process data."""
 
     process: int
     environment: dict[str, Any]
@@ -142,7 +146,10 @@ class Answered(NamedTuple):
 
 
 def measure_on_replicas(run: RunConfig, state: State | None, done: Done) -> tuple[State | None, bool]:
-    """Measure as `measure_here` in replicas, each a session; the state may stay None if interrupted."""
+    """Measure in replicas; otherwise as `measure_here`.
+
+    Each replica is a session. The returned state may be None if interrupted.
+    """
     announce(run)
     questions, resumed, sessions = run.questions.questions, state, dict[int, dict[str, Any]]()
     asked = []
@@ -173,7 +180,7 @@ def measure_on_replicas(run: RunConfig, state: State | None, done: Done) -> tupl
 
 
 def answer_tasks(run: RunConfig, tasks: TaskQueue) -> Iterator[Numbered]:
-    """Load, warm up, and answer the questions of the tasks: the work of a replica."""
+    """Load, warm up, and answer the tasks' questions, in a replica."""
     set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
     runtime = Runtime(run.config, run.modes)
     _require_room(run, runtime)
@@ -195,9 +202,9 @@ def measure_question(
     params: SamplingParams,
     done: Mapping[str, dict[Key, TurnRecord]],
 ) -> Iterator[tuple[Mode, TurnRecord]]:
-    """Measure the turns of a question that `done` lacks; they are in it when they are yielded.
+    """Measure a question's turns missing in `done`; add and yield each.
 
-    Each question begins with another mode. Prompts of later turns hold the answers of the same mode.
+    The first mode rotates from question to question. Prompts of later turns contain the same mode's earlier answers.
     """
     for mode in rotated(list(engines), index + run - 1):
         answers: list[str] = []
@@ -213,7 +220,7 @@ def measure_question(
 def measure_turn(
     engine: Engine, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
 ) -> TurnRecord:
-    """Decode one answer from an empty cache."""
+    """Decode one answer, and return its record."""
     [completion] = generate(engine, [prompt], params)
     stats = engine.stats
     accepted_by = Counter(name for name in completion.drafters if name is not None)
@@ -239,7 +246,7 @@ def measure_turn(
 
 
 def announce(run: RunConfig) -> None:
-    """Print what is measured."""
+    """Print model, modes and questions of the measurement."""
     asked, runs = run.settings["questions"], f", {run.runs} runs" if run.runs > 1 else ""
     which = f"the first {asked['num_questions']} of {asked['num_available']} ({asked['num_turns']} turns{runs})"
     line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions takes others"
@@ -247,7 +254,7 @@ def announce(run: RunConfig) -> None:
 
 
 def _order(run: RunConfig) -> Iterator[tuple[int, int]]:
-    """Yield run and index of each question."""
+    """Yield (run, index) of each question."""
     for number_ in range(1, run.runs + 1):
         for index in range(len(run.questions.questions)):
             yield number_, index
@@ -259,7 +266,7 @@ def _require_room(run: RunConfig, runtime: Runtime) -> None:
 
 
 def _warm_engines(run: RunConfig, runtime: Runtime, *, quiet: bool = False) -> dict[Mode, Engine]:
-    """Return engines that were compiled for every shape and have answered one prompt."""
+    """Return engines, compiled for all shapes and warmed up with a prompt."""
     engines: dict[Mode, Engine] = {}
     prompt = prompt_ids(runtime.tokenizer, run.questions.questions[0], [])
     short = replace(run.params, max_new_tokens=min(WARM_UP_TOKENS, run.params.max_new_tokens))
@@ -281,7 +288,7 @@ def _usage(runtime: Runtime, graphs_before: int) -> dict[str, Any]:
 
 
 def _session(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str, Any]:
-    """Return the facts of this process."""
+    """Return the session entry of this process for run.json."""
     modes = {}
     for mode, engine in engines.items():
         report = runtime.report(mode)

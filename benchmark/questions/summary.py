@@ -1,4 +1,7 @@
-"""Figures from the records of turns; pure functions. Speeds are of decoding alone, without prefill and first token."""
+"""Figures from the records of turns, as pure functions.
+
+Speeds are those of decoding: they exclude the prefill and the first token.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ BASE = "naive"  # mode that speedups and identity are measured against
 
 
 def summarize(records: Mapping[str, Records], keys: Sequence[Key], *, num_draft: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of every mode that has a turn; `keys` are the turns of a complete measurement."""
+    """Return the figures of every mode with at least one turn.
+
+    `keys`: turns of a complete measurement.
+    """
     base = records.get(BASE) or None
     return {
         mode: _mode(found, base, keys, num_draft=0 if mode == BASE else num_draft)
@@ -62,7 +68,10 @@ def _mode(records: Records, base: Records | None, keys: Sequence[Key], *, num_dr
 
 
 def whole_runs(records: Records, keys: Sequence[Key]) -> dict[Key, TurnRecord]:
-    """Return the turns of complete runs, or all turns if no run is complete."""
+    """Return the turns of complete runs.
+
+    If no run is complete, returns all turns.
+    """
     wanted: dict[int, set[Key]] = {}
     for key in keys:
         wanted.setdefault(key[0], set()).add(key)
@@ -78,33 +87,42 @@ def _by_run(turns: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
 
 
 def tokens_per_second(turns: Iterable[TurnRecord]) -> float | None:
-    """Return tokens out of rounds over the time of the rounds; None if nothing was decoded."""
+    """Return decoded tokens per second of the rounds.
+
+    Returns None if nothing was decoded.
+    """
     turns = list(turns)
     return _ratio(sum(r.decoded_tokens for r in turns), sum(r.decode_s for r in turns))
 
 
 def tau(turns: Iterable[TurnRecord]) -> float | None:
-    """Return the mean tokens emitted per round, bonus or recovered included."""
+    """Return the mean tokens per round, bonus or recovered token included."""
     turns = list(turns)
     return _ratio(sum(r.decoded_tokens for r in turns), sum(r.rounds for r in turns))
 
 
 def alpha(turns: Iterable[TurnRecord]) -> float | None:
-    """Return the probability that a draft token is accepted, given those before it; None if none was tried."""
+    """Return the acceptance probability of a draft token.
+
+    It is conditional on acceptance of all earlier draft tokens. Returns None if no draft token was verified.
+    """
     turns = list(turns)
     accepted = sum(r.sources.get("accepted", 0) for r in turns)
     return _ratio(accepted, accepted + sum(r.sources.get("recovered", 0) for r in turns))
 
 
 def acceptance_by_position(turns: Iterable[TurnRecord], num_draft: int) -> list[float]:
-    """Return the share of rounds in which the draft token at each position was accepted."""
+    """Return the share of rounds with an accepted draft token, by position."""
     turns = list(turns)
     rounds = sum(r.rounds for r in turns)
     return [sum(r.accepted_at[i] for r in turns) / rounds for i in range(num_draft)] if rounds else []
 
 
 def accepted_positions(modes: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return `acceptance_by_position` of modes that draft, up to the last position that any mode had accepted."""
+    """Return `acceptance_by_position` of the modes that draft.
+
+    Lists end at the last position with an accepted token in any mode.
+    """
     shares = {mode: figures["acceptance_by_position"] for mode, figures in modes.items()}
     reached = max((i + 1 for each in shares.values() for i, share in enumerate(each) if share), default=1)
     return {mode: each[:reached] for mode, each in shares.items() if each}
@@ -117,10 +135,10 @@ def per_round_ms(turns: Iterable[TurnRecord], part: str) -> float | None:
 
 
 def speedups(records: Records, base: Records | None) -> dict[str, Any]:
-    """Return speedups over the base on the turns that both have finished.
+    """Return speedups over the base, on the turns that both have finished.
 
-    `speedup_vs_naive`: median over runs of the ratio of tokens per second. `speedup_by_turn`: medians over runs; the
-    least, and how many are below 1 by more than `NOISE`.
+    `speedup_vs_naive`: median over runs of the ratio of tokens per second. `speedup_by_turn`: from each turn's median
+    over runs, the minimum, and the number below 1 - `NOISE`.
     """
     pairs = [(record, base[key]) for key, record in records.items() if key in base] if base else []
     by_run, by_turn = ({}, {})  # type: dict, dict
@@ -143,10 +161,11 @@ def _speedup(pairs: Iterable[tuple[TurnRecord, TurnRecord]]) -> float | None:
 
 
 def compare(records: Records, base: Records) -> dict[str, Any]:
-    """Return the share of answers with the base's token ids, and the first divergence of each conversation.
+    """Return the share of answers equal to the base's, and divergences.
 
-    A turn after a different answer has another prompt, so it counts as different. `position` is from 0; a token is None
-    after an answer's end.
+    Answers are equal if all token ids are. A turn after a different answer has another prompt, and counts as different.
+    The first divergence of each conversation is returned: `position` counts from 0, and a token is None after an
+    answer's end.
     """
     compared, identical = 0, 0
     diverged: set[tuple] = set()
@@ -168,19 +187,25 @@ def compare(records: Records, base: Records) -> dict[str, Any]:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the first position at which two sequences differ, or the length of the shorter one."""
+    """Return the first position at which two sequences differ.
+
+    If there is none, returns the length of the shorter sequence.
+    """
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def identical_across_runs(records: Records) -> float | None:
-    """Return the share of turns of later runs with the token ids of the first run; None for a single run."""
+    """Return the share of later runs' turns equal to the first run's.
+
+    Turns are equal if all token ids are. Returns None for a single run.
+    """
     later = [record for record in records.values() if (1, *record.key[1:]) in records and record.run > 1]
     same = sum(record.token_ids == records[(1, *record.key[1:])].token_ids for record in later)
     return _ratio(same, len(later))
 
 
 def by_category(records: Records, base: Records | None, num_draft: int) -> dict[str, dict[str, Any]]:
-    """Return speed, tokens per round and speedup of each category, in the order of the questions."""
+    """Return speed, tokens per round, alpha and speedup of each category."""
     groups: dict[str, dict[Key, TurnRecord]] = {}
     for key, record in records.items():
         groups.setdefault(record.category, {})[key] = record

@@ -1,1 +1,4 @@
-"""`sharesd bench serve`: load for any server that speaks OpenAI's protocol; latency and throughput of its answers."""
+"""`sharesd bench serve`: latency and throughput of a server under load.
+
+The server may be any with OpenAI's protocol.
+"""

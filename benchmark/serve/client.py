@@ -1,4 +1,4 @@
-"""Streamed answers of a server: times of their chunks, their texts and failures."""
+"""HTTP client for streamed answers: chunk times, texts and failures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """Outcome of a request; times are in seconds."""
+    """Outcome of a request, with times in seconds."""
 
     sent_s: float = 0.0  # departure since the load began
     chunks_s: list[float] = field(default_factory=list)
-    """Arrival of each chunk with choices since departure; a chunk may hold many tokens."""
+    """Seconds from sending the request to each chunk with choices.
+
+    A chunk may hold many tokens. A first chunk with the role alone is left out.
+    """
     text: str = ""
     num_ids: int = 0  # token ids that came along, if the server sends them
     prompt_tokens: int | None = None  # count of the server
@@ -44,7 +47,10 @@ class Answer:
 
 
 class Failed(Exception):
-    """Reason for no whole answer, with its kind: refused (429, 503), rejected, server error, timeout, ..."""
+    """Failure of a request, with its kind.
+
+    Kinds are refused (429, 503), rejected, server error, error in stream, disconnected and no answer.
+    """
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -52,7 +58,10 @@ class Failed(Exception):
 
 
 def http_client(base_url: str, headers: Mapping[str, str], timeout_s: float) -> httpx.AsyncClient:
-    """Return a client without limits and proxies, whose times would be measured too."""
+    """Return a client without connection limits and proxies.
+
+    Either would add waiting time to the measured latencies. ValueError for a URL or header that cannot be sent.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     try:
         return httpx.AsyncClient(
@@ -67,7 +76,7 @@ def http_client(base_url: str, headers: Mapping[str, str], timeout_s: float) -> 
 
 
 async def first_model(http: httpx.AsyncClient, url: str) -> str:
-    """Return the first model that the server names; ValueError if there is none."""
+    """Return the first model of /v1/models; ValueError if there is none."""
     try:
         answer = await http.get("/v1/models")
         return str(answer.raise_for_status().json()["data"][0]["id"])
@@ -89,9 +98,10 @@ async def send_all(
     max_concurrency: int | None = None,
     done: Callable[[int], None] = lambda num: None,
 ) -> tuple[list[Answer], float]:
-    """Send requests at their times; returns the answers in order, and the seconds until the last.
+    """Send requests at the times `due_s`.
 
-    `body` returns the fields of the i-th request beside prompt and length; `done` is called with the number answered.
+    Returns the answers in the order of the requests, and the seconds until the last answer. `body` returns the fields
+    of the i-th request beside prompt and length. `done` is called after each answer with the number of answers.
     """
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     answers = [Answer() for _ in requests]
@@ -121,7 +131,7 @@ async def _ask(
     answer: Answer,
     timeout_s: float,
 ) -> None:
-    """Send a request and fill in its answer or its failure."""
+    """Send a request, and fill in `answer` with its text or failure."""
     asked: dict[str, Any] = {"prompt": request.prompt, "max_tokens": request.output_len}
     if endpoint == "chat":
         messages = [{"role": "user", "content": request.prompt}]
@@ -149,7 +159,10 @@ async def _ask(
 
 
 async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
-    """Read a stream to its end, so that its connection can be used again; Failed if it is not whole."""
+    """Read a stream to its end; Failed if it is not whole.
+
+    The connection can be used again only after the end of the stream.
+    """
     finished = False
     async for data in events(response):
         now = perf_counter() - sent
@@ -168,7 +181,10 @@ async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events; httpx's own lines also end at U+2028, which JSON may hold."""
+    """Yield the data of server-sent events.
+
+    Lines are split at line feeds only: httpx's `aiter_lines` also splits at U+2028, which JSON may hold.
+    """
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -180,7 +196,7 @@ async def events(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _add(event: dict[str, Any], answer: Answer, now: float) -> bool:
-    """Record an event; returns True for the one with the finish reason."""
+    """Record an event; return True if it has the finish reason."""
     if event.get("error"):
         raise Failed("error in stream", _message(event))
     if usage := event.get("usage"):

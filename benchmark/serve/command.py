@@ -1,4 +1,4 @@
-"""`serve`: load for a server, or for our own in several modes, with one report."""
+"""`serve`: load for a running server, or for ShareSD's in several modes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT_RATE = 16.0  # requests per second of --exact by default
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
+    """Add the subcommand `serve`."""
     parser = subparsers.add_parser(
         "serve",
         help="load for a server that speaks OpenAI's protocol, and how fast it answers",
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, write files if asked; returns the exit status."""
+    """Measure, print tables and write the requested files; return the exit status."""
     modes = _modes(args)
     try:
         import httpx  # noqa: F401
@@ -63,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return the settings; ValueError for options that do not fit together and files that cannot be read."""
+    """Return the settings of a command line.
+
+    ValueError for options that exclude each other and files that cannot be read.
+    """
     from benchmark.serve import workload
     from benchmark.serve.load import Settings
 
@@ -104,7 +107,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _modes(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the modes to start, naive first; none for a running server."""
+    """Return the modes of the servers to start, naive first.
+
+    The result is empty for a running server. ValueError for options that exclude each other.
+    """
     if args.spawn is None:
         if args.exact:
             raise ValueError(f"--exact is {args.exact} and compares modes with naive; name them with --spawn")
@@ -120,7 +126,11 @@ def _modes(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _loads(args: argparse.Namespace, modes: Sequence[str], settings: Settings) -> Iterator[Load]:
-    """Yield the loads of a server at each rate, or of one in each mode, compared with naive."""
+    """Yield the loads of all modes or of a running server.
+
+    There is one load at each rate. Loads of modes are compared with naive at the same rate. With several turns, yield
+    the medians of the turns.
+    """
     from benchmark.serve.load import compare, measure, median
     from benchmark.serve.spawn import spawned
 
@@ -158,7 +168,10 @@ def _loads(args: argparse.Namespace, modes: Sequence[str], settings: Settings) -
 
 
 def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
-    """Run `--exact`: print a row for each load and all differences; returns the exit status."""
+    """Run `--exact` and return the exit status.
+
+    Prints a row for each load, then all differences, failures and gauges that are not at 0.
+    """
     from benchmark.serve.exact import Outcome, alone, mixed, together
     from benchmark.serve.spawn import spawned
 
@@ -185,7 +198,7 @@ def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
 
 
 def _write_load(out_dir: Path, load: Load, args: argparse.Namespace) -> None:
-    """Write a load's file: vLLM's keys, the command and the client's machine."""
+    """Write a load's figures, the command and the client's environment to JSON."""
     from benchmark.serve.load import details
 
     more = details(load) if args.save_detailed else {}
@@ -194,7 +207,10 @@ def _write_load(out_dir: Path, load: Load, args: argparse.Namespace) -> None:
 
 
 def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespace) -> None:
-    """Print the tables, and write serve.md, .html and .csv, and a picture of a sweep."""
+    """Print the tables, and write the report and plot.
+
+    The files are serve.md, .html, .csv and, for a sweep, latency.png. None is written if `out_dir` is None.
+    """
     tail = f"p{max(args.metric_percentiles):g}"
     columns = {
         "done": lambda r: f"{r['completed']}/{r['num_prompts']}",
@@ -233,7 +249,7 @@ def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespac
 
 
 def remarks_of(load: Load) -> list[str]:
-    """Return lines about totals, drafts and failures."""
+    """Return lines about a load's token totals, drafts and failures."""
     found = load.result
     tokens = f"{found['total_input_tokens']} tokens in, {found['total_output_tokens']} out"
     lines = [f"{load.name}: {tokens} in {found['duration']:.1f} s"]
@@ -249,7 +265,10 @@ def remarks_of(load: Load) -> list[str]:
 
 
 def draw(path: Path, model: str, loads: Sequence[Load], tail: str) -> None:
-    """Draw latencies and throughput against the rate: a colour per mode, the last percentile dashed."""
+    """Draw latencies and throughput against the request rate.
+
+    Each mode has a line of medians and, for latencies, one of percentile `tail`.
+    """
     from benchmark.plots import Line, draw_lines
 
     panels: dict[str, dict[str, Line]] = {}

@@ -1,4 +1,7 @@
-"""`serve --exact`: mixed requests at random times, with clients that hang up, must not change any text."""
+"""`serve --exact`: test that concurrent requests do not change any text.
+
+Requests of all kinds arrive at random times, and some clients disconnect early.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Choice:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """Outcome of a load."""
+    """Result of one load, compared with the texts of mode naive."""
 
     mode: str
     order: int  # number of the arrival order
@@ -45,22 +48,26 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """True if all is identical and nothing is left."""
+        """True for identical texts, no failed request and all gauges at 0."""
         return not (self.differing or self.failures or self.left)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixed:
-    """A request without the fields that must not change its texts: `stream` and `speculate`."""
+    """Request without the fields `stream` and `speculate`.
+
+    Neither field may change the texts of the answer.
+    """
 
     endpoint: Endpoint
     body: dict[str, Any]
 
 
 def mixed(num: int, seed: int, longest: int = LONGEST) -> list[Mixed]:
-    """Return the same requests for the same seed; one prompt has `longest` words, the others at most a quarter.
+    """Return `num` requests, the same ones for the same seed.
 
-    A third of the prompts begin alike, as those with a system prompt do.
+    One text has `longest` words, and the others have at most a quarter of that. About a third of the prompts begin
+    with one shared text, as with a system prompt.
     """
     random = Random(seed)
     words = random_words(num + 1, longest // 8, 1, 0.96, seed)
@@ -97,7 +104,10 @@ def _request(text: str, random: Random) -> Mixed:
 
 
 async def alone(url: str, requests: Sequence[Mixed], timeout_s: float) -> list[list[Choice]]:
-    """Return the choices of each request, asked one by one; Failed if one has no answer."""
+    """Send requests one by one, and return the choices of each.
+
+    Failed if the server rejects a request.
+    """
     async with http_client(url, {}, timeout_s) as http:
         return [await _ask(http, request, stream=False, speculate=False) for request in requests]
 
@@ -112,7 +122,11 @@ async def together(
     rate: float,
     timeout_s: float,
 ) -> Outcome:
-    """Send the requests in an order of their own, streamed and not, with drafts and without; some clients hang up."""
+    """Send the requests concurrently, in the random order of seed `order`.
+
+    About half of the requests are streamed, and most use drafts. A share GIVEN_UP of the requests is sent once more by
+    a client that disconnects after 1 to 4 events.
+    """
     random = Random(order)
     numbers = list(range(len(requests)))
     leaving = random.sample(numbers, round(GIVEN_UP * len(numbers)))
@@ -146,7 +160,10 @@ async def together(
 async def _ask(
     http: httpx.AsyncClient, request: Mixed, *, stream: bool, speculate: bool, pieces: int | None = None
 ) -> list[Choice]:
-    """Return the choices, or those after so many `pieces` of a stream if the client hangs up."""
+    """Return the choices of an answer.
+
+    If `pieces` is given, disconnect after so many events of the stream and return the texts so far.
+    """
     body = {**request.body, "stream": stream, "speculate": speculate}
     choices = [Choice() for _ in range(body["n"])]
     async with http.stream("POST", PATHS[request.endpoint], json=body) as response:
@@ -176,7 +193,7 @@ async def _ask(
 
 
 async def _left(http: httpx.AsyncClient) -> dict[str, float]:
-    """Return the gauges that stay above 0."""
+    """Return the gauges that are not at 0 after IDLE_S."""
     limit = monotonic() + IDLE_S
     while True:
         families = text_string_to_metric_families((await http.get("/metrics")).text)

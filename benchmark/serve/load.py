@@ -1,4 +1,7 @@
-"""A load on one server, from warm-up to figures, in vLLM's definitions and under its names."""
+"""Load on one server, from warm-up to figures.
+
+Figures have the names and definitions of `vllm bench serve`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from benchmark.serve.workload import Draw, departures
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms")
-"""Figures that are compared with naive."""
+"""Figures with a ratio to naive."""
 DRAFT_COUNTERS = "vllm:spec_decode_num_"
 
 
@@ -54,12 +57,12 @@ class Load:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
+        """Name of the load in tables."""
         return f"{self.mode + ' ' if self.mode else ''}{self.rate:g}/s"
 
     @property
     def file(self) -> str:
-        """Name of its file."""
+        """Name of the load's file."""
         return f"{self.mode + '-' if self.mode else ''}rate-{self.rate:g}.json"
 
 
@@ -73,9 +76,10 @@ async def measure(
     turn: int = 0,
     done: Callable[[int], None] = lambda num: None,
 ) -> Load:
-    """Send one load. Each step (of a sweep of rates) and turn has random prompts of its own.
+    """Send one load and return its results.
 
-    ValueError if the server cannot be reached, fails at a warm-up request, or sends no counts of tokens.
+    Each `step` of a sweep of rates and each `turn` has other random prompts. Warm-up requests are sent in turn 0 only.
+    ValueError if the server cannot be reached, fails at a warm-up request, or sends no token counts.
     """
     seed, num = settings.seed + step, settings.num_prompts
     num_all = num * settings.num_turns
@@ -121,7 +125,10 @@ async def measure(
 def figures(
     answers: Sequence[Answer], duration_s: float, *, goodput: Mapping[str, float], percentiles: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the figures of a load, in milliseconds and per second; statistics are None if nothing was answered."""
+    """Return the figures of a load: latencies in ms, throughput per second.
+
+    Statistics of a latency are None if no answer has one.
+    """
     whole = [answer for answer in answers if answer.failure is None]
     prompt_tokens = sum(answer.prompt_tokens or 0 for answer in whole)
     output_tokens = sum(answer.output_tokens or 0 for answer in whole)
@@ -152,12 +159,18 @@ def figures(
 
 
 def gaps_s(answer: Answer) -> list[float]:
-    """Return the times between chunks; accepted tokens come together and are one gap."""
+    """Return the seconds between consecutive chunks.
+
+    Accepted tokens of one round arrive in one chunk, so that they count as one gap.
+    """
     return [later - earlier for earlier, later in pairwise(answer.chunks_s)]
 
 
 def _took(answer: Answer) -> dict[str, float]:
-    """Return seconds of an answer; time per output token is after the first."""
+    """Return the latencies of an answer, in seconds.
+
+    Time per output token excludes the first token; it is 0 for fewer than two tokens.
+    """
     tokens = answer.output_tokens or 0
     tpot_s = (answer.e2el_s - answer.ttft_s) / (tokens - 1) if tokens > 1 else 0.0
     return {"ttft": answer.ttft_s, "tpot": tpot_s, "e2el": answer.e2el_s}
@@ -176,7 +189,10 @@ async def _counters(http: httpx.AsyncClient) -> Counter[str] | None:
 
 
 def counters(text: str | None) -> Counter[str] | None:
-    """Return vLLM's counters of drafts in the text of /metrics, summed over labels but `position`; None without any."""
+    """Return vLLM's draft counters in the text of /metrics.
+
+    Counters are summed over all labels but `position`. None if there are no such counters.
+    """
     found: Counter[str] = Counter()
     try:
         for family in text_string_to_metric_families(text or ""):
@@ -190,7 +206,10 @@ def counters(text: str | None) -> Counter[str] | None:
 
 
 def speculation(before: Counter[str] | None, after: Counter[str] | None) -> dict[str, Any]:
-    """Return the figures of drafts between two readings, under vLLM's names; empty without drafts."""
+    """Return draft figures between two readings of the counters.
+
+    The names are vLLM's. The result is empty if nothing was drafted.
+    """
     if after is None:
         return {}
     change = {name: value - (before or Counter())[name] for name, value in after.items()}
@@ -209,7 +228,10 @@ def speculation(before: Counter[str] | None, after: Counter[str] | None) -> dict
 
 
 def compare(load: Load, naive: Load) -> None:
-    """Add the ratios to naive with the same requests, and the number of equal texts."""
+    """Add a load's ratios to `naive` and the number of equal texts.
+
+    Both loads must have the same requests.
+    """
     ours, theirs = load.result, naive.result
     keys = (*RATIOS, *(key for key in ours if key.startswith("p") and key.endswith("_itl_ms")))
     ours["ratio_to_naive"] = {
@@ -220,7 +242,10 @@ def compare(load: Load, naive: Load) -> None:
 
 
 def median(turns: Sequence[Load]) -> Load:
-    """Return the load of median throughput, with the medians of all ratios and the texts of all turns."""
+    """Return the load of median throughput among the turns.
+
+    Ratios to naive are medians over the turns, and counts of equal texts are sums.
+    """
     chosen = sorted(turns, key=lambda load: load.result["output_throughput"])[(len(turns) - 1) // 2]
     found = [load.result for load in turns]
     result = {**chosen.result, "output_throughputs": [each["output_throughput"] for each in found]}
@@ -234,7 +259,7 @@ def median(turns: Sequence[Load]) -> Load:
 
 
 def details(load: Load) -> dict[str, Any]:
-    """Return every answer, under vLLM's names; times in seconds."""
+    """Return figures of every answer under vLLM's names, times in seconds."""
     columns: dict[str, Callable[[Answer], Any]] = {
         "input_lens": lambda answer: answer.prompt_tokens or 0,
         "output_lens": lambda answer: answer.output_tokens or 0,

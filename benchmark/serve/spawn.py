@@ -1,4 +1,4 @@
-"""Our own server in a process of its own."""
+"""ShareSD's server as a child process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ import httpx
 
 COMMAND = (sys.executable, "-P", "-m", "serve")  # -P: a serve.py in the working directory is not it
 READY_S, STOP_S = 900.0, 30.0
-"""Longest waits: until it answers (weights may have to be converted and kernels compiled), and until it has ended."""
+"""Max. seconds of a server's start and of its end.
+
+The start may convert weights and compile kernels.
+"""
 URL = re.compile(r"http://[\w.\-]+:\d+")
 
 
 @contextmanager
 def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
-    """Start a server in `mode`, yield its URL once it is ready, and stop it; RuntimeError if it does not start."""
+    """Start a server in `mode`, yield its URL and stop it.
+
+    The URL is yielded once the server is ready. RuntimeError if the server ends or is not ready after READY_S.
+    """
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
         [*COMMAND, "--mode", mode, "--port", "0", *flags],
@@ -52,7 +58,7 @@ def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
 
 
 class _Output(threading.Thread):
-    """Reader of a server's output, which keeps its URL and its last lines."""
+    """Reader thread of a server's output, with its URL and last lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         super().__init__(daemon=True)
@@ -71,13 +77,16 @@ class _Output(threading.Thread):
                     self.url = found[0]
 
     def last_words(self) -> str:
-        """Return the last line; complete once the process has ended."""
+        """Return the last line of output, after the end of the process."""
         self.join(STOP_S)
         return self._lines[-1] if self._lines else "it said nothing"
 
 
 def _ready_url(mode: str, process: subprocess.Popen[str], output: _Output) -> str:
-    """Wait for 200 at /health."""
+    """Return the server's URL once /health answers 200.
+
+    RuntimeError if the process ends or READY_S is over.
+    """
     limit = monotonic() + READY_S
     while monotonic() < limit:
         if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""Requests of a load, and their departures."""
+"""Requests of a load, and the times to send them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sharesd.data import questions as question_files
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt and the most tokens of its answer."""
+    """Prompt and max. tokens of its answer."""
 
     prompt: str
     output_len: int
@@ -25,7 +25,10 @@ Draw = Callable[[int, int], list[Request]]  # (how many, seed) -> requests; the 
 
 
 def random_words(num: int, input_len: int, output_len: int, range_ratio: float, seed: int) -> list[Request]:
-    """Return texts of random short words of about one token; lengths are uniform in [mean * (1 +- range_ratio)]."""
+    """Return requests with prompts of random words of about one token each.
+
+    Prompt and output lengths are uniform in [mean * (1 - range_ratio), mean * (1 + range_ratio)], and at least 1.
+    """
     random = Random(seed)
     known = " ".join(turn for question in question_files.load("mtbench").questions for turn in question.turns)
     words = sorted(set(re.findall(r"\b[a-z]{1,4}\b", known)))
@@ -41,13 +44,19 @@ def random_words(num: int, input_len: int, output_len: int, range_ratio: float, 
 
 
 def questions(path: str | None, output_len: int) -> list[Request]:
-    """Return the first turns of ShareSD's own questions, or of a file in MT-Bench's layout."""
+    """Return the first turns of a question file in MT-Bench's layout.
+
+    If `path` is None, the questions are ShareSD's own.
+    """
     found = question_files.first_turns(path).questions
     return [Request(prompt=question.turns[0], output_len=output_len) for question in found]
 
 
 def from_file(path: str, output_len: int) -> list[Request]:
-    """Return the requests of a JSON Lines file with `prompt` (a text) and perhaps `output_tokens`."""
+    """Return the requests of a JSON Lines file.
+
+    Each line has `prompt` (a text) and optionally `output_tokens`. ValueError for a bad line or an empty file.
+    """
     requests = []
     for row in question_files.json_rows(Path(path)):
         length = row.get("output_tokens")
@@ -60,15 +69,16 @@ def from_file(path: str, output_len: int) -> list[Request]:
 
 
 def repeated(requests: list[Request]) -> Draw:
-    """Return a draw that starts over at the end of the requests."""
+    """Return a Draw that cycles through the requests."""
     return lambda num, seed: list(islice(cycle(requests), num))
 
 
 def departures(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return when each request leaves, in ascending seconds; a rate of `inf` sends all at once.
+    """Return the time to send each request, in ascending seconds.
 
-    Gaps are Gamma(burstiness, 1 / (rate * burstiness)) as in vLLM's client: 1 is a Poisson process, below 1 comes in
-    bursts, `inf` is even. They are rescaled so that the last request leaves at num / rate.
+    All times are 0 if `rate` is inf. Gaps are Gamma(burstiness, 1 / (rate * burstiness)), as in vLLM's client. A
+    burstiness of 1 is a Poisson process, one below 1 gives bursts, and inf gives equal gaps. Gaps are rescaled so that
+    the last request is sent at num / rate.
     """
     if rate == math.inf:
         return [0.0] * num

@@ -38,7 +38,7 @@ PROGRAMS_PER_SM = 2
 GROUP = 32
 """Parts that the join sums up together."""
 NO_WINDOW = 1 << 30
-"""A window that sees everything."""
+"""Window without limit."""
 # One binary serves all steps: values that differ between them must not make another.
 _UNALIGNED = ["length_ptr", "depth_ptr", "path_ptr"]
 _INTS = ["T", "S", "P", "X", "num_programs", "window", "recent"]

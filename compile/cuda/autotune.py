@@ -1,6 +1,6 @@
-"""Measure and keep the fastest tile for a shape of weights.
+"""Measurement of the fastest tile for a shape of weights.
 
-Runs in `sharesd bench gpu --step tiles` only, never at a start: another tile may be another order of summation.
+It runs in `sharesd bench gpu --step tiles` only, not at start: another tile may have another order of summation.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def tune(
     rows: int = 1,
     measure: Callable[[Calls], float] = seconds_per_call,
 ) -> dict[Shape, dict[Tile, float]]:
-    """Return seconds per product of every tile; keep the fastest.
+    """Return seconds per product of every tile, and save the fastest.
 
-    `measure` returns seconds per call. Tiles are kept for this device and later programs.
+    `measure` returns seconds per call. Tiles are saved for this device.
     """
     on = gemm_config.device(_index(device))
     found: dict[Shape, dict[Tile, float]] = {}
@@ -66,12 +66,12 @@ def tune(
 
 
 def fastest(found: Mapping[Shape, Mapping[Tile, float]]) -> dict[str, Tile]:
-    """The tiles to keep, as `settings.write_tiles` takes them."""
+    """Return the fastest tiles, for `write_tiles`."""
     return {shape.key: min(times, key=times.__getitem__) for shape, times in found.items() if times}
 
 
 def runs(product: Callable[[], object], shape: Shape, tile: Tile) -> bool:
-    """Return True if this device can run a tile; log why not."""
+    """Return True if this device supports a tile; else log the reason."""
     try:
         product()
     except (TritonError, RuntimeError) as error:  # too little shared memory, or the compiler gives up
@@ -81,7 +81,7 @@ def runs(product: Callable[[], object], shape: Shape, tile: Tile) -> bool:
 
 
 def candidates(shape: Shape, on: gemm_config.Device) -> list[Tile]:
-    """The rule's tile, and neighbours of it."""
+    """Return the rule's tile and neighbouring tiles."""
     rule = gemm_config.by_rule(shape.outputs, shape.inputs, shape.bits, shape.group, on)
     other = 64 if rule.outputs == 32 else 32
     tiles = [rule, replace(rule, outputs=other), replace(rule, stages=rule.stages - 1), replace(rule, stages=5)]
@@ -102,7 +102,7 @@ def _index(device: torch.device) -> int | None:
 
 
 def _products(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int) -> list[Callable[..., Tensor]]:
-    """Return products, to be given a tile, with different random weights."""
+    """Return functions of a tile: products with different random weights."""
     columns, values = shape.inputs, {8: torch.int8, 4: torch.int16}.get(shape.bits, dtype)
     scale = None
     if shape.bits == 8:

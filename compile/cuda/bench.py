@@ -1,4 +1,4 @@
-"""Time of calls on a GPU with weights that no cache holds."""
+"""Time of calls on a GPU with uncached weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 Calls = Sequence[Callable[[], object]]
 UNCACHED_BYTES = 2**28
-"""Bytes of weights used in turn: several times the caches of GPUs."""
+"""Bytes of weights used in rotation: several times a GPU's caches."""
 
 
 def num_weight_copies(nbytes: int, device: torch.device) -> int:
-    """Return the number of weights in turn; 1 on a CPU."""
+    """Return the number of weight copies in rotation; 1 on a CPU."""
     return 1 + UNCACHED_BYTES // nbytes if device.type == "cuda" else 1
 
 

@@ -23,7 +23,7 @@ from compile.cuda.gemm_config import ROWS, Tile
 from compile.cuda.pdl import launch_options
 
 LINE = tl.constexpr(128)
-"""Bytes that one prefetch brings."""
+"""Bytes per prefetch."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -130,7 +130,7 @@ def row_gemm(
 
 @triton.jit
 def _prefetch(w_base, is_valid, first, COLUMNS: tl.constexpr, PART: tl.constexpr, BN, BK, STAGES):
-    """Ask for the weights of the first steps; nothing waits for them."""
+    """Prefetch the weights of the first steps, without waiting."""
     SIZE: tl.constexpr = w_base.dtype.element_ty.primitive_bitwidth // 8
     PER_LINE: tl.constexpr = LINE // SIZE
     AHEAD: tl.constexpr = PART if PART < BK * STAGES else BK * STAGES

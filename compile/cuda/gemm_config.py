@@ -1,7 +1,7 @@
 """Tiles of matrix products, measured per device and shape or by rule.
 
-Tile and split decide the order of summation: they depend on the device and the weights alone, never on the number of
-rows. Another tile may be another text. Imports no Triton.
+Tile and split determine the order of summation. They depend on device and weights only, not on the number of rows.
+Another tile may result in another text. Imports no Triton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tile:
     inputs: int
     """Columns of the weights per step; four inputs each with 4 bits."""
     split: int
-    """Parts of K, each a program of its own."""
+    """Parts of K, with a program each."""
     stages: int
     """Steps in flight, the current one included. No influence on bits."""
     warps: int
@@ -39,16 +39,16 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Properties of a GPU that the rule reads."""
+    """Properties of a GPU used by the rule."""
 
     name: str
     processors: int
     shared: int
-    """Bytes of shared memory that a program may use."""
+    """Maximum bytes of shared memory of a program."""
 
 
 WGMMA_SHARED = 200 * 1024
-"""Shared memory, in bytes, from which on 64 rows multiply at once."""
+"""Minimum bytes of shared memory for products of 64 rows."""
 INTERPRETER = Device("interpreter", 132, 227 * 1024)
 
 
@@ -64,7 +64,7 @@ def device(index: int | None) -> Device:
 
 @cache
 def tile_of(index: int | None, outputs: int, inputs: int, bits: int, group: int = 0) -> Tile:
-    """Return the tile for weights [outputs, inputs] of so many bits."""
+    """Return the tile for weights [outputs, inputs] of `bits` bits."""
     measured = _measured(index)
     found = measured.get(key_of(outputs, inputs, bits, group)) or _neighbour(measured, outputs, inputs, bits, group)
     return found or by_rule(outputs, inputs, bits, group, device(index))
@@ -82,7 +82,7 @@ def _neighbour(measured: dict[str, Tile], outputs: int, inputs: int, bits: int, 
 
 
 def key_of(outputs: int, inputs: int, bits: int, group: int = 0) -> str:
-    """Name of a shape in the files of tiles."""
+    """Return the name of a shape in the files of tiles."""
     return f"{outputs}x{inputs}x{bits}" + (f"g{group}" if group else "")
 
 
@@ -116,12 +116,12 @@ def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Til
 
 
 def device_file(name: str) -> str:
-    """Name of a device's file of tiles."""
+    """Return the name of a device's file of tiles."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"
 
 
 def kernels_version() -> str:
-    """Hash of kernels, tiles and rules: measurements of others are void."""
+    """Return the hash of kernels, tiles and rules, the key of measurements."""
     folder = Path(__file__).parent
     files = (*folder.glob("*.py"), *SHIPPED.glob("*.json"), *own_file("").parent.glob("*.json"))
     parts = (part for file in sorted(files) for part in (file.name.encode(), file.read_bytes()))
@@ -129,7 +129,7 @@ def kernels_version() -> str:
 
 
 def own_file(name: str) -> Path:
-    """File of the tiles measured on this machine."""
+    """Return the path of the tiles measured on this machine."""
     return cache_root() / "tiles" / device_file(name)
 
 
@@ -142,7 +142,7 @@ def _measured(index: int | None) -> dict[str, Tile]:
 
 
 def read_tiles(path: Path) -> dict[str, Tile]:
-    """Read tiles, none without a file; raises ValueError if malformed."""
+    """Return the tiles of a file; empty if missing, ValueError if malformed."""
     if not path.exists():
         return {}
     try:
@@ -152,6 +152,6 @@ def read_tiles(path: Path) -> dict[str, Tile]:
 
 
 def write_tiles(path: Path, tiles: dict[str, Tile]) -> None:
-    """Add tiles to a file; running programs keep those in use."""
+    """Add tiles to a file; running programs do not change."""
     kept = {key: astuple(tile) for key, tile in (read_tiles(path) | tiles).items()}
     atomic_write(path, json.dumps(dict(sorted(kept.items())), indent=1))

@@ -1,4 +1,4 @@
-"""Accepted rows of a tree move after the length, in one launch.
+"""Compaction of a tree's accepted KV rows, in one launch.
 
 Legend: B rows of the batch, T rows of a tree, L caches of equal shapes, K key/value heads, S slots, d head size.
 """
@@ -18,7 +18,7 @@ def compact_kv_kernel(
 ):
     """Move one head of one cache. Grid (L, B * K).
 
-    Rows only move down: none is overwritten before it has moved.
+    Rows move to lower slots only: each row is read before another overwrites it.
     """
     cache_ptr = tl.load(address_ptr + tl.program_id(0)).to(tl.pointer_type(like_ptr.dtype.element_ty))
     b = tl.program_id(1) // K

@@ -45,7 +45,7 @@ class RowLinearBase(nn.Module):
         self.register_buffer("counters", torch.zeros(tiles, dtype=torch.int32, device=device), persistent=False)
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] in this dtype."""
+        """Return the weight [N, K] in a dtype."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, *, norm: Any = None, gated: str = "", residual: Tensor | None = None) -> Tensor:

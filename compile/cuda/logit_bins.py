@@ -59,7 +59,7 @@ def bin_of(x, top):
 
 @triton.jit
 def mass_of(x, top):
-    """2^40 times the probability relative to the likeliest."""
+    """Return 2^40 times the probability relative to the maximum."""
     return tl.where(x > float("-inf"), (tl.exp(x - top) * 1099511627776.0).to(tl.int64), 0)
 
 

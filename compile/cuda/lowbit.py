@@ -1,6 +1,6 @@
 """Linears of 4 or 8 bits for drafts on CUDA.
 
-No atomics add values: drafts are the same in every run, whatever their width. Codes become numbers in registers.
+Drafts are reproducible and do not depend on the width, since no sum uses atomics. Codes are dequantized in registers.
 
 Legend: N outputs, K inputs, G groups of inputs.
 """
@@ -61,7 +61,7 @@ class QuantizedRowLinear(RowLinearBase):
         return self.weight.nbytes + self.scale.nbytes
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
-        """The weights that the codes stand for, [N, K]."""
+        """Return the dequantized weights [N, K]."""
         assert self.scale is not None
         if self.group_size == 0:
             return (self.weight.float() * self.scale[:, None]).to(dtype)
@@ -84,7 +84,7 @@ def pack4(codes_NK: Tensor, group: int) -> Tensor:
 
 
 def unpack4(words: Tensor, group: int) -> Tensor:
-    """The codes, int32 [N, K], of `pack4`, with what filled them up."""
+    """Return the codes of `pack4`, int32 [N, K], with padding."""
     words_NB1g = words.to(torch.int32).unflatten(1, (-1, 1, group))
     shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)
     return ((words_NB1g >> shifts[:, None]) & 15).flatten(1)

@@ -23,7 +23,7 @@ import torch
 T = TypeVar("T")
 
 VARIABLE = "SHARESD_PDL"
-"""0: each kernel begins when the one before it has ended."""
+"""Environment variable; 0: each kernel starts after its predecessor's end."""
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:

@@ -68,7 +68,7 @@ def _penalised_logits(
     PENALTIES: tl.constexpr,
     PATHS: tl.constexpr,
 ):
-    """Logits with bias and penalties; -inf beyond the vocabulary."""
+    """Return logits with bias and penalties; -inf beyond the vocabulary."""
     row = tl.program_id(0)
     b = (row // T).to(tl.int64)
     is_valid = at < V

@@ -1,4 +1,4 @@
-"""Smallest calls of needed kernels, as a test of a device."""
+"""Minimal calls of the needed kernels, to test a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 64
 
 
 def try_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Multiply and attend with zeros; raises errors of compiler and device."""
+    """Run linear and attention on zeros; raises compiler and device errors."""
     if dtype not in DTYPES:
         return  # the kernels leave it to tensor operations
     with torch.cuda.device(device):

@@ -1,6 +1,6 @@
-"""Quantization formats: a folder each, whose `__init__.py` has a `FORMAT`.
+"""Quantization formats: one folder per format, with `FORMAT` in its `__init__.py`.
 
-These files import nothing heavy. Solvers and linears are named as "module:name" and imported when used.
+The `__init__.py` files have no heavy imports. Solvers and linears are named as "module:name" and imported on first use.
 """
 
 from __future__ import annotations
@@ -26,37 +26,40 @@ DEFAULT = "hqq"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantFormat:
-    """Quantization of linears, for a choice of bits and of group sizes."""
+    """Quantization format: bits, group sizes, solver and linears."""
 
     name: str
-    """Method, as users write it."""
+    """METHOD of the command-line syntax, e.g. `hqq`."""
     bits: tuple[int, ...]
     group_sizes: tuple[int, ...]
-    """Weights along a row that share a scale."""
+    """Allowed numbers of weights along a row with one scale."""
     row_bits: tuple[int, ...] = ()
     """Bits with one scale per row, for any group size."""
     acceptance: Mapping[int, float]
     """Bits -> prior probability that the next draft token is accepted."""
     tree_misses: Mapping[int, Mapping[int, float]]
-    """Bits -> parents per tree level -> misses of a level, relative to a chain."""
+    """Bits -> parents per tree level -> rejections relative to a chain's."""
     planned_bits: tuple[int, ...] = ()
-    """Bits among which an offload plan may choose."""
+    """Bits that an offload plan may select."""
     nbytes: Callable[[int, int, int, int], int]
-    """Bytes of a matrix (N outputs, K inputs, bits, group size) on a CPU."""
+    """Function (outputs, inputs, bits, group size) -> bytes on a CPU."""
     check: str
-    """Check (name, shape, bits=, group_size=, dtype=, device=, packs=), see `check_linear`."""
+    """Check (name, shape, bits=, group_size=, dtype=, device=, packs=); see `check_linear`."""
     solver: str | None = None
-    """Solver (weight [N, K], bits, group size) -> `QuantizedWeight`; None: linears quantize."""
+    """Solver (weight [N, K], bits, group size) -> `QuantizedWeight`.
+
+    None: `linears` quantize.
+    """
     cached_bits: tuple[int, ...] = ()
-    """Bits that are slow to solve; solutions are cached on disk."""
+    """Bits with a slow solver, whose solutions are cached on disk."""
     linears: Mapping[str, str]
     """Device type -> linear (name, weight, bias, bits=, group_size=, dtype=).
 
-    With a solver, `weight` is its `QuantizedWeight`, which callers may pack for kernels of their own.
+    `weight` is the solver's `QuantizedWeight`, or the full weight if the format has no solver.
     """
 
     def group(self, K: int, bits: int, group_size: int) -> int:
-        """Return the weights that share a scale in rows of K."""
+        """Return the number of weights per scale in rows of K weights."""
         return K if bits in self.row_bits else group_size
 
     def check_linear(
@@ -70,9 +73,10 @@ class QuantFormat:
         device: torch.device,
         packs: bool = False,
     ) -> None:
-        """Raise ValueError, with layer, reason and remedy, if no linear fits.
+        """Raise ValueError if the format has no linear of this shape.
 
-        `packs`: the caller has a kernel for what the solver returns.
+        The message names the layer, the reason and the remedy. `packs`: the caller has a kernel of its own for the
+        solver's result.
         """
         if device.type not in self.linears:
             devices = " or ".join(self.linears)
@@ -80,7 +84,10 @@ class QuantFormat:
         load(self.check)(name, shape, bits=bits, group_size=group_size, dtype=dtype, device=device, packs=packs)
 
     def solve(self, weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-        """Quantize on the weight's device; only for formats with a solver. `group_size` divides K."""
+        """Quantize a weight on its device.
+
+        The format must have a solver. `group_size` divides K.
+        """
         assert self.solver is not None
         return load(self.solver)(weight_NK, bits, group_size)
 
@@ -95,28 +102,31 @@ class QuantFormat:
         dtype: torch.dtype,
         device: torch.device,
     ) -> nn.Module:
-        """Return the linear for a device, with `nbytes`. ValueError as `check_linear`."""
+        """Return the linear for a device; the module has `nbytes`.
+
+        Raises ValueError as `check_linear`.
+        """
         make = load(self.linears[device.type])
         return make(name, weight, bias, bits=bits, group_size=group_size, dtype=dtype)
 
     def logit_noise(self, bits: int) -> float:
-        """Return the noise of the gap between two logits.
+        """Return the estimated noise of the gap between two logits.
 
-        Measured for SmolLM2-135M: 0.7 to 1 with 4 bits, and 0.1 with 8, the resolution of bfloat16 logits.
+        Measured for SmolLM2-135M: 0.7 to 1 with 4 bits, and 0.1 with 8 bits, the resolution of bfloat16 logits.
         """
         return max(0.1, 0.8 * 2.0 ** (4 - bits))
 
 
 def load(reference: str) -> Any:
-    """Import what a "module:name" names."""
+    """Import the object that a "module:name" names."""
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
 
 
 def import_optional(name: str) -> ModuleType:
-    """Import a slow package when it is used, without its output.
+    """Import an optional package, without its output and log lines.
 
-    ValueError if the package is missing, with the remedy.
+    Raises ValueError, with the remedy, if the package is missing.
     """
     quiet_before = logging.root.manager.disable
     logging.disable(max(quiet_before, logging.WARNING))

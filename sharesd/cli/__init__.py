@@ -1,1 +1,4 @@
-"""Commands, options and console output. Imports every room; nothing imports it."""
+"""Commands, options and console output.
+
+The package may import every other subpackage of `sharesd`. No other subpackage may import `sharesd.cli`.
+"""

@@ -1,7 +1,7 @@
-"""`cache info` and `cache clear`: what ShareSD keeps on this machine, all of which can be made again.
+"""Commands `cache info` and `cache clear`.
 
-The folder may be one that the user shares with other things (SHARESD_CACHE_DIR): only entries with the names that
-ShareSD gives are counted and deleted.
+The cache holds only files that can be made again. The cache folder may hold other data of the user as well
+(SHARESD_CACHE_DIR). Only entries with names that ShareSD gives are counted and deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from sharesd_files import SCRATCH, cache_root
 
 _KEY = "[0-9a-f]" * 16
 _LEFT_OVERS = (f"{SCRATCH}*", "partial-*", "tmp????????", f"hqq-{_KEY}*.tmp", f".*-{_KEY}.json.*")
-"""Patterns of what killed processes leave in any part; all but the first are of earlier versions."""
+"""Patterns of files that killed processes leave in any part.
+
+All but the first are from earlier versions.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +30,9 @@ class Part:
     """One folder of the cache."""
 
     holds: str
-    """What is in it, for people."""
+    """Description of the contents, shown in tables."""
     names: tuple[str, ...]
-    """Patterns of its entries."""
+    """Glob patterns of the entries."""
 
 
 PARTS = {
@@ -47,19 +50,19 @@ PARTS = {
     "triton": Part(holds="kernels compiled by Triton", names=("*",)),
     "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*",)),
 }
-"""Name of the folder -> what it is."""
+"""Folder name -> part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What a part holds now."""
+    """Present contents of a part."""
 
     part: str
-    """A key of PARTS."""
+    """Key in PARTS."""
     entries: tuple[Path, ...]
-    """Its files and folders."""
+    """Files and folders of the part."""
     num_bytes: int
-    """Of all files in them."""
+    """Bytes of all files in the entries."""
 
 
 def add_parser(commands: Any) -> None:
@@ -84,7 +87,10 @@ def add_parser(commands: Any) -> None:
 
 
 def contents(root: Path, part: str) -> Contents:
-    """What is there of a part; nothing where its folder is missing."""
+    """Return the contents of a part.
+
+    If the folder is missing, there are no entries.
+    """
     entries = sorted({path for pattern in (*PARTS[part].names, *_LEFT_OVERS) for path in (root / part).glob(pattern)})
     return Contents(part=part, entries=tuple(entries), num_bytes=sum(map(_num_bytes, entries)))
 
@@ -98,9 +104,12 @@ def show_info() -> int:
 
 
 def clear_cache(part: str | None = None, *, yes: bool = False) -> int:
-    """Delete one part, or all, after saying what goes; asks first unless `yes`.
+    """List the entries of one part or of all, then delete them.
 
-    Returns the exit status: 0, or 1 if the answer was no. ValueError where nobody can be asked.
+    Unless `yes`, the user must confirm first. Returns the exit status: 0, or 1 if the answer was no.
+
+    Raises:
+        ValueError: confirmation is needed and stdin is no terminal.
     """
     root = _root()
     found = [contents(root, name) for name in ([part] if part else PARTS)]
@@ -145,7 +154,10 @@ def _table(rows: list[Contents]) -> Table:
 
 
 def _num_bytes(entry: Path) -> int:
-    """Bytes of a file, or of all files in a folder; links count as themselves."""
+    """Return the bytes of a file or of a folder's files.
+
+    A link counts with the size of the link itself.
+    """
     if entry.is_symlink() or not entry.is_dir():
         return entry.lstat().st_size
     return sum(path.lstat().st_size for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())

@@ -1,6 +1,7 @@
-"""A conversation on the terminal: `sharesd chat`.
+"""Chat on the terminal: `sharesd chat`.
 
-Answers go to stdout, all else to stderr. Each turn reads only what is new: the KV of earlier turns stays in the cache.
+Answers go to stdout, all other output to stderr. Each turn prefills only new tokens: the KV of earlier turns stays in
+the cache.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ TIPS = "A line that ends with \\ goes on in the next one. Ctrl-C stops an answer
 
 
 class Chat:
-    """One conversation and the engines that carry it on."""
+    """One conversation and its engines."""
 
     def __init__(
         self, runtime: Runtime, mode: Mode, params: SamplingParams, *, system: str | None, verbose: bool
     ) -> None:
-        """Starts the mode's engine; ValueError where the checkpoint has no chat template."""
+        """Start the engine of the mode.
+
+        Raises:
+            ValueError: the checkpoint has no chat template.
+        """
         if not runtime.tokenizer.has_chat_template:
             raise ValueError(
                 "this checkpoint has no chat template; use `generate --raw`, or an instruction-tuned checkpoint"
@@ -52,7 +57,7 @@ class Chat:
         self._switch(mode)
 
     def run(self) -> int:
-        """Read and answer until the user leaves; returns the exit status."""
+        """Read and answer messages until the user exits; return the exit status."""
         note(f"mode {self._mode}; /help lists the commands, Ctrl-D leaves")
         if self._verbose and shows_colors():
             err_console.print(legend())
@@ -80,7 +85,7 @@ class Chat:
                 note(str(error))
 
     def _handle(self, line: str) -> bool:
-        """Do what a line says; False to leave."""
+        """Run a command or answer a message; return False to exit."""
         command, _, text = line.strip().partition(" ")
         if not line.startswith("/"):
             if command:
@@ -106,7 +111,13 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Ask the model, show what it says, remember both."""
+        """Generate and print an answer; add both messages to the conversation.
+
+        If Ctrl-C stops the answer before any text, the conversation is unchanged.
+
+        Raises:
+            ValueError: the conversation does not fit into the context.
+        """
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": message}]
         ids = self._runtime.tokenizer.chat([*head, *asked])
@@ -130,7 +141,7 @@ class Chat:
             note(one_line(engine.stats))
 
     def _tell_end(self, done: Completion, num_tokens: int) -> None:
-        """Why an answer ended, if not by itself."""
+        """Print the reason if Ctrl-C or a limit ended the answer."""
         limit = self._engines[self._mode].max_context
         if done.finish_reason is None:
             note("stopped")
@@ -152,7 +163,7 @@ class Chat:
             note(f"mode {name}")
 
     def _switch(self, mode: Mode) -> None:
-        """Go on with a mode's engine."""
+        """Switch to the engine of a mode, which starts on first use."""
         if mode not in self._engines:
             self._engines[mode] = start_engine(self._runtime, mode, self._params)
         self._mode = mode
@@ -172,12 +183,18 @@ class Chat:
 
 
 def note(text: str) -> None:
-    """A line for the user that is no answer."""
+    """Print a line for the user on stderr."""
     err_console.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def read_message() -> str:
-    """One message from the terminal or a pipe; raises EOFError at the end of the input."""
+    """Read one message from the terminal or a pipe.
+
+    A line that ends with a backslash continues on the next line.
+
+    Raises:
+        EOFError: the input has ended.
+    """
     lines = [_read_line("> ")]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]

@@ -1,4 +1,4 @@
-"""What the commands share with the terminal: messages on stderr, one line for an error, progress bars of loading."""
+"""Console output of the commands: results, messages, errors and progress bars."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from sharesd.config import PlanOnly
 from sharesd.models.checkpoint import Progress
 
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
-"""Whose log messages LOGLEVEL is about; libraries show their errors only."""
+"""Loggers whose level is LOGLEVEL.
+
+Other libraries log errors only.
+"""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 console = Console()
-"""Results."""
+"""Console for results, on stdout."""
 err_console = Console(stderr=True)
-"""Everything else: progress, log messages, errors."""
+"""Console for progress, log messages and errors, on stderr."""
 
 log = logging.getLogger(__name__)
 
 
 def main_guard(main: Callable[[], int | None]) -> int:
-    """Run a command; returns its exit status, 0 for None.
+    """Run a command and return its exit status; None counts as 0.
 
-    ValueError, OSError, RuntimeError, what Triton raises and running out of memory become one line on stderr and status
-    2 (with LOGLEVEL=DEBUG also a traceback), Ctrl-C one line and 130, a reader of stdout that went away 141. A plan
-    that was asked for alone is printed.
+    ValueError, OSError, RuntimeError, MemoryError and errors of Triton become one line on stderr and status 2. With
+    LOGLEVEL=DEBUG a traceback is printed as well. Ctrl-C becomes one line and status 130. If the reader of stdout has
+    closed the pipe, the status is 141. PlanOnly prints the plan, with status 0.
     """
     try:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
@@ -62,7 +65,10 @@ def _ended_by(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """An error as one line that says what to do about it."""
+    """Format an error as one line.
+
+    Out-of-memory errors include a remedy.
+    """
     message = " ".join(str(error).split())
     if message.startswith("CUDA out of memory"):  # which names other processes, and then goes on about torch
         needed = message.partition(" Of the allocated memory")[0].partition(" If reserved but")[0]
@@ -77,9 +83,13 @@ def describe(error: BaseException) -> str:
 
 
 def set_up_logging(level: str) -> None:
-    """Log messages go to stderr: ours from `level` on, those of libraries and Python's warnings if they are errors.
+    """Send log messages to stderr.
 
-    ValueError for a level that does not exist.
+    Loggers of this project log from `level` on. All other loggers log errors only. Python's warnings become log
+    messages of level WARNING.
+
+    Raises:
+        ValueError: the level does not exist.
     """
     if level.upper() not in LEVELS:
         raise ValueError(f"LOGLEVEL is {level!r}; choose one of {', '.join(LEVELS)}")
@@ -92,12 +102,18 @@ def set_up_logging(level: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Say in one line on stderr what has no effect, or is done in another way than one might think."""
+    """Log one warning line on stderr.
+
+    Warnings name options without effect, or with an effect that may be unexpected.
+    """
     log.warning(text)
 
 
 class _Lines(logging.Handler):
-    """Messages on stderr, above progress bars; one line each, however long."""
+    """Log handler that prints each message as one line on stderr.
+
+    Lines appear above progress bars and are not wrapped.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         name = "" if record.levelno == logging.WARNING else f"{record.name}: "
@@ -107,7 +123,10 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Our messages from INFO on go into a file too; its folder is made if it is missing."""
+    """Copy log messages of this project to a file.
+
+    Messages from INFO on are copied. If the file's folder is missing, the folder is made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -127,7 +146,10 @@ def log_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def loading_bars(enabled: bool = True) -> Iterator[Progress]:
-    """Progress bars on stderr for loading, converting and quantizing; gone at the end. Nothing off a terminal."""
+    """Show progress bars for loading, converting and quantizing.
+
+    The bars are on stderr and are erased at the end. If stderr is no terminal, nothing is shown.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     show = enabled and err_console.is_terminal
     with Bars(*columns, console=err_console, transient=True, disable=not show) as bars:
@@ -142,7 +164,7 @@ def loading_bars(enabled: bool = True) -> Iterator[Progress]:
 
 
 def plan_table(lines: Sequence[tuple[str, str, str]]) -> Table:
-    """What of a model stays in memory and what does not: a line for each choice, and its reason."""
+    """Return the plan as a table: item, choice and reason."""
     table = Table(title="plan", title_justify="left", box=None, show_header=False)
     for what, choice, why in lines:
         table.add_row(what, f"[bold]{choice}[/]", why)

@@ -16,9 +16,9 @@ def prompt_format(tokenizer: Tokenizer) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, question: Question, answers: Sequence[str]) -> list[int]:
-    """Return the prompt of the turn after `answers`, with all messages before it.
+    """Return the prompt of the turn after `answers`, earlier messages included.
 
-    Without a chat template: `User: ...` and `Assistant: ...`, with a blank line between messages.
+    If there is no chat template, messages are `User: ...` and `Assistant: ...`, with blank lines between.
     """
     messages = [{"role": "user", "content": question.turns[0]}]
     for answer, turn in zip(answers, question.turns[1:], strict=False):
@@ -30,7 +30,10 @@ def prompt_ids(tokenizer: Tokenizer, question: Question, answers: Sequence[str])
 
 
 def require_room(tokenizer: Tokenizer, questions: Sequence[Question], *, max_new_tokens: int, max_context: int) -> None:
-    """Raise ValueError unless every answer may have `max_new_tokens` tokens."""
+    """Raise ValueError if `max_context` is too small for a question.
+
+    A question needs the tokens of all turns, and `max_new_tokens` for the answer of each turn.
+    """
     for question in questions:
         earlier = [""] * (len(question.turns) - 1)
         needed = len(prompt_ids(tokenizer, question, earlier)) + max_new_tokens * len(question.turns)

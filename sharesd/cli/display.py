@@ -1,4 +1,4 @@
-"""What the commands show of an answer: its text, by where the tokens came from, and the statistics of its rounds."""
+"""Display of answers, colored by token source, and of round statistics."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ assert set(COLORS) == set(MEANINGS) == set(get_args(Source))
 
 
 class AnswerWriter:
-    """Writes answers to stdout as they come, one after the other; `by_source` colors them where stdout shows colors."""
+    """Writer of answers to stdout, one after the other.
+
+    With `by_source`, text is colored by token source if stdout shows colors.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, titles: Sequence[str], by_source: bool) -> None:
-        """`titles` has a line for each answer, shown above it if there are several."""
+        """`titles`: one title per answer, printed if there are several answers."""
         self._tokenizer, self._titles = tokenizer, titles
         self._colored = by_source and shows_colors()
         self._waiting: list[list[TokenChunk]] = [[] for _ in titles]  # of answers whose turn has not come
@@ -41,7 +44,7 @@ class AnswerWriter:
         self._open = False
 
     def write(self, chunk: TokenChunk) -> None:
-        """Show a chunk's text, at once if it belongs to the first answer that has not ended."""
+        """Print the text of a chunk once all earlier answers have ended."""
         self._waiting[chunk.row].append(chunk)
         while not self._open or self._waiting[self._row]:
             if not self._open:
@@ -75,10 +78,10 @@ class AnswerWriter:
 
 
 class SourcedText:
-    """Splits the text of one row's chunks by where the tokens behind it came from.
+    """Splitter of one row's text by token source.
 
-    Text may come out later than its token (incomplete characters, possible stop strings), or never (after a stop
-    string). A character made of several tokens belongs to the last of them.
+    Text may be emitted later than its token (incomplete characters, possible stop strings). Text from a stop string on
+    is never emitted. A character made of several tokens belongs to the last of these tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -86,7 +89,7 @@ class SourcedText:
         self._waiting: deque[tuple[str, Source]] = deque()
 
     def take(self, chunk: TokenChunk) -> list[tuple[str, Source]]:
-        """The chunk's text in pieces."""
+        """Return the text of a chunk in pieces, each with its source."""
         for token, source in zip(chunk.token_ids, chunk.sources, strict=True):
             self._waiting.append((self._stream.push([token]), source))
         if chunk.finish_reason:
@@ -103,17 +106,20 @@ class SourcedText:
 
 
 def shows_colors() -> bool:
-    """True where stdout is a terminal with colors, and the user has not asked for none (NO_COLOR)."""
+    """Return True if stdout is a terminal that shows colors.
+
+    If NO_COLOR is set, the result is False.
+    """
     return console.color_system is not None and not console.no_color
 
 
 def legend() -> Text:
-    """What the colours mean."""
+    """Return the legend of the colors."""
     return Text("  ").join(Text(f"■ {MEANINGS[source]}", style=color) for source, color in COLORS.items())
 
 
 def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
-    """Statistics of rounds, a column for each name."""
+    """Return a table of round statistics, with one column per name."""
     table = Table(box=box.SIMPLE_HEAD, show_header=len(columns) > 1, header_style="none")
     table.add_column()
     for name in columns:
@@ -129,7 +135,7 @@ def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
 
 
 def one_line(stats: Stats) -> str:
-    """The statistics that matter most."""
+    """Return the most important statistics as one line."""
     tau = f", {stats.tau:.2f} tokens per round" if stats.num_draft else ""
     return (
         f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tok/s{tau}, prompt read in {stats.prefill_s:.2f} s"
@@ -137,7 +143,10 @@ def one_line(stats: Stats) -> str:
 
 
 def stats_dict(stats: Stats, report: LoadReport) -> dict[str, Any]:
-    """The statistics for programs. `*_ms` are means over rounds."""
+    """Return the statistics for JSON.
+
+    `*_ms` are means over rounds.
+    """
     draft, verify, overhead = _round_ms(stats)
     return {
         "prompt_tokens": stats.prompt_tokens,
@@ -186,7 +195,11 @@ def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
 
 
 def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
-    """Where weights travel: the share that does not, bytes moved per token, share of the time the link was busy."""
+    """Return the statistics of offloaded weights; empty without offloading.
+
+    The figures are the resident share of blocks, transferred bytes per token, the share of time in which the link is
+    busy, and tokens per second predicted by the plan.
+    """
     if stats.traffic is None:
         return {}
     predicted = {} if report.predicted is None else {"predicted_tokens_per_second": report.predicted}
@@ -198,6 +211,6 @@ def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
 
 
 def _round_ms(stats: Stats) -> tuple[float, float, float]:
-    """Draft, verify and overhead of a round in milliseconds."""
+    """Return mean milliseconds of draft, verify and overhead per round."""
     steps = max(1, stats.steps)
     return stats.draft_s / steps * 1e3, stats.verify_s / steps * 1e3, stats.overhead_s / steps * 1e3

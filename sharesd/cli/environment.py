@@ -1,4 +1,7 @@
-"""Conditions of a measurement, machine, software, model and command, and the folder of its results."""
+"""Conditions of a measurement, and the folder of its results.
+
+Conditions are machine, software, model and command.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,14 @@ from sharesd.weights.quant_tuning_cache import cpu_name
 PACKAGES = ("torch", "transformers", "hqq", "gemlite", "bitsandbytes", "tokenizers", "safetensors", "triton")
 
 IDENTITY = ("cpu", "cpu_capability", "num_threads", "gpu", "torch")
-"""Facts that must not change between the sessions of one measurement."""
+"""Entries of `environment` that all sessions of a measurement must share."""
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return facts that are needed to judge or repeat figures. Imports torch."""
+    """Return machine and software, for the comparison of measurements.
+
+    Imports torch.
+    """
     import psutil
     import torch
 
@@ -52,7 +58,10 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def peak_memory(device: str) -> int:
-    """Return the most bytes that this process has held: GPU memory on CUDA, else resident memory."""
+    """Return the peak memory of this process in bytes.
+
+    The measure is GPU memory on CUDA, else resident memory.
+    """
     import torch
 
     if device.startswith("cuda"):
@@ -64,7 +73,7 @@ def peak_memory(device: str) -> int:
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process."""
+    """Return the age of this process in seconds."""
     import time
 
     import psutil
@@ -88,7 +97,10 @@ def version_of(package: str) -> str | None:
 
 
 def settings_of(config: EngineConfig, **more: Any) -> dict[str, Any]:
-    """Return the command and the options of the engine that every report states, and `more`."""
+    """Return command, model and engine options for a report.
+
+    `more`: further entries.
+    """
     return {
         "command": command(),
         "model": model_name(config.target),
@@ -106,7 +118,10 @@ def settings_of(config: EngineConfig, **more: Any) -> dict[str, Any]:
 
 
 def conditions(config: EngineConfig, **more: Any) -> dict[str, Any]:
-    """Return the entries `settings` (of `settings_of`) and `environment` of a report in JSON. Imports torch."""
+    """Return the entries `settings` and `environment` of a JSON report.
+
+    `more`: further entries of `settings`. Imports torch.
+    """
     from sharesd.devices.selection import device_of
 
     device = str(device_of(config.device))
@@ -114,13 +129,17 @@ def conditions(config: EngineConfig, **more: Any) -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line as typed."""
+    """Return the command line, quoted for a shell."""
     console = Path(sys.argv[0]).stem in ("sharesd", "sharesd_command")
     return shlex.join([*(["sharesd"] if console else ["python", "-m", "benchmark"]), *sys.argv[1:]])
 
 
 def out_folder(text: str | None, name: str) -> Path:
-    """Make and return the folder for results; ValueError before anything is measured."""
+    """Make and return the folder for results.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
     folder = Path(text) if text is not None else Path("results") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +149,7 @@ def out_folder(text: str | None, name: str) -> Path:
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results as JSON and name the file."""
+    """Write results as JSON and print the path of the file."""
     from sharesd.cli.console import console
 
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

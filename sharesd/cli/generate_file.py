@@ -1,7 +1,8 @@
-"""`generate --prompts FILE --out FILE`: many prompts, in any number of processes, answered in a file in their order.
+"""Answers to the prompts of a file: `generate --prompts FILE --out OUT`.
 
-Answers are kept as they come, in FILE.part, and go to FILE once all are there. An answer depends on the prompt, its
-place and the seed alone, so that any number of processes writes the same file.
+Any number of processes answers the prompts. Each answer is appended to OUT.part once it ends. When all prompts are
+done, the answers are written to OUT in the order of the prompts. With the same settings, an answer depends only on the
+prompt, its index and the seed. For this reason any number of processes writes the same file.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ if TYPE_CHECKING:
 
 FLAG = "--out"
 MAX_BATCH = 8
-"""Prompts that a process answers at once."""
+"""Default number of prompts that a process decodes at once."""
 MAX_NAMED = 10
-"""Failed prompts that are named on the terminal; the file has all."""
+"""Max failed prompts that are named on the terminal.
+
+The output file has all failed prompts.
+"""
 WORK = "sharesd.cli.generate_file:answer"
 
 Prompt = str | list[Message]
 
 
 class Work(NamedTuple):
-    """What whoever answers is told."""
+    """Settings of a process that answers prompts."""
 
     config: EngineConfig
     mode: Mode
@@ -56,7 +60,7 @@ class Work(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of prompts in a file."""
+    """Add the options for prompts in a file."""
     group = parser.add_argument_group("prompts in a file")
     group.add_argument(
         "--prompts",
@@ -77,7 +81,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """ValueError for options that do not fit together; a warning for those that change nothing."""
+    """Check the options for prompts in a file.
+
+    Options without effect log a warning.
+
+    Raises:
+        ValueError: options are missing or contradict each other, or `--max-batch` is below 1.
+    """
     if args.file is None:
         if not args.prompts:
             raise ValueError("there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE")
@@ -99,7 +109,11 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, work: Work) -> int:
-    """Answer what is not answered yet; returns the exit status, 1 where prompts failed."""
+    """Answer all prompts without an answer yet; return the exit status.
+
+    The status is 1 if prompts failed, else 0. If a launcher started this process as a rank above 0, the process works
+    for rank 0 instead.
+    """
     work = work._replace(
         config=replace(work.config, max_batch=args.max_batch or MAX_BATCH, prefill_chunk=CHUNK),
     )
@@ -141,7 +155,11 @@ def run(args: argparse.Namespace, work: Work) -> int:
 
 
 def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Replica] | None, journal: Journal) -> str:
-    """Answer these prompts, here or in replicas, and write them down; returns a line that says how fast."""
+    """Answer prompts and write the answers to the journal.
+
+    `left`: prompts with their indices. `replicas`: processes that answer; None = this process. Returns a line with the
+    speed.
+    """
     prompts, num_tokens = dict(left), 0
     with answering(WORK, work, left, replicas, max_assigned=work.config.max_batch) as results:
         started = time.perf_counter()
@@ -154,7 +172,11 @@ def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Repli
 
 
 def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
-    """Load the engine, and answer the prompts that are the tasks. Without `progress` it is a replica that does so."""
+    """Load the engine and return an iterator over the answers.
+
+    If `progress` is None, this process is a replica and sets up its logging. If a prompt is rejected, its answer is an
+    error.
+    """
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
@@ -172,7 +194,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 
 
 class _Question:
-    """A prompt on its way."""
+    """One prompt and its answer."""
 
     goes_on = False
 
@@ -190,14 +212,23 @@ class _Question:
         self._answer.add(chunk)
 
     def record(self) -> dict[str, Any]:
-        """What the prompt and its seed decide, and nothing of how it was decoded."""
+        """Return the fields of the answer for the output file.
+
+        These fields depend only on the prompt and its seed, not on the decoding.
+        """
         found = self._answer
         record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
         return record if found.logprobs is None else {**record, "logprobs": found.logprobs}
 
 
 def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
-    """Where each prompt of a file stands, and the prompt; ValueError, with the place, for what is none."""
+    """Return the prompts of a file, each with its place.
+
+    The place is the file with a line or record number.
+
+    Raises:
+        ValueError: the file cannot be read or has no prompts, or a record is no prompt.
+    """
     if path.suffix == ".txt":
         try:
             lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -213,7 +244,13 @@ def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
 
 
 def _prompt(where: str, record: Any, raw: bool) -> Prompt:
-    """A text, or what is said up to the last message of a user."""
+    """Return the prompt of a record: a text or a conversation.
+
+    A conversation ends with the last user message. A conversation of one message becomes a text.
+
+    Raises:
+        ValueError: the record is no prompt, or `raw` is set for a conversation.
+    """
     if isinstance(record, str):
         if not record.strip():
             raise ValueError(f"{where}: the prompt is empty; give it a text, or drop it")
@@ -244,7 +281,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
-    """What the answers depend on."""
+    """Return the settings on which the answers depend."""
     file, config = Path(args.file), work.config
     return {
         "prompts": [file.name, hashlib.sha256(file.read_bytes()).hexdigest()],

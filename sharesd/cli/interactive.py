@@ -1,4 +1,4 @@
-"""Decoding for somebody who watches, and who may press Ctrl-C."""
+"""Interactive decoding, which Ctrl-C stops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def answer(
     *,
     reuse: bool = False,
 ) -> list[Completion]:
-    """Decode prompts together and show every chunk. After Ctrl-C the answers end where they are, without a reason."""
+    """Decode prompts together and show every chunk.
+
+    After Ctrl-C, unfinished answers end early, with `finish_reason` None.
+    """
     answers = [Completion() for _ in prompts]
     chunks = engine.stream(prompts, params, reuse=reuse)
     with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):  # type: ignore[type-var]
@@ -34,9 +37,10 @@ def answer(
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
-    """Within the block (main thread only) Ctrl-C is noted: the function that is yielded tells whether it came.
+    """Record Ctrl-C within the block instead of raising KeyboardInterrupt.
 
-    A second one raises KeyboardInterrupt as ever, for work that takes too long to look.
+    Yields a function that returns True after Ctrl-C. A second Ctrl-C raises KeyboardInterrupt, which also stops work
+    that does not call the function. The block must run in the main thread.
     """
     noted = False
 

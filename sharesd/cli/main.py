@@ -1,6 +1,6 @@
-"""The command line of `sharesd generate | chat | cache`.
+"""Command line of `sharesd generate | chat | cache`.
 
-torch is imported only once all arguments are known to be right.
+torch is imported only after all arguments are checked.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from sharesd.drafters.spec import Need
 
 PROG = "python -m sharesd"
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells expect it."""
+"""Exit status after Ctrl-C, by the convention of shells."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Run a command line; returns the exit status."""
+    """Run a command line; return the exit status."""
     return main_guard(lambda: _run(argv, prog))
 
 
@@ -49,7 +49,10 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
 
 
 def make_parser(prog: str = PROG) -> Parser:
-    """The parser; `prog` is what the program was started as."""
+    """Return the parser.
+
+    `prog`: name of the program in messages.
+    """
     parser = Parser(prog=prog, description="Lossless speculative decoding with one shared model.")
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
@@ -96,7 +99,7 @@ def make_parser(prog: str = PROG) -> Parser:
 
 
 class _Version(argparse.Action):
-    """Prints what is installed, and ends."""
+    """Action that prints versions and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show versions, and exit")
@@ -107,7 +110,7 @@ class _Version(argparse.Action):
 
 
 def versions() -> str:
-    """Our version and those of what computes."""
+    """Return the versions of ShareSD, torch and transformers."""
     from sharesd import __version__
 
     return f"sharesd {__version__}, torch {_installed('torch')}, transformers {_installed('transformers')}"
@@ -161,7 +164,13 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(given: Sequence[str]) -> list[str]:
-    """The prompts, with - replaced by what stdin holds (without the last line end)."""
+    """Return the prompts, with the text of stdin in place of `-`.
+
+    The last line end of stdin is removed.
+
+    Raises:
+        ValueError: `-` is given twice, or a prompt is empty.
+    """
     if given.count("-") > 1:
         raise ValueError("the prompt - is given twice; stdin can be read once")
     prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]

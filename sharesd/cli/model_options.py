@@ -1,4 +1,4 @@
-"""Flags of the model: which one, what drafts, where it runs, and what memory it may take."""
+"""Flags of model, drafting, devices and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import DrafterSpec, Flag, Need
 
 DEFAULTS = EngineConfig()
-"""Where flags take their defaults from."""
+"""Defaults of the flags."""
 
 
 def _modes_needing(need: Need) -> str:
@@ -68,7 +68,7 @@ DRAFTING = {
     "quant": Flag(
         "METHOD:BITS:GROUP[,PROJECTION=BITS...] of what drafts in "
         f"{_modes_needing(Need.QUANTIZED_TARGET)} and, without --draft-model, in {_modes_needing(Need.SECOND_MODEL)}; "
-        f"auto: what `sharesd tune` found best (default: {DEFAULTS.quant.spec}; as the plan says if weights are offloaded)",
+        f"auto: what `sharesd tune` found best (default: {DEFAULTS.quant.spec}; as the plan says if offloaded)",
         metavar="SPEC",
         name="--draft-quant",
         parse=str,
@@ -83,7 +83,7 @@ DRAFTING = {
     ),
     "max_draft": Flag(
         "draft tokens per round at most, where their number is chosen "
-        f"(default: {DEFAULTS.max_draft}; as the plan says if weights are offloaded)",
+        f"(default: {DEFAULTS.max_draft}; as the plan says if offloaded)",
         metavar="K",
         name="--max-speculative-tokens",
         is_absent=True,
@@ -190,7 +190,10 @@ ENGINE = MODEL | DRAFTING | DRAFTER_MODULES | DEVICE | SHARING
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add all flags of the model, in groups. `options.engine_config` reads them."""
+    """Add all flags of the model, in groups.
+
+    `options.engine_config` reads the parsed flags.
+    """
     add_flags(parser.add_argument_group("model"), EngineConfig, MODEL)
     group = parser.add_argument_group("drafting")
     add_flags(group, EngineConfig, DRAFTING)
@@ -210,7 +213,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafters(parser: argparse.ArgumentParser) -> None:
-    """Add `--drafter-module`, and the options of all drafters, also of those that it names."""
+    """Add `--drafter-module` and the options of all drafters.
+
+    Drafters of the named modules are included.
+    """
     group = parser.add_argument_group("options of drafters")
     add_flags(group, EngineConfig, DRAFTER_MODULES)
     shown: set[str] = set()
@@ -221,7 +227,7 @@ def _add_drafters(parser: argparse.ArgumentParser) -> None:
 
 
 def _load_named(add: Callable[[Iterable[DrafterSpec]], None], args: Sequence[str]) -> None:
-    """Register the drafters that the arguments name, and add their flags."""
+    """Register the drafters of `--drafter-module`, and add their flags."""
     flag = "--drafter-module"
     modules = [value for name, value in zip(args, args[1:], strict=False) if name == flag]
     modules += [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]

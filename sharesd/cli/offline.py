@@ -1,4 +1,4 @@
-"""Prompts answered in this process or in replicas, while a bar on the terminal shows how far it is."""
+"""Answers by this process or by replicas, with a progress bar."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from sharesd.cli.console import loading_bars
 def answering(
     work: str, settings: Any, tasks: Sequence[Numbered], replicas: Iterable[Replica] | None, *, max_assigned: int
 ) -> Iterator[Iterator[Numbered]]:
-    """Results of `work`, run by `replicas`, or in this process if `replicas` is None.
+    """Yield an iterator over the results of `work`.
 
-    In this process its function gets a `Progress` as well, and has loaded when the block begins.
+    `work`: name `module:function`. `replicas`: processes that run the function; None = this process. In this process
+    the function gets a `Progress` as well, and loads its models before the block begins.
     """
     with loading_bars() as progress:
         if replicas is None:

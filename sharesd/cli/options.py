@@ -1,4 +1,7 @@
-"""Modes and the engine's config from parsed flags. Flags that programs share are re-exported here."""
+"""Modes and engine config from parsed flags.
+
+The module re-exports flags that several programs share.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from sharesd.cli.sampling_options import add_sampling_options, sampling_params
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need, Support
-from sharesd.loading.combinations import OPTIONS, Combination, check, check_options
+from sharesd.loading.combination import Combination
+from sharesd.loading.combinations import OPTIONS, check, check_options
 
 __all__ = [
     "Parser",
@@ -37,7 +41,10 @@ __all__ = [
 
 
 def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> None:
-    """Add `--mode`: one mode, or (`several`) a list, all by default. `modes_of` reads it."""
+    """Add `--mode`, which `modes_of` reads.
+
+    `several`: the flag takes a list, by default all modes. Without `several`, the flag takes one mode.
+    """
     names = ", ".join(registry.modes())
     if several:
         parser.add_argument(
@@ -51,7 +58,10 @@ def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> Non
 
 
 def add_replicas_option(parser: argparse._ActionsContainer) -> None:
-    """Add `--replicas`; None = this process does all of the work."""
+    """Add `--replicas`.
+
+    None = this process answers all prompts.
+    """
     parser.add_argument(
         "--replicas",
         type=whole,
@@ -61,7 +71,10 @@ def add_replicas_option(parser: argparse._ActionsContainer) -> None:
 
 
 def check_launched(args: argparse.Namespace, world: int) -> None:
-    """Raise ValueError if `world` processes of a launcher, which share prompts, would start others."""
+    """Raise ValueError for options that a launcher's processes cannot have.
+
+    If `world` is above 1, such options are `--replicas`, `--tensor-parallel` and a split over several devices.
+    """
     config = EngineConfig(mode=registry.NAIVE, tensor_parallel=args.tensor_parallel, split=_pipeline_config(args))
     check(OPTIONS, Combination.of(config, replicas=args.replicas, launched=world))
 
@@ -71,9 +84,10 @@ def _pipeline_config(args: argparse.Namespace) -> PipelineConfig:
 
 
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
-    """Return the modes given by `--mode`, each once, in the order of first mention.
+    """Return the modes given by `--mode`, each once, in given order.
 
-    `all` are those of `default`; of trained heads, those that are given or ship with the embedded model.
+    `all` stands for the modes of `default`, and is assumed without `--mode`. A mode with a trained head belongs to
+    `all` only if a head is given or ships with the embedded model.
 
     Raises:
         ValueError: a mode is unknown.
@@ -97,7 +111,10 @@ def modes_of_heads(args: argparse.Namespace) -> set[Mode]:
 
 
 def _modes_with_heads(args: argparse.Namespace) -> set[str]:
-    """Return the modes of given heads, and of those that ship; with tensor parallel, of given ones alone."""
+    """Return the modes with a given or shipped head.
+
+    With tensor parallelism, only given heads count.
+    """
     config = EngineConfig(target=getattr(args, "target", None))
     alone = getattr(args, "tensor_parallel", 1) > 1
     shipped = set() if alone else {mode for mode in registry.names("head") if selection.head_of(config, mode)}
@@ -105,7 +122,11 @@ def _modes_with_heads(args: argparse.Namespace) -> set[str]:
 
 
 def mode_of(args: argparse.Namespace) -> Mode:
-    """Return the one mode that was given."""
+    """Return the given mode, or the default mode.
+
+    Raises:
+        ValueError: several modes are given.
+    """
     modes = modes_of(args, default=registry.modes()) if hasattr(args, "mode") else (DEFAULTS.mode,)
     if len(modes) != 1:
         raise ValueError(f"--mode is {args.mode!r}; give one mode")
@@ -113,9 +134,10 @@ def mode_of(args: argparse.Namespace) -> Mode:
 
 
 def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineConfig:
-    """Return the config of the parsed flags; its mode is the last of `modes`.
+    """Return the config of the parsed flags.
 
-    A flag without effect on any of the modes is a warning.
+    The config's mode is the last of `modes`. If `--draft-model` is given, the mode is the first of `modes` with a
+    second model. Flags without effect on any of the modes log a warning.
 
     Raises:
         ValueError: a given drafter belongs to no mode, or values do not fit together.

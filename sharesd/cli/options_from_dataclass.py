@@ -1,6 +1,6 @@
 """Command-line flags from dataclass fields.
 
-Ours rather than tyro's, which every start would have to import, and whose help shows second names of flags.
+The module replaces tyro. The import of tyro would slow every start, and tyro's help shows second names of flags.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def add_flags(group: argparse._ActionsContainer, options: type, flags: Mapping[s
     """Add flags of a dataclass, with its defaults, types and choices.
 
     Args:
-        group: where to add them.
+        group: group or parser that gets the flags.
         options: the dataclass.
-        flags: field -> flag, in order; by default those in the fields' metadata (`sharesd.drafters.spec.option`).
+        flags: field -> flag, in order; default: the metadata of the fields (`sharesd.drafters.spec.option`).
 
     A flag whose field is None by default is absent from the parsed arguments unless it is given.
     """
@@ -48,7 +48,10 @@ def flags_of(options: type) -> dict[str, Flag]:
 
 
 def values_of(args: argparse.Namespace, options: type, flags: Mapping[str, Flag] | None = None) -> dict[str, Any]:
-    """Return the fields whose parsed values differ from their defaults; lists are tuples."""
+    """Return the fields whose parsed values differ from their defaults.
+
+    Values of repeatable flags are tuples.
+    """
     found: dict[str, Any] = {}
     known: dict[str, Field[Any]] = {field.name: field for field in fields(options)}
     for name, flag in (flags_of(options) if flags is None else flags).items():
@@ -59,7 +62,7 @@ def values_of(args: argparse.Namespace, options: type, flags: Mapping[str, Flag]
 
 
 def shown_flags(args: argparse.Namespace, options: type) -> list[str]:
-    """Return the names of given flags, but for those that switch something off."""
+    """Return the names of given flags, except those set to `empty`."""
     flags, given = flags_of(options), values_of(args, options)
     return [_name(name, flags[name]) for name, value in given.items() if value != "empty"]
 
@@ -74,6 +77,10 @@ def _name(field: str, flag: Flag) -> str:
 
 
 def _reader(kind: Any, flag: Flag) -> Callable[[str], Any]:
-    """Return the parser of texts: the flag's own, or one by the type; of a union, by any of its members."""
+    """Return the parser of a flag's text.
+
+    A flag's own parser comes first, then a parser by the field's type. A union with int is parsed as int, else a union
+    with float as float, else the text is the value.
+    """
     kinds = (kind, *get_args(kind))
     return shown(flag.parse) if flag.parse is not None else whole if int in kinds else number if float in kinds else str

@@ -1,4 +1,4 @@
-"""Parsers of flag values, with argparse's error for wrong ones."""
+"""Parsers of flag values, with argparse's error for invalid values."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ __all__ = [
 
 _T = TypeVar("_T")
 SIZES = "G and GiB are 2^30 bytes, GB is 10^9; so are M, T and K"
-"""The units of `size`, for help texts."""
+"""Units of `size`, for help texts."""
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as 2G, 2GiB, 2GB or 512M; small letters do as well."""
+    """Return the bytes of a size such as 2G, 2GiB or 512M.
+
+    G and GiB are 2^30 bytes, GB is 10^9 bytes. Lower case is accepted.
+    """
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(I?B)?|B)", text.upper())
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 512M, 8GB or 8GiB")
@@ -52,22 +55,22 @@ def sizes_of_gpus(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def whole(text: str) -> int:
-    """Return a whole number."""
+    """Parse a whole number."""
     return int(_checked(int, text, "a whole number"))
 
 
 def number(text: str) -> float:
-    """Return a finite number."""
+    """Parse a finite number."""
     return _checked(float, text, "a number")
 
 
 def whole_or_auto(text: str) -> int | str:
-    """Return a whole number, or `auto`."""
+    """Parse a whole number, or `auto`."""
     return text if text == "auto" else whole(text)
 
 
 def shown(convert: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return the same parser, with argparse's error."""
+    """Return the same parser, with ValueError replaced by argparse's error."""
 
     def parse(text: str) -> _T:
         try:
@@ -79,7 +82,7 @@ def shown(convert: Callable[[str], _T]) -> Callable[[str], _T]:
 
 
 def distinct_names(text: str) -> tuple[str, ...]:
-    """Return names with commas between, each once."""
+    """Return comma-separated names, each once."""
     return tuple(dict.fromkeys(name for name in names(text) if name))
 
 

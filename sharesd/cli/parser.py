@@ -1,4 +1,7 @@
-"""argparse as all commands use it: one line for a mistake, second names of flags, programs of subcommands."""
+"""Argument parser of all commands.
+
+An error is one line. Flags may have second names. A program may have subcommands from several modules.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,29 @@ SECOND_NAMES = {
     "--temperatures": ("--temps",),
     "--tensor-parallel": ("--tensor-parallel-size",),
 }
-"""Flag -> names that work in its place in every command which has it, and that no help and no message shows."""
+"""Flag -> second names, accepted by every command with this flag.
+
+Help and messages do not show second names.
+"""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, where flags are never abbreviated and a mistake costs one line on stderr and exit status 2."""
+    """Argument parser that prints one line for an error.
+
+    The line goes to stderr, and the exit status is 2. Flags cannot be abbreviated.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
         self.before_parsing: list[Callable[[Sequence[str]], None]] = []
-        """Called with the arguments before they are parsed; may add flags, and raises ValueError for mistakes."""
+        """Functions that get the arguments before parsing.
+
+        A function may add flags, and raises ValueError for invalid arguments.
+        """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse does it, with SECOND_NAMES."""
+        """Parse as argparse does, with SECOND_NAMES added."""
         try:
             for prepare in self.before_parsing:
                 prepare(sys.argv[1:] if args is None else args)
@@ -62,14 +74,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """`--flag` and `--no-flag`, which may have second names."""
+    """Action of `--flag` and `--no-flag`, which may have second names."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not those that say nothing."""
+    """Help formatter without the defaults None, False, [] and the empty string."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         idle = action.default is None or action.default is False or action.default in ([], "")
@@ -77,7 +89,11 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. A subcommand which sets the default `parser` to itself reports its own unknown flags."""
+    """Parse the command line.
+
+    An unknown argument is an error. A subcommand that sets the default `parser` to its own parser reports the error by
+    that parser.
+    """
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         getattr(args, "parser", parser).error(f"unknown argument {unknown[0]!r}")
@@ -85,10 +101,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 
 def program(prog: str, description: str, kind: str, modules: Sequence[str] | Mapping[str, str]) -> Parser:
-    """The parser of a program of subcommands, one or more in each module.
+    """Return the parser of a program with subcommands.
 
-    Modules have `add_parser(subparsers)`, which sets the defaults `run` (args -> exit status) and `parser`. Of a
-    mapping each module's one command has the name that is given.
+    Each module has `add_parser(subparsers)`, which adds one or more subcommands and sets their defaults `run` (args ->
+    exit status) and `parser`. If `modules` is a mapping, each module has one subcommand, and the mapping gives its
+    name.
     """
     parser = Parser(prog=prog, description=description)
     subparsers = parser.add_subparsers(metavar=kind, required=True)
@@ -99,6 +116,6 @@ def program(prog: str, description: str, kind: str, modules: Sequence[str] | Map
 
 
 def run_command(parser: Parser, argv: Sequence[str] | None) -> int:
-    """Run a subcommand of a `program`; returns the exit status."""
+    """Run a subcommand of a `program`; return the exit status."""
     args = parse(parser, argv)
     return main_guard(lambda: args.run(args))

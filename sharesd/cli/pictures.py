@@ -1,4 +1,4 @@
-"""Pictures, which need matplotlib: the one place that looks for it."""
+"""Check for matplotlib, which all pictures need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from sharesd.cli.console import err_console
 
 
 def can_draw(*names: str) -> bool:
-    """True with matplotlib; else one line on stderr that names the pictures and the command that installs it."""
+    """Return True if matplotlib is installed.
+
+    Otherwise print one line on stderr with the names of the pictures and the command that installs matplotlib.
+    """
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""How a prompt of a user becomes token ids."""
+"""Encoding of user prompts as token ids."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ if TYPE_CHECKING:
 
 
 def encode(tokenizer: Tokenizer, prompt: str | list[Message], *, raw: bool, system: str | None) -> list[int]:
-    """A text is put through the chat template where there is one, unless `raw`; so is a conversation, always.
+    """Return the token ids of a text or a conversation.
 
-    `system` goes before what has no system message of its own. ValueError where there is no place for it, or for a
-    conversation.
+    A text goes through the chat template if there is one, unless `raw`. A conversation always goes through the
+    template. `system` is the system prompt, unless the conversation begins with its own.
+
+    Raises:
+        ValueError: no template applies, and `system` or a conversation is given.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(prompt, str) and (raw or not tokenizer.has_chat_template):

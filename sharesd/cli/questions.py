@@ -24,6 +24,12 @@ def add_question_options(group: Any, name: str, *, num_questions: int, max_new_t
 def prompts_of(
     tokenizer: Tokenizer, questions: Sequence[Question], *, max_new_tokens: int, max_context: int
 ) -> dict[str | int, list[int]]:
-    """Return token ids of each question; ValueError unless every answer may have `max_new_tokens` tokens."""
+    """Return the prompt of each question's first turn as token ids.
+
+    The keys are question ids.
+
+    Raises:
+        ValueError: `max_context` is too small for answers of `max_new_tokens` tokens.
+    """
     require_room(tokenizer, questions, max_new_tokens=max_new_tokens, max_context=max_context)
     return {question.id: prompt_ids(tokenizer, question, []) for question in questions}

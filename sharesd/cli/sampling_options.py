@@ -30,7 +30,7 @@ SAMPLING = {
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int = 128) -> None:
-    """Add the flags of sampling and of the ends of texts."""
+    """Add the flags of sampling and of stopping."""
     group = parser.add_argument_group("sampling")
     add_flags(group, SamplingParams, SAMPLING)
     group.add_argument("--do-sample", action="store_true", help=argparse.SUPPRESS)  # temperature 1, if none is given
@@ -38,7 +38,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling flags as parameters, with a warning for those without effect on greedy decoding.
+    """Return the sampling flags as parameters.
+
+    Flags without effect on greedy decoding log a warning.
 
     Raises:
         ValueError: `--do-sample` and `--temperature 0` contradict each other.

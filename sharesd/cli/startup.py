@@ -1,4 +1,4 @@
-"""From options to an engine that is ready, with progress on stderr."""
+"""Start of an engine from options, with progress on stderr."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def follows() -> bool:
 
 
 def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
-    """Load the models that modes need, after printing the offload plan.
+    """Load the models that modes need.
 
-    A process that torchrun started as another rank than 0 works for rank 0, and exits.
+    The offload plan is printed before loading. With tensor parallelism, a process that torchrun started as a rank other
+    than 0 works for rank 0 and exits.
 
     Raises:
-        ValueError: options that cannot be honoured.
+        ValueError: an option cannot be applied.
     """
     if config.tensor_parallel > 1 and follows():
         from sharesd.cli.tp_worker import follow
@@ -46,9 +47,9 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
 
 
 def _chosen(runtime: Runtime) -> str:
-    """Line about drafters and context that were chosen, with reasons.
+    """Return a line on chosen drafters and context, with reasons.
 
-    Empty if the mode was given and the context is the model's own.
+    The line is empty if the mode was given and the context is the model's own.
     """
     parts = [] if runtime.auto is None else [str(runtime.auto)]
     if runtime.config.max_context == "auto" and (parts or runtime.max_context < runtime.target.max_context):

@@ -1,11 +1,12 @@
-"""`sharesd tune`: find the quantization that makes `share` fastest on this model and machine.
+"""Search for the fastest quantization for `share`: `sharesd tune`.
 
-Of each setting are measured c (a draft step over a plain step), v (a verify step over a plain step) and alpha (on real
-texts, with a fixed draft length). They give the best length K by the expected speedup (Leviathan et al. 2022)
+For each setting c, v and alpha are measured. c is the time of a draft step over that of a plain step. v is the time of
+a verify step over that of a plain step. alpha is the acceptance probability on real texts with a fixed draft length.
+The best draft length K has the highest expected speedup (Leviathan et al. 2022):
 
     (1 - alpha^(K + 1)) / ((1 - alpha) * (K c + v))
 
-and decoding with this K gives the measured one. The setting with the best measured speedup is kept for
+Decoding with this K gives the measured speedup. The setting with the highest measured speedup is saved for
 `--draft-quant auto`.
 """
 
@@ -36,35 +37,41 @@ QUANTS = "hqq:8:64,hqq:4:64,hqq:4:64+head=4,hqq:3:64+head=4"
 PROJECTIONS = "qkv,o,gate_up,down"
 NONE = "none"
 TEACHER_DRAFT = 4
-"""Draft tokens per round where alpha is measured."""
+"""Default draft tokens per round for measuring alpha."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Figures of a setting."""
+    """Measured figures of one setting."""
 
     quant: str
-    """Canonical form."""
+    """Canonical form of the setting."""
     quantized_bytes: int
     """Bytes of the quantized weights."""
     c: float
-    """A draft step over a plain step."""
+    """Time of a draft step over that of a plain step."""
     v: float
-    """A verify step of 1 + `num_draft` rows over a plain step."""
+    """Time of a verify step over that of a plain step.
+
+    The verify step has 1 + `num_draft` rows.
+    """
     alpha: float
-    """Probability that a draft token is accepted, given that those before it were."""
+    """Probability that a draft token is accepted.
+
+    The condition is that all earlier draft tokens of the round were accepted.
+    """
     num_draft: int
-    """Draft length that is best by the formula."""
+    """Draft length with the highest expected speedup."""
     expected: float
-    """Speedup by the formula at this length."""
+    """Expected speedup at `num_draft`, by the formula."""
     speedup: float
-    """Speedup measured at this length: tokens per second of `share` over those of `naive`."""
+    """Measured speedup at `num_draft`: tokens/s of `share` over `naive`."""
     naive_tokens_per_second: float
     share_tokens_per_second: float
     tau: float
-    """Mean tokens per round, measured at this length."""
+    """Mean tokens per round, measured at `num_draft`."""
     identical: float
-    """Share of questions with the tokens of `naive`."""
+    """Share of questions with the same tokens as `naive`."""
 
 
 def add_parser(subparsers: Any, name: str = "tune") -> None:
@@ -93,7 +100,10 @@ def add_parser(subparsers: Any, name: str = "tune") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all settings, print the table, write tune.json and keep the best; returns the exit status."""
+    """Measure all settings and save the best; return the exit status.
+
+    Prints the table and writes tune.json.
+    """
     given = options.engine_config(args, modes=("share",))
     if given.explicit_tree is not None:
         raise ValueError("--tree does not belong here, tune measures chains; drop it")
@@ -123,7 +133,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(quants: str, keep: str, base: QuantConfig, skips: Sequence[str] = ()) -> list[QuantConfig]:
-    """Return the settings to measure, each once: those listed, then `base` without each projection."""
+    """Return the settings to measure, each once.
+
+    The listed settings come first. Then come variants of `base`, each with one projection at full precision.
+    """
     listed = [QuantConfig.parse(text.replace("+", ","), skips) for text in _parts("--quants", quants)]
     kept = [] if keep == NONE else [_without(base, projection) for projection in _parts("--keep", keep)]
     return list(dict.fromkeys((*listed, *kept)))
@@ -151,7 +164,10 @@ def measure(
     teacher_draft: int,
     progress: Progress = silent,
 ) -> Measured:
-    """Load one setting and measure it; its model is freed on return."""
+    """Load and measure one setting.
+
+    The model is freed on return.
+    """
     from sharesd.engine.cost_profiler import measure_costs
     from sharesd.engine.stats import Stats
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
@@ -193,20 +209,30 @@ def measure(
 
 
 def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:
-    """Return the tokens of a round over its cost in plain steps."""
+    """Return the expected tokens per round over the cost per round.
+
+    The unit of cost is a plain step.
+    """
     tokens = num_draft + 1 if alpha == 1 else (1 - alpha ** (num_draft + 1)) / (1 - alpha)
     return tokens * costs.of_step(1) / (num_draft * costs.draft + costs.draft_begin + costs.of_step(1 + num_draft))
 
 
 def best_length(alpha: float, costs: Costs, max_length: int) -> int:
-    """Return the draft length from 1 to `max_length` whose expected speedup is best."""
+    """Return the draft length with the highest expected speedup.
+
+    The length is between 1 and `max_length`.
+    """
     return max(range(1, max_length + 1), key=lambda num: expected_speedup(alpha, num, costs))
 
 
 def take_turns(
     engines: dict[str, Engine], prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[dict[str, Stats], int]:
-    """Let both modes answer each question, now one first, now the other; returns their stats and equal answers."""
+    """Answer each question with both modes.
+
+    The mode that comes first alternates between questions. Returns the stats by mode, and the number of questions with
+    equal answers.
+    """
     from sharesd.engine.stats import Stats
 
     stats = {mode: Stats() for mode in engines}

@@ -1,8 +1,9 @@
-"""`sharesd verify`: compare the tokens of every mode with naive decoding, at every draft length.
+"""Compare every mode's tokens with naive decoding: `sharesd verify`.
 
-First turns are answered by `naive` and by each other mode, at each temperature and seed. For an answer that differs the
-report has the gap between the target's first two choices there: a few units in the last place point at rounding that
-depends on the shape of a step, a large gap at a bug.
+The comparison covers every draft length. `naive` and each other mode answer the first turn of each question, at each
+temperature and seed. If an answer differs, the report has the gap between the target's two largest logits at the first
+difference. A gap of a few units in the last place suggests rounding that depends on the shape of a step. A large gap
+suggests a bug.
 """
 
 from __future__ import annotations
@@ -28,57 +29,66 @@ if TYPE_CHECKING:
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 8, 64
 MAX_SHOWN = 20
-"""Mismatches on the terminal; verify.json holds all of them."""
+"""Max mismatches on the terminal; verify.json has all mismatches."""
 AUTO = "auto"
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """First token in which an answer differs from naive decoding; ids are None after an answer's end."""
+    """First difference between an answer and naive decoding.
+
+    A token id is None if the answer ends before this position.
+    """
 
     question_id: str | int
     position: int
-    """Of the token in the answer, from 0."""
+    """Index of the token in the answer, from 0."""
     naive_token: int | None
     token: int | None
     naive_text: str
     text: str
     logit_gap: float
-    """Largest less second logit of the target there, from a plain forward pass over the text."""
+    """Gap between the target's two largest logits at this position.
+
+    The logits come from a plain forward pass over the prompt and the answer up to this position.
+    """
     score_gap: float
-    """The same of the scores that decide: logits when greedy, else logits / temperature + Gumbel noise."""
+    """Gap between the two largest scores at this position.
+
+    The token with the largest score is chosen. Scores are logits if greedy, else logits / temperature + Gumbel noise.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Answers of a mode with one draft length and one sampling."""
+    """Comparison for one mode, draft length and sampling setting."""
 
     mode: str
     num_draft: int | None
-    """Draft tokens per round; None: chosen for each round."""
+    """Draft tokens per round; None = chosen for each round."""
     temperature: float
     seed: int
     verify_width: int
-    """Rows of a verify step at most."""
+    """Max rows of a verify step."""
     num_turns: int
     num_tokens: int
-    """Tokens of naive decoding."""
+    """Number of tokens of naive decoding."""
     mismatches: tuple[Mismatch, ...]
 
     @property
     def num_identical(self) -> int:
-        """Turns with the same tokens."""
+        """Number of turns with the same tokens."""
         return self.num_turns - len(self.mismatches)
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Mode, draft length and width in tables."""
+        """Mode, draft length and verify width for tables."""
         return self.mode, AUTO if self.num_draft is None else str(self.num_draft), str(self.verify_width)
 
     @property
     def sampling(self) -> str:
-        """Sampling in tables."""
+        """Sampling setting for tables."""
         return f"T={self.temperature:g} seed {self.seed}" if self.temperature else "greedy"
 
 
@@ -111,7 +121,13 @@ def add_parser(subparsers: Any, name: str = "verify") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print the tables, write verify.json; returns 0 if all is identical, else 1."""
+    """Compare all modes; return 0 if all tokens are identical, else 1.
+
+    Prints the tables and writes verify.json.
+
+    Raises:
+        ValueError: `naive` is the only mode.
+    """
     modes = options.modes_of(args, default=registry.modes())
     modes = ("naive", *(mode for mode in modes if mode != "naive"))
     if len(modes) == 1:
@@ -148,9 +164,10 @@ def compare_answers(
     num_draft: int | None,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Case]:
-    """Return a case for each engine but `naive`; `tick` is called after every answer.
+    """Return a case for each engine but `naive`.
 
-    `prompts` are token ids by question. The engines share one target and have a batch of 1.
+    `prompts`: token ids by question id. `tick` is called after every answer. The engines share one target and have a
+    batch size of 1.
     """
     naive = engines["naive"]
     found: dict[Mode, list[Mismatch]] = {mode: [] for mode in engines if mode != "naive"}
@@ -194,7 +211,10 @@ def _compare(
     done: int,
     total: int,
 ) -> list[Case]:
-    """Return the cases of one draft length; its models are freed on return."""
+    """Return the cases of one draft length.
+
+    The models are freed on return.
+    """
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
     runtime = Runtime(config, modes, progress=progress)
@@ -239,7 +259,10 @@ def _mismatch(
 
 
 def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[float, float]:
-    """Return the gap between the best two choices after these tokens: of logits, and of the scores that decide."""
+    """Return the logit gap and the score gap after `tokens`.
+
+    Each gap is the difference between the two largest values.
+    """
     import torch
 
     from sharesd import sampling
@@ -295,7 +318,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
 
 
 def _list_of(convert: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    """Return a type of argparse: values with commas, each once."""
+    """Return an argparse type: comma-separated values, each once."""
 
     def values(text: str) -> tuple[_T, ...]:
         try:

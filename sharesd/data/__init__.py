@@ -1,1 +1,4 @@
-"""Prompt files, chat messages and grammars as text. Imports no other room."""
+"""Prompt files, chat messages and grammars as text.
+
+Imports no other package of ShareSD.
+"""

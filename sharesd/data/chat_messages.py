@@ -10,9 +10,12 @@ EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose content is one text and whose tool arguments are objects.
+    """Return messages in the form that chat templates read.
 
-    `developer` is another name of `system`. Raises ValueError for what is no message, and for content other than text.
+    Each content is one text, and tool arguments are objects. The role `developer` becomes `system`.
+
+    Raises:
+        ValueError: the list is empty, an item is no message, or a content is not text.
     """
     if not messages:
         raise ValueError(f"messages is empty; give at least one, as {EXAMPLE}")

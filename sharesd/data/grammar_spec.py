@@ -10,19 +10,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WHITE_SPACE = r" |\n {0,24}"
-"""Pattern between the parts of JSON; without a bound a model may repeat it without end."""
+"""Pattern of white space between the parts of JSON.
+
+It is bounded, since a model may repeat unbounded white space without end.
+"""
 
 
 def from_json_schema(schema: Mapping[str, Any]) -> str:
     """Return the grammar of JSON of this schema.
 
-    `x-guidance` in the schema, llguidance's options, may replace the white space; ValueError if that is no object.
+    `x-guidance` in the schema has options of llguidance, which may replace the white space.
+
+    Raises:
+        ValueError: `x-guidance` is no object.
     """
     return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
 
 
 def json_in_lark(schema: Mapping[str, Any]) -> str:
-    """Return JSON of this schema as a part of a Lark grammar; ValueError as `from_json_schema`."""
+    """Return JSON of this schema as a part of a Lark grammar.
+
+    Raises ValueError as `from_json_schema`.
+    """
     return f"%json {json.dumps(_with_options(schema))}"
 
 
@@ -37,7 +46,7 @@ def from_regex(pattern: str) -> str:
 
 
 def from_choices(texts: Sequence[str]) -> str:
-    """Return a grammar of one of these texts; ValueError if there is none."""
+    """Return a grammar of these texts; ValueError if there are none."""
     if not texts:
         raise ValueError("the list of choices is empty; give at least one text")
     return from_lark("start: " + " | ".join(map(json.dumps, texts)))

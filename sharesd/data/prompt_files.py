@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 TEXT_FIELDS = ("instruction", "prompt", "question")
-"""Fields with the prompt; the first present counts, and an `input` of record or first instance is appended."""
+"""Fields of the prompt; the first one present is used.
+
+An `input` of the record or of its first instance is appended.
+"""
 ANSWER_FIELDS = ("output", "response", "answer", "completion")
 TALK_FIELDS = ("messages", "conversations", "conversation")
 """Lists of turns: `role` and `content`, or ShareGPT's `from` and `value`."""
@@ -26,8 +29,10 @@ Message = dict[str, str]
 def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: int = 0) -> list[str]:
     """Return the prompts of all files in random order, each once.
 
-    `max_per_file`: prompts drawn from each file. Of a conversation the first user turn counts. Raises ValueError for
-    what cannot be read.
+    `max_per_file`: maximum prompts from each file. The prompt of a conversation is its first user turn.
+
+    Raises:
+        ValueError: a file or record cannot be read.
     """
     dice = random.Random(seed)
     drawn: dict[str, None] = {}
@@ -41,9 +46,12 @@ def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: in
 
 
 def records(path: Path) -> list[tuple[str, Any]]:
-    """Return place and value of each record of a JSON Lines file, or of a JSON list.
+    """Return place and value of each record of a file.
 
-    Raises ValueError for a file that cannot be read, and for lines that are not JSON.
+    The file is JSON Lines or a JSON list.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is not JSON.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -57,7 +65,11 @@ def records(path: Path) -> list[tuple[str, Any]]:
 
 
 def conversation(record: Any) -> list[Message]:
-    """Return the messages of a record, answers included; ValueError with the reason if there are none."""
+    """Return the messages of a record, answers included.
+
+    Raises:
+        ValueError: the record has no messages; the message has the reason.
+    """
     if not isinstance(record, Mapping):
         raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, *TALK_FIELDS))}")
     talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)

@@ -1,7 +1,8 @@
-"""Questions of MT-Bench, GSM8K and HumanEval: from files in their published layouts, the hub, or ShareSD's own set.
+"""Questions of MT-Bench, GSM8K and HumanEval.
 
-Files are JSON Lines in UTF-8, plain or gzipped. Fields that are not asked are ignored. Any other mistake is a
-ValueError of one line with file:line, the fault and the remedy.
+Sources are files in their published layouts, the hub, and ShareSD's own set. Files are JSON Lines in UTF-8, plain or
+gzipped. Unused fields are ignored. Any other mistake is a ValueError of one line with file:line, the fault and the
+remedy.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuestionSet:
-    """Questions in the order in which they are asked."""
+    """Questions of one source, in order."""
 
     name: str
     """`builtin`, `mtbench`, `gsm8k` or `humaneval`."""
     label: str
-    """Name in reports: the built-in label, the file's name, or the hub's data set."""
+    """Name in reports.
+
+    It is the built-in label, the file's name, or the hub's data set.
+    """
     source: str
     """`built-in`, the path as given, or `hub:OWNER/NAME/FILE`."""
     questions: tuple[Question, ...]
@@ -52,16 +56,19 @@ class Row:
     index: int
     """Number among the questions of the file, from 0."""
     fields: object
-    """Parsed content; a mapping if all is well."""
+    """Parsed content; a mapping if the line is valid."""
 
     def get(self, field: str) -> object:
-        """Return the value of a field, None if it is absent or null."""
+        """Return the value of a field; None if absent or null."""
         if not isinstance(self.fields, Mapping):
             raise ValueError(f"{self.where}: found {_kind(self.fields)}; a question is an object, {{...}}")
         return self.fields.get(field)
 
     def need(self, field: str, layout: str) -> object:
-        """Return the value of a required field; `layout` names all of them for the message."""
+        """Return the value of a required field.
+
+        `layout`: text with all required fields, for the message.
+        """
         value = self.get(field)
         if value is None:
             raise ValueError(f"{self.where}: field {field!r} is missing; a question needs {layout}")
@@ -114,9 +121,10 @@ LAYOUTS = {
 
 
 def load(benchmark: str, path: str | Path | None = None, num_questions: int | None = None) -> QuestionSet:
-    """Return the first `num_questions` (None: all) questions of a file; without one, the built-in set or the hub's.
+    """Return the first `num_questions` questions; None: all.
 
-    The built-in file lists its eight categories in turn, so its first questions are spread evenly over them.
+    Without a file they are those of the built-in set or of the hub. The built-in file alternates between its eight
+    categories, so its first questions are spread evenly over them.
     """
     if benchmark not in LAYOUTS:
         raise ValueError(f"benchmark is {benchmark!r}; choose one of {', '.join(LAYOUTS)}")
@@ -143,7 +151,11 @@ def first_turns(path: str | Path | None, num_questions: int | None = None) -> Qu
 
 
 def text_field(row: Row, field: str, value: object) -> str:
-    """Return a value that is a text; ValueError for anything else, blanks and half characters."""
+    """Return a value that is a text.
+
+    Raises:
+        ValueError: the value is no text, is blank, or has half of a character.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a text")
     if not value.strip():
@@ -206,7 +218,11 @@ def _hub_rows(repo: str, file: str, source: str) -> Iterable[Row]:
 
 
 def _questions(source: str, rows: Iterable[Row], to_question: Callable[[Row], Question]) -> tuple[Question, ...]:
-    """Return all questions of a source; ValueError for none and for ids that come twice."""
+    """Return all questions of a source.
+
+    Raises:
+        ValueError: there are no questions, or an id occurs twice.
+    """
     questions: list[Question] = []
     seen: dict[str | int, str] = {}
     for row in rows:

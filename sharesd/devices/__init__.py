@@ -1,1 +1,4 @@
-"""Device choice, host memory, pinned buffers and device-to-device copies. Imports the config alone."""
+"""Device choice, host memory, pinned buffers and copies between devices.
+
+Imports only the config.
+"""

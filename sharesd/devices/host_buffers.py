@@ -24,7 +24,7 @@ def upload(tensor: Tensor, numbers: Sequence) -> None:
 class PinnedBuffers:
     """Host buffers by name; pinned for tensors of a GPU.
 
-    Each has room for two copies: that of the round before may not have been read yet.
+    Each holds two copies, since the copy of the round before may not have been read yet.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class PinnedBuffers:
         self._turn = 0
 
     def turn(self) -> None:
-        """Leave the copies of this round alone in the next."""
+        """Keep the copies of this round during the next one."""
         self._turn = 1 - self._turn
 
     def copy(self, name: str, tensor: Tensor, times: int = 1) -> Tensor:
         """Copy a tensor to a named buffer, without a wait.
 
-        There is one buffer for each name, with room for `times` as many numbers as the first tensor of it has.
+        There is one buffer for each name. Its size is `times` the size of the first tensor of this name.
         """
         key = name, tensor.shape
         if key not in self._views:
@@ -52,7 +52,7 @@ class PinnedBuffers:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, complete once the device is there."""
+    """Return a copy on the host, complete after the device's pending work."""
     if tensor.device.type != "cuda":
         return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

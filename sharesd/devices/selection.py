@@ -13,10 +13,16 @@ import torch
 log = logging.getLogger(__name__)
 
 CUBLAS_WITHOUT_SPLITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Workspaces too small for parts of a sum: eight buffers of 16 KiB, and 1 KiB."""
+"""Workspaces too small for split sums.
+
+These are eight buffers of 16 KiB, and one of 1 KiB.
+"""
 
 GPU_TESTED = False
-"""True once docs/results holds a run on a GPU; until then a warning is shown."""
+"""True once docs/results has a run on a GPU.
+
+Until then a warning is shown.
+"""
 UNTESTED = 'the CUDA path has not run on a card yet; --device cpu (in Python: device="cpu") is the way out'
 _warned = False
 
@@ -143,7 +149,7 @@ def _candidates(current: torch.device) -> list[torch.device]:
 
 
 def _free_by_uuid() -> dict[str, float]:
-    """Return free MiB by GPU from nvidia-smi; {} without an answer.
+    """Return free MiB by GPU from nvidia-smi; {} if it fails.
 
     CUDA's own query would take memory on each GPU.
     """

@@ -1,4 +1,4 @@
 """Drafters, a folder each, and shared parts of heads and tables.
 
-Imports sampling and the rooms below it.
+Imports sampling and lower packages.
 """

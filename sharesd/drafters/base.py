@@ -18,9 +18,8 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_policy import FIRST_ALPHAS, Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, coarse_chains, shapes_of
-from sharesd.speculation.policy_config import FIRST_ALPHAS
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -50,7 +49,7 @@ class DraftContext:
 
 
 class Drafter:
-    """Base of drafters, which guess tokens for the target.
+    """Base of drafters, which propose tokens to the target.
 
     Calls for each row: begin and read; then in each round catch_up, draft and commit, unless the round is a plain step.
     Rows come and go, each with its own text, and a draft is for some of them. Everything in draft and commit stays on
@@ -77,7 +76,7 @@ class Drafter:
     first_alphas: tuple[float, float] = FIRST_ALPHAS
     """Acceptance assumed before there is evidence, see `draft_policy.FIRST_ALPHAS`."""
     single_pass = False
-    """Guesses in one pass: drafts take as long, whatever their depth."""
+    """True if drafts take one pass, whatever their depth."""
     runs_on_host = False
     """True if it drafts on the host, from tokens of the host.
 
@@ -117,14 +116,14 @@ class Drafter:
         plain: Collection[int] = (),
         coming: Mapping[int, int] = NOTHING,
     ) -> None:
-        """Take over what was decoded, before a draft.
+        """Process newly decoded tokens, before a draft.
 
         Args:
             texts: tokens of each row of the round, up to its root.
             idle: there were rounds without this drafter.
             plain: those of the rows that take no drafts.
-            coming: tokens, at most, that a round which was launched before, and which the host has not read, adds to
-                these rows. (Not if it is `idle` and `needs_catch_up`.)
+            coming: maximum tokens that an earlier launched round, which the host has not read, adds to these rows. (Not
+                if it is `idle` and `needs_catch_up`.)
         """
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -137,9 +136,9 @@ class Drafter:
     def commit(
         self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor
     ) -> Tensor | None:
-        """Take over the target's result for the draft.
+        """Apply the target's `VerifyResult` on the draft.
 
-        `num_new` of the result is 0 for idle rows. `logits` are those of root and nodes; later calls overwrite them.
+        Its `num_new` is 0 for idle rows. `logits` are those of root and nodes; later calls overwrite them.
         Returns the rows for `on_host_result`, int64 [B, X].
         """
         return None
@@ -148,7 +147,7 @@ class Drafter:
         """Take the result of `commit` for active rows, on the host."""
 
     def forget(self) -> None:
-        """Drop what a later text could reuse."""
+        """Drop cached content that a later text could reuse."""
 
     def extra_bytes(self) -> tuple[int, int]:
         """Return bytes of weights and of KV, beyond those of plain decoding."""
@@ -166,9 +165,9 @@ class BuildInputs:
     config: EngineConfig
     target: CausalModel
     cache: StaticKVCache
-    """The target's."""
+    """Cache of the target."""
     slots: int
-    """Slots of each row of it."""
+    """Slots of each row of the target's cache."""
     max_context: int
     """Tokens of prompt and answer."""
     device: torch.device

@@ -1,6 +1,6 @@
 """Step-by-step drafting with a model, as chains and trees use it.
 
-Legend: B rows, F tokens that are read in one step, V tokens that can be guessed.
+Legend: B rows, F tokens that are read in one step, V tokens of the drafter's vocabulary.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModelStepper:
         """Create a view of the cache for drafts.
 
         `lead` returns the tokens [B, T] of the first step, the last of which is the root, at the cache's length.
-        `recent`: how far steps look back, 0 = all. `logit_noise`: see Guesser.
+        `recent`: number of last tokens that steps attend to, 0 = all. `logit_noise`: see `Sampler.draft`.
         """
         self._model, self._lead, self._ahead = model, lead, cache.draft_view(recent)
         self.ids: Tensor | None = None

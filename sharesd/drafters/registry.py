@@ -137,7 +137,7 @@ def hatch_of(mode: str) -> str | None:
 
 
 def imported(reference: str) -> Callable[..., Any]:
-    """Return what `module:name` refers to."""
+    """Import and return the object of `module:name`."""
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
 

@@ -141,7 +141,7 @@ class TreeDraft:
     def _frontier_acceptance(self) -> float:
         """Return the probability that a frontier node is accepted.
 
-        It is the mean of the awaited rows.
+        It is the mean of the counted rows.
         """
         scores = self._frontier.scores_Bk.tolist()
         accept_probs = [sum(map(exp, scores[row])) for row in self._counted_rows]

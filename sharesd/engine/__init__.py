@@ -1,4 +1,4 @@
 """Decoding loop: requests, prefill, rounds, outputs and statistics.
 
-Imports drafters and lower rooms.
+Imports drafters and lower packages.
 """

@@ -32,7 +32,7 @@ AGREE = 1.25
 STARTS = 3
 """Number of starts at which costs are measured.
 
-One start may fall into a bad moment of the machine.
+The machine may be slow during one of them.
 """
 BRIEFLY = 1
 """Least repeats for more rows than the fewest, whose rounds are slow."""
@@ -61,7 +61,10 @@ def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None
 
 
 def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int) -> Costs:
-    """Return costs of rounds over `rows` rows, from earlier starts and, unless there were enough, from this one."""
+    """Return costs of rounds over `rows` rows.
+
+    They are those of earlier starts. If there were too few starts, rounds are timed now.
+    """
     if kept and rows < engine.cache.batch:
         kept = kept.with_key(rows)
     earlier = load_costs(kept) if kept else []

@@ -184,7 +184,7 @@ class Engine:
             raise
 
     def cancel_all(self) -> None:
-        """Cancel all requests and drop what was launched for them."""
+        """Cancel all requests and drop launched rounds."""
         for request in self._scheduler.requests:
             self.cancel(request)
         self._scheduler.prefill.request = self._in_flight = None

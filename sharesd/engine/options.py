@@ -57,9 +57,12 @@ class EngineOptions:
     None: 512; on a CPU few enough not to delay rounds. Numbers are for CPUs only.
     """
     async_scheduling: bool = False
-    """Launch each round before the host reads the last one; a draft that needs the host is launched right after."""
+    """Launch each round before the host reads the last one.
+
+    A round whose draft needs the host is launched right after that read.
+    """
     transfer_stats: Callable[[], TransferStats] | None = None
-    """Total traffic of offloaded weights, if there are any."""
+    """Total transfers of offloaded weights, if there are any."""
     overlap_hook: OverlapHook | None = None
     """Runs draft steps while the target waits for offloaded weights."""
     on_finish: Callable[[Stats], None] | None = None

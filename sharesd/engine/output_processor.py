@@ -20,7 +20,7 @@ from sharesd.speculation.draft_tree import DraftTree
 
 
 class Tokens(NamedTuple):
-    """New tokens of one row, with what belongs to each of them."""
+    """New tokens of one row, with the data of each."""
 
     ids: list[int]
     sources: list[Source]
@@ -133,7 +133,7 @@ class OutputProcessor:
         return chunk
 
     def record_transfers(self) -> None:
-        """Count the traffic of offloaded weights since the call began."""
+        """Count the transfers of offloaded weights since the call began."""
         if self._transfer_stats is not None and self._traffic_before is not None:
             self.stats.traffic = self._transfer_stats().since(self._traffic_before)
 

@@ -82,7 +82,7 @@ def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Reques
     """Return the requests whose tokens count in the coming round.
 
     All of them; but if `is_last_call` (all are prompts of one call and none waits), those that have emitted the fewest
-    tokens or little more, since the call lasts as long as they do.
+    tokens or little more, since they determine the duration of the call.
     """
     if not is_last_call:
         return list(live)

@@ -146,7 +146,7 @@ class RoundLauncher:
         return Batch(live, texts, plain, constrained, first, end, variant, variant.round(first, end))
 
     def _grammar_masks(self, batch: Batch, tree: DraftTree) -> GrammarMaskFn:
-        """Return a function that computes grammar masks during the target's read."""
+        """Return a function that computes grammar masks during the target's pass."""
         draft, mark = runs_on_host(tree), self._clock.mark()
 
         def masks() -> tuple[Tensor, list[tuple[int, int]]]:

@@ -46,9 +46,12 @@ class Stats:
     verify_s: float = 0.0
     """Verify, accept and commit."""
     overhead_s: float = 0.0
-    """Rest of the rounds: synchronisation, stop rules, text. Negative if it overlaps with other rounds."""
+    """Rest of the rounds: synchronisation, stop rules, text.
+
+    Negative if it overlaps with other rounds.
+    """
     traffic: TransferStats | None = None
-    """Traffic of offloaded weights during the call; None without offloading."""
+    """Transfers of offloaded weights during the call; None without offloading."""
 
     @property
     def decode_s(self) -> float:

@@ -14,7 +14,7 @@ class StopChecker:
     """Search for the end of one row's text, independent of round borders."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, eos_ids: tuple[int, ...], room: int) -> None:
-        """`room`: tokens that the context still holds."""
+        """`room`: free slots of the context, in tokens."""
         self._stream = TextStream(tokenizer)
         self._stops = params.stop
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
@@ -22,9 +22,9 @@ class StopChecker:
         self._unsent = ""  # final text that may be the beginning of a stop string
 
     def push(self, ids: list[int], num_legal: int | None = None) -> tuple[int, str, FinishReason | None]:
-        """Take a round's tokens; return the output's count, text, and finish reason.
+        """Process a round's tokens; return their number, text, and finish reason.
 
-        `num_legal`: tokens that the grammar allows, if there is one; the next one ends the text, as nothing may follow.
+        `num_legal`: tokens that the grammar allows, if there is one; the next one ends the text.
         """
         num_legal_tokens = len(ids) if num_legal is None else num_legal
         goes_on = num_legal_tokens == len(ids) < self._num_left and self._end_ids.isdisjoint(ids)

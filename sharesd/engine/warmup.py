@@ -19,9 +19,10 @@ from sharesd_files import JsonCache
 
 
 def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = None) -> None:
-    """Compile the rounds of one kind of sampling, and give its policy costs if shapes depend on them.
+    """Compile the rounds of one kind of sampling.
 
-    `costs`: cache of costs that earlier starts measured under the same conditions, see `profile_costs`.
+    If the shapes of its drafts depend on costs, rounds are timed, too. `costs`: cache of costs
+    measured by earlier starts under the same conditions, see `profile_costs`.
     """
     policy = engine.variant(params).policy
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None)

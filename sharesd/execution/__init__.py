@@ -1,1 +1,4 @@
-"""Compiled steps, their widths, batch invariance, kernel choice. Imports weights and what is below."""
+"""Compiled steps, their widths, batch invariance, and kernel choice.
+
+Imports weights and lower packages.
+"""

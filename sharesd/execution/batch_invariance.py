@@ -20,7 +20,10 @@ from sharesd.models.base import CausalModel
 WIDTHS = (1, 2, 5, 8)
 """Step widths that are compared if any width is allowed."""
 LENGTH = 126
-"""Live slots before the rows, some of which lie in the next chunk; besides, nearly all slots."""
+"""Live slots before the compared rows.
+
+Some of these rows are in the next chunk. A second comparison has nearly all slots live.
+"""
 NOISE_SLOTS = 96
 """Period of the noise that fills the cache, in slots."""
 
@@ -31,9 +34,12 @@ class RowBits(NamedTuple):
     chains: bool
     """Rows of a chain, at any of the widths."""
     trees: bool
-    """Rows of a tree, wherever its paths lie; False if chains differ."""
+    """Rows of a tree with any paths; False if chains differ."""
     batches: bool = False
-    """All of these, at any of the batch sizes; False if chains differ."""
+    """Rows of chains and trees, at any of the batch sizes.
+
+    False if chains differ.
+    """
 
 
 @torch.inference_mode()

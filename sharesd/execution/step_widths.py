@@ -16,7 +16,10 @@ from sharesd.weights.offloaded_decoder import HeadInPieces, full_head
 log = logging.getLogger(__name__)
 
 EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
-"""Rows of every step, the first number that suffices, if a row's bits depend on the width."""
+"""Single widths of steps by device.
+
+One is used if a row's bits depend on the width: the first that suffices.
+"""
 
 
 def fixed_width(device: str, max_draft_tokens: int) -> int:
@@ -35,13 +38,19 @@ class StepWidths:
     step: CausalModel
     """The target, as it runs."""
     widths: tuple[int, ...] | None
-    """Rows that steps may have; a single number if a row's bits depend on it. None = any."""
+    """Numbers of rows that steps may have; None = any.
+
+    It is a single number if a row's bits depend on it.
+    """
     depends_on_width: bool
-    """True if a row's bits depend on the width, so that it was fixed."""
+    """True if bits of a row depend on the width.
+
+    All steps have one width then.
+    """
     trees: bool
     """True if drafts may be trees."""
     buckets: bool
-    """True if rounds may have any of the batch sizes that were checked."""
+    """True if rounds may have any of the checked batch sizes."""
 
 
 def choose_step_widths(

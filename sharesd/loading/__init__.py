@@ -1,1 +1,4 @@
-"""Resolution of options before anything is loaded. Imports every room but the CLI."""
+"""Resolution of options, and loading of models.
+
+Imports every package but the CLI.
+"""

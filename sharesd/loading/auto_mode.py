@@ -19,16 +19,20 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
 from sharesd.weights.backend import backend_for
-from sharesd.weights.memory_estimate import MemoryEstimate, quantizer_for
+from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.packing import has_quantized_kernels
 from sharesd.weights.quantize import solver_config
+from sharesd.weights.quantized_sizes import quantizer_for
 
 PAYS = 1.1
-"""Speedup that quantized linears must promise to be taken."""
+"""Minimum predicted speedup to draft with quantized linears."""
 SOLVE_SECONDS = 20.0
-"""Longest quantizing at start. Once done it is kept on disk, and costs nothing from then on."""
+"""Maximum seconds of quantization at start.
+
+Its result is cached on disk, so later starts do not repeat it.
+"""
 VERIFIED = 8
-"""Draft tokens of the round that is estimated at most."""
+"""Maximum draft tokens of the estimated round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,11 @@ def choose_drafters(
 ) -> AutoDrafters:
     """Choose drafters of mode auto before weights are read.
 
-    A head or a draft model that is there is taken; else costs of quantized linears decide.
+    A given head or draft model is used. Otherwise the choice depends on costs of quantized linears.
 
     Args:
         how: compile mode.
-        offloads: weights are fetched for each pass, so that a resident drafter pays.
+        offloads: weights are fetched for each pass, so that a resident drafter saves time.
     """
     model, reason = _model_drafter(config, folder, device, dtype, how, offloads)
     kind = registry.spec_of(model).kind if model else ""

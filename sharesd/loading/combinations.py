@@ -1,82 +1,19 @@
-"""Table of options that do not go together, with messages. Imports no torch.
+"""Table of options that exclude each other, with messages.
 
-Rows are checked as soon as their facts are known: `OPTIONS` on the command line already, `TARGET` once the checkpoint's
-config is read, `RESOLVED` once device and compile mode are chosen. `NO_OFFLOAD` holds reasons against an offload plan.
+Imports no torch. Rows are checked as soon as their facts are available: `OPTIONS` with the command line, `TARGET` after
+the checkpoint's config is read, `RESOLVED` after device and compile mode are chosen. `NO_OFFLOAD` has reasons against
+an offload plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from sharesd.config import SMALL, EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need, Support
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Combination:
-    """Options, and facts about device and model that were found so far."""
-
-    config: EngineConfig
-    modes: tuple[str, ...]
-    drafters: frozenset[str]
-    """Active drafters of `modes`; those of mode auto only once they are chosen."""
-    replicas: int | None = None
-    launched: int = 1
-    """Processes that a launcher started to share prompts."""
-    quant_skip: tuple[str, ...] = ()
-    """`--quant-skip` beside `--draft-quant auto`."""
-    unsupported: str | None = None  # reason why the target is no native decoder
-    device: str = "cpu"
-    compile: str = "auto"
-    """Compile mode, `auto` resolved."""
-    has_triton: bool = True
-    draft_device: str | None = None
-    num_stages: int = 1
-    has_device_memory: bool = False
-    """True if the device has memory of its own, to which offloaded blocks come from the host's."""
-    in_memory: bool = False
-    """True if tensors stand in for the checkpoint's files."""
-    has_block_source: bool = False
-    """True if the caller offloads blocks itself."""
-
-    @classmethod
-    def of(cls, config: EngineConfig, modes: Sequence[str] = (), **facts: object) -> Combination:
-        """Return the combination of a config and its active drafters."""
-        chosen = tuple(modes or (config.mode,))
-        drafters = frozenset(selection.active_drafters(config, *chosen))
-        return cls(config=config, modes=chosen, drafters=drafters, **facts)  # type: ignore[arg-type]
-
-    @property
-    def on_gpu(self) -> bool:
-        """True on a CUDA device."""
-        return self.device.startswith("cuda")
-
-    @property
-    def heads(self) -> list[str]:
-        """Active drafters that are trained heads."""
-        return [name for name in registry.names("head") if name in self.drafters]
-
-    @property
-    def not_sharded(self) -> tuple[str, ...]:
-        """Active drafters that need the whole target on one device."""
-        return registry.lacking(self.drafters - {registry.NAIVE}, Support.TENSOR_PARALLEL)
-
-    def needs(self, need: Need) -> bool:
-        """True if an active drafter has this need."""
-        return bool(registry.those(self.drafters, need))
-
-    @property
-    def has_quantized_linears(self) -> bool:
-        """True if linears are quantized for our kernels."""
-        config = self.config
-        second = self.needs(Need.SECOND_MODEL) and selection.second_model(config) is None
-        copies = second or self.needs(Need.QUANTIZED_TARGET)
-        head_quant = config.head_quant if self.heads else None
-        quants = (config.quant if copies else None, head_quant)
-        return any(quant is not None and quant.format.solver is not None for quant in quants)
+from sharesd.drafters.spec import Need
+from sharesd.loading.combination import Combination
 
 
 class Row(NamedTuple):
@@ -103,7 +40,10 @@ def _missing_head(c: Combination) -> str:
 
 
 def _has_unused_draft_model(c: Combination) -> bool:
-    """True unless a drafter uses the second model, or drafters are chosen when the model is loaded."""
+    """True if no drafter uses the given second model.
+
+    False if drafters are chosen when the model is loaded.
+    """
     config = c.config
     if config.draft is None:
         return False
@@ -329,7 +269,10 @@ NO_OFFLOAD: tuple[Row, ...] = (
         ),
     ),
 )
-"""Reasons against an offload plan: an error with a memory limit, else the model stays resident."""
+"""Reasons against an offload plan.
+
+With a memory limit a reason is an error; without one the model is resident.
+"""
 
 
 def check(rows: Sequence[Row], combination: Combination) -> None:
@@ -345,6 +288,6 @@ def first_message(rows: Sequence[Row], combination: Combination) -> str | None:
 
 
 def check_options(config: EngineConfig, modes: Sequence[str] = (), **facts: object) -> None:
-    """Raise ValueError for unknown drafters, and options that do not go together."""
+    """Raise ValueError for unknown drafters, and options that exclude each other."""
     selection.check_drafters(config, *modes)
     check(OPTIONS, Combination.of(config, modes, **facts))

@@ -1,4 +1,7 @@
-"""Cache of measured step costs: one value for everything that costs depend on."""
+"""Cache of measured step costs.
+
+Its key includes everything that costs depend on.
+"""
 
 from __future__ import annotations
 

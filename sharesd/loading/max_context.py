@@ -46,7 +46,7 @@ def choose_context(
         target: the model, with its weights in memory.
         taps: depths of hidden states in the cache.
         copies: caches of this size, that of a draft model included.
-        planned: weights are placed by a plan or shared, so that free memory says little.
+        planned: weights are placed by a plan or shared, so that the choice does not depend on free memory.
 
     Raises:
         ValueError: the memory holds less than the minimum.
@@ -84,7 +84,7 @@ def choose_context(
 
 
 def _require_room(tokens: int, rows: int, per_token: float, device: torch.device) -> None:
-    """Raise ValueError if a GPU has no room for KV caches."""
+    """Raise ValueError if a GPU has too little memory for KV caches."""
     free = _free(device)
     if tokens * rows * per_token <= free:
         return

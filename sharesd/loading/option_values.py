@@ -37,7 +37,7 @@ def tree(text: str) -> str | tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return names with commas between."""
+    """Return names from a text that separates them by commas."""
     return tuple(name.strip() for name in text.split(","))
 
 
@@ -55,7 +55,10 @@ def dtype(text: str) -> str:
 
 
 def split(text: str) -> PipelineConfig:
-    """Return stages: devices between commas, `auto`, or a file with a device map."""
+    """Return pipeline stages from a text.
+
+    The text has devices separated by commas, `auto`, or a file with a device map.
+    """
     if text == "auto" or text.endswith(".json"):
         return PipelineConfig(device_map=text)
     return PipelineConfig(devices=names(text))
@@ -64,7 +67,9 @@ def split(text: str) -> PipelineConfig:
 def engine_config(
     given: Mapping[str, Any], *, modes: Sequence[str], best: Callable[[EngineConfig], QuantConfig]
 ) -> EngineConfig:
-    """Return the config of keywords of `LLM`, nested ones as texts.
+    """Return the config from keywords of `LLM`.
+
+    Nested options may be texts.
 
     Args:
         modes: modes that are loaded; the first is the config's.
@@ -96,7 +101,7 @@ def engine_config(
 
 
 def _offload(when: str, given: Collection[str]) -> OffloadConfig:
-    """Leave to the plan what is not given."""
+    """Return an offload config whose plan chooses the options not given."""
     return OffloadConfig(when=when, choose_bits="quant" not in given, choose_depth="max_draft" not in given)  # type: ignore[arg-type]
 
 

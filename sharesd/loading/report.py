@@ -20,8 +20,11 @@ class LoadReport:
     quant: QuantReport | None
     """The target's quantized linears (share), or those of the classic copy."""
     resident_share: float = 1.0
-    """Share of blocks with weights at full precision that stay in memory."""
+    """Share of blocks whose full-precision weights are resident."""
     max_context: int = 0
-    """Tokens of prompt and answer that a row of the KV cache holds."""
+    """Maximum tokens of prompt and answer per row of the KV cache."""
     predicted: float | None = None
-    """Tokens per second that the offload plan predicts; None if all weights stay."""
+    """Tokens per second predicted by the offload plan.
+
+    None if all weights are resident.
+    """

@@ -31,7 +31,8 @@ from sharesd.drafters.spec import Need
 from sharesd.execution.kernel_choice import choose_kernels
 from sharesd.execution.step_widths import fixed_width
 from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
-from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, Combination, check, check_options, first_message
+from sharesd.loading.combination import Combination
+from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, check, check_options, first_message
 from sharesd.models import hub
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder_config import UnsupportedArchitecture
@@ -42,7 +43,10 @@ from sharesd.weights.kv_slots import kv_slots
 from sharesd.weights.offload_planner import Offloading, plan_for
 
 TREE_TOP, TREE_DEPTH = 3, 6
-"""Draft trees of no given size: nodes of a level that have children, and how many each has; levels at most."""
+"""Default branching and maximum levels of draft trees.
+
+The branching is the number of nodes of a level that have children, and of children of each.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +54,10 @@ class ResolvedConfig:
     """Every decision that is made before weights are read."""
 
     config: EngineConfig
-    """Options, with kernels, drafters of mode auto, and the plan's bits and draft lengths filled in."""
+    """Options after resolution.
+
+    Kernels, drafters of mode auto, and the plan's bits and draft lengths are filled in.
+    """
     modes: tuple[Mode, ...]
     folder: Path
     """Checkpoint of the target."""
@@ -61,14 +68,17 @@ class ResolvedConfig:
     auto: AutoDrafters | None = None
     """Drafters of mode auto, if they were chosen here."""
     plan: Plan | None = None
-    """Plan of what stays in memory; None without a limit if all of it fits."""
+    """Plan of resident and offloaded weights.
+
+    None if all weights fit and there is no limit.
+    """
     offload: Offloading | None = None
-    """The plan with its config and layout; None if all weights stay."""
+    """Plan with its config and layout; None if all weights are resident."""
     pipeline: PipelinePlan | None = None
     has_block_source: bool = False
     """True if the caller offloads blocks itself."""
     in_memory: bool = False
-    """True if tensors stand in for the checkpoint's files."""
+    """True if tensors replace the checkpoint's files."""
 
     @property
     def drafters(self) -> frozenset[str]:
@@ -142,11 +152,13 @@ def resolve_config(
     has_block_source: bool = False,
     is_rank_zero: bool = True,
 ) -> ResolvedConfig:
-    """Resolve options on this machine. Prepares CUDA before it begins, and downloads the target if need be.
+    """Resolve options on this machine.
+
+    Prepares CUDA before its initialization, and downloads the target if necessary.
 
     Args:
         modes: modes to load; None = the config's.
-        in_memory: tensors stand in for the checkpoint's files.
+        in_memory: tensors replace the checkpoint's files.
         has_block_source: the caller offloads blocks itself, so that no plan is made.
         is_rank_zero: False for tensor-parallel workers, which repeat no warnings.
 
@@ -233,7 +245,7 @@ class _Resolver:
         return resolved
 
     def _open_device(self) -> torch.device:
-        """Open the device, with CUDA prepared before it begins."""
+        """Open the device; prepare CUDA before its initialization."""
         config = self._config
         device = device_of(config.split.devices[-1] if config.split.devices else config.device)
         if device.type == "cuda" or config.compile in ("regional", "full"):
@@ -271,7 +283,7 @@ class _Resolver:
 
 
 def combination_of(resolved: ResolvedConfig) -> Combination:
-    """Return the facts that rows of `combinations.RESOLVED` look at."""
+    """Return the facts that rows of `combinations.RESOLVED` depend on."""
     config = resolved.config
     return Combination.of(
         config,

@@ -42,7 +42,10 @@ from sharesd.weights.quantize import ModelQuantizer
 log = logging.getLogger(__name__)
 
 BlockSource = Callable[[Decoder], tuple[Prefetcher, Layout]]
-"""Moves packed weights of some blocks elsewhere; returns the stream that fetches them, and the layout of a record."""
+"""Function that offloads packed weights of some blocks.
+
+It returns their prefetcher, and the layout of a record.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +102,10 @@ class ModelLoader:
         tensors: Tensors | None = None,
         progress: Progress = silent,
     ) -> None:
-        """`part`: share of the target that this rank loads. `tensors` stand in for the checkpoint's weight files."""
+        """Set up loading.
+
+        `part`: share of the target that this rank loads. `tensors` replace the checkpoint's weight files.
+        """
         self._resolved, self._part, self._tensors, self._progress = resolved, part, tensors, progress
         self.switch = Switch()
         self.reports: dict[str, QuantReport] = {}

@@ -17,7 +17,7 @@ from sharesd.parallel.tp_setup import init_tp
 def run_tp_worker(group: Group, tensors: Tensors | None = None) -> None:
     """Load this rank's part of the target, and run its steps.
 
-    `tensors` stand in for weight files as on rank 0.
+    `tensors` replace weight files, as on rank 0.
 
     Raises:
         RankLost: rank 0 has ended.

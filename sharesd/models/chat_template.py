@@ -40,7 +40,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
 
 
 def variables_of(source: str) -> frozenset[str]:
-    """Return the variables that a template takes from its caller; none if it is damaged."""
+    """Return the variables that a template needs; none if it is damaged."""
     environment = _environment()
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(source))) - set(environment.globals)

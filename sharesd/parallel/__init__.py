@@ -1,1 +1,4 @@
-"""Pipeline stages and tensor parallel inside one runtime. Imports weights and what is below."""
+"""Pipeline stages and tensor parallelism inside one runtime.
+
+Imports weights and lower packages.
+"""

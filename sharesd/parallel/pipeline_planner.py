@@ -22,8 +22,8 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
 from sharesd.weights.kv_slots import WIDEST_STEP, kv_bytes, kv_slots
-from sharesd.weights.memory_estimate import quantized_bytes, quantizer_for
 from sharesd.weights.offload_planner import LEFT_FREE
+from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Hidden states between the pipeline stages of a decoder.
 
-Stages get copies of what they need besides: lengths, and the paths of trees. The host reads nothing.
+Stages also get copies of lengths and of the paths of trees. The host reads nothing.
 """
 
 from __future__ import annotations

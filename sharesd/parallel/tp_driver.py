@@ -1,6 +1,6 @@
 """Broadcast of steps from rank 0 to the ranks of a model.
 
-All decisions are made on rank 0, once; the others run its commands in order, so no rank can drift.
+All decisions are made once, on rank 0. Other ranks run its commands in order, so all ranks stay consistent.
 
 Legend: B rows, T new tokens, R kept rows, P slots of a path.
 """
@@ -45,7 +45,7 @@ class RankZeroModel:
         return getattr(self._model, name)
 
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
-        """See `sharesd.models.base.CausalModel.new_cache`. Hidden states are not handed out."""
+        """See `sharesd.models.base.CausalModel.new_cache`. Hidden states are not supported."""
         if taps:
             raise ValueError("ranks that share a model hand out no hidden states; leave tensor_parallel out")
         with self._together(_Command.NEW_CACHE, batch, slots):
@@ -87,7 +87,7 @@ class BroadcastingKVCache(StaticKVCache):
     """Rank 0's part of a KV cache, with moves of rows broadcast."""
 
     def __init__(self, own: StaticKVCache, number: int, together: Callable[..., Any]) -> None:
-        """`own`: a new cache, which is taken over."""
+        """Take the attributes of the new cache `own`."""
         vars(self).update(vars(own))
         self._number, self._first, self._together = number, 0, together
 

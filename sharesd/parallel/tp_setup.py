@@ -22,8 +22,10 @@ from sharesd.models.weight_mapping import check_tensor_parallel
 log = logging.getLogger(__name__)
 
 EAGER_TILE = 64
-"""Outputs of gate that stay together for torch's own activations on a CPU: the rest behind whole vectors is rounded
-differently."""
+"""Outputs of gate per indivisible group, for eager activations on a CPU.
+
+Torch rounds whole vectors and the remainder after them differently.
+"""
 
 
 def init_tp(
@@ -35,17 +37,19 @@ def init_tp(
     compile: CompileMode,
     group: Group | None,
 ) -> tuple[Group, Shard, torch.device]:
-    """Bring together the ranks that share the target in a folder. Rank 0 broadcasts its config and modes.
+    """Start or join the ranks that share the target in a folder.
+
+    Rank 0 broadcasts its config and modes.
 
     Args:
-        group: the ranks, if they are there; None = start processes, or join those of torchrun.
+        group: the ranks, if they exist; None = start processes, or join those of torchrun.
 
     Returns:
         The group, this rank's part of each linear, and this rank's device.
 
     Raises:
-        ValueError: the target cannot be cut into so many parts.
-        RankLost: a rank does not come.
+        ValueError: the target cannot be divided among so many ranks, or another number of ranks was started.
+        RankLost: a rank does not join.
     """
     size = config.tensor_parallel
     eager_on_cpu = compile == "off" and device.type == "cpu"

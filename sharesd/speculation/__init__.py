@@ -1,4 +1,4 @@
 """Draft trees, the draft policy, acceptance statistics and costs.
 
-Imports kvcache and lower rooms.
+Imports kvcache and lower packages.
 """

@@ -31,7 +31,7 @@ class SpeculationBudget:
         self.is_empty = False
 
     def begin(self) -> None:
-        """Start a new text, of which old gains and losses say little."""
+        """Start a new text; limit the effect of earlier gains and losses."""
         self.balance = min(max(self.balance, NEW_CREDIT[0]), NEW_CREDIT[1])
         self.is_empty = False
 
@@ -41,7 +41,7 @@ class SpeculationBudget:
         self.is_empty = self.balance < (ENOUGH if self.is_empty else 0)
 
     def can_afford(self, loss: float) -> bool:
-        """Return True if a trial may lose so many plain steps."""
+        """Return True if a trial may lose this many plain steps."""
         return not self.is_empty and self.balance >= min(loss, MAX_CREDIT)
 
 
@@ -62,7 +62,7 @@ class AcceptanceEstimator:
         self._drafts, self._nodes = 0.0, 0.0  # decayed
 
     def fade(self, share: float) -> None:
-        """Let the evidence count less."""
+        """Reduce the weight of the evidence."""
         self._tried = [share * count for count in self._tried]
         self._kept = [share * count for count in self._kept]
         self._asked = [share * count for count in self._asked]
@@ -70,9 +70,9 @@ class AcceptanceEstimator:
         self._drafts, self._nodes = share * self._drafts, share * self._nodes
 
     def record(self, accepted: int, depth: int, asked: int = 0, nodes: int = 0) -> None:
-        """Count a draft of `depth` levels, `nodes` tokens and `accepted` accepted ones.
+        """Count a draft of `depth` levels and `nodes` tokens.
 
-        `asked` is the depth that the draft might have had.
+        `accepted` of its tokens were accepted. The third argument is the maximum depth that the draft might have had.
         """
         self._drafts, self._nodes = self._drafts + 1, self._nodes + nodes
         keep, asked = 1 - (1 - DECAY) / 10, max(asked, depth)
@@ -90,7 +90,7 @@ class AcceptanceEstimator:
         return _chained(self._tried, self._kept, self._pool)
 
     def continue_probs(self) -> list[float]:
-        """Return, for each position, the probability that the draft gets that far."""
+        """Return, for each position, the probability that the draft reaches it."""
         return [1.0, *_chained(self._asked[1:], self._going[1:], self._go_pool)]
 
     def nodes(self, first: float) -> float:
@@ -111,7 +111,7 @@ class DraftEstimate(NamedTuple):
     cumulative_acceptance: list[float]
     """Probability, at each position, that the draft is accepted up to it."""
     continue_probs: list[float]
-    """Probability, at each position, that the draft gets that far.
+    """Probability, at each position, that the draft reaches it.
 
     Empty if drafts never end early.
     """

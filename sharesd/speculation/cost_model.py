@@ -133,7 +133,7 @@ _Plain = tuple[float, float, float]
 
 
 class LiveCosts:
-    """Costs for the present context, threads, rows and pace of the machine."""
+    """Costs for the present context, threads, rows and speed of the machine."""
 
     def __init__(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """`measured`: costs by number of rows."""
@@ -257,9 +257,9 @@ class LiveCosts:
             costs.scale_draft(shape.is_tree, 1 + self._trust("level" if shape.is_tree else "draft", 0.05) * error)
 
     def _keep_pace(self, factor: float) -> None:
-        """Scale lately corrected entries by a change of the drift.
+        """Scale recently corrected entries by a change of the drift.
 
-        Their times thus stay.
+        Their predicted times are unchanged by this.
         """
         for entry, times in self._used.items():
             if times < 2:
@@ -273,7 +273,7 @@ class LiveCosts:
     def _trust(self, entry: object, min_trust: float) -> float:
         """Return the weight of a round in an entry.
 
-        A running mean at first, in which the table has one vote.
+        A running mean at first, in which the table has the weight of one round.
         """
         self._timed[entry] += 1
         return max(min_trust, 1 / (1 + self._timed[entry]))
@@ -282,7 +282,7 @@ class LiveCosts:
 def _clip(ratio: float) -> float:
     """Limit a ratio.
 
-    One slow round says little, a fast one shows the machine's pace.
+    One slow round is little evidence; a fast one shows the machine's speed.
     """
     return min(1.5, max(0.1, ratio))
 

@@ -1,4 +1,7 @@
-"""Costs from timed rounds: fitted, joined over several starts, and kept in a cache."""
+"""Costs from timed rounds.
+
+They are fitted, joined over several starts, and cached.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def typical(measured: Sequence[Costs]) -> Costs:
 
 
 def load_costs(kept: JsonCache) -> list[Costs]:
-    """Return costs that earlier starts measured; [] if there are none, with a warning if unreadable."""
+    """Return costs measured by earlier starts; [] if there are none.
+
+    Warns if the cache is unreadable.
+    """
     return kept.load(lambda found: [_checked(each) for each in found]) or []
 
 

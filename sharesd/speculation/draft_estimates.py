@@ -63,9 +63,9 @@ class DraftEstimates:
         return self.rate(self._gain(shape, estimate.cumulative_acceptance) + extra, nodes + more, draft_s)
 
     def optimistic_tree_rate(self, tree: DraftShape, chain: DraftShape) -> float:
-        """Return tokens per second of the best tree, predicted from chains.
+        """Return the optimistic tokens per second of trees, predicted from chains.
 
-        Levels are assumed to miss half as often as the tokens of such chains.
+        The best depth is taken. Misses of levels are assumed to be half as frequent as those of tokens of such chains.
         """
         num_unread_tokens = [1 - survived for survived in self._estimator(chain).cumulative_acceptance()]
         gains = accumulate((1 - miss / 2 for miss in num_unread_tokens[: tree.depth]), initial=0.0)
@@ -73,7 +73,10 @@ class DraftEstimates:
         return max(self.rate(gain, shape.nodes, self._live.draft(shape)) for gain, shape in rounds)
 
     def optimistic_gain(self, shape: DraftShape, num_rows: int) -> float:
-        """Return the draft tokens that a trial of this chain or tree may turn out to gain."""
+        """Return the optimistic gain of a trial of this chain or tree.
+
+        In draft tokens, by an optimistic acceptance, which is lower for the mean of more rows.
+        """
         usual, best = self._first_alphas[shape.is_tree], self._config.optimistic_alphas[shape.is_tree]
         alpha = usual + (best - usual) / num_rows**0.5  # means of many rows are near the usual
         return sum(alpha**depth for depth in range(1, shape.depth + 1))
@@ -97,7 +100,7 @@ class DraftEstimates:
 
     @property
     def catch_up_s(self) -> float:
-        """Seconds, without the drift, of reading what a model missed."""
+        """Seconds, without the drift, of reading tokens that a model missed."""
         return self.num_unread_tokens * self._live.table.read
 
     def made_gain(self, shape: DraftShape, scorer: DraftScorer | None) -> float:

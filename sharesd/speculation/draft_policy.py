@@ -50,9 +50,9 @@ class Policy:
         can_stop_early: bool = False,
         config: PolicyConfig = PolicyConfig(),  # noqa: B008
     ) -> None:
-        """Choose among `shapes` and no draft, or always take `pinned`, which may be NO_DRAFT.
+        """Choose among `shapes` and no draft, or always take `pinned`.
 
-        `costs` of None: nothing is drafted yet. `measured`: costs by number
+        `pinned` may be NO_DRAFT. `costs` of None: nothing is drafted yet. `measured`: costs by number
         of rows. `probes_plain`: time plain steps now and then; not needed if offloaded, as steps of all widths take
         about as long. `first_alphas`: acceptance before evidence. `can_stop_early`: drafts call `should_continue`; of
         trees only the largest is chosen.
@@ -123,7 +123,7 @@ class Policy:
     def next_shape(self, may_explore: bool = True, beside: float | None = None) -> DraftShape:
         """Return the shape that a model drafts in the coming round.
 
-        `may_explore`: allow trials of drafts that do not seem to pay. `beside`: tokens per second that tables predict
+        `may_explore`: allow trials of drafts with a predicted loss. `beside`: tokens per second that tables predict
         for this round; a model's draft must beat it.
         """
         config, explorer = self._config, self._explorer
@@ -204,7 +204,7 @@ class Policy:
         return catch_up + self.live.draft(model_shape(tree)) + self.live.step(1 + tree.tokens.shape[1])
 
     def must_probe(self, promise: float) -> bool:
-        """Return True if a plain step must be timed, given this promise."""
+        """Return True if a plain step must be timed, given this prediction."""
         return self._explorer.must_probe(promise)
 
     def can_afford(self, shape: DraftShape) -> bool:

@@ -70,8 +70,8 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
 def fill_up(model: Proposal, added: Iterable[tuple[int, Proposal]]) -> Proposal:
     """Return a model's draft with added table nodes, best first.
 
-    `added`: guesses after nodes of the model (-1: the root). Their scores count if the text gets there and continues
-    with none of the node's children.
+    `added`: a `Proposal` after each of some nodes of the model (-1: the root). Its scores apply if the text reaches the
+    node, and continues with none of the node's children.
     """
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(model.tokens, model.parents, strict=True):

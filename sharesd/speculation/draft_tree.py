@@ -1,4 +1,4 @@
-"""Draft trees and results of verifying them.
+"""Draft trees and the target's decisions about them.
 
 Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V vocabulary, W words of 32 tokens.
 """
@@ -144,7 +144,7 @@ class VerifyResult(NamedTuple):
 
 
 def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTree:
-    """Return the first `num_nodes` nodes of each row's guess, on the host.
+    """Return the first `num_nodes` nodes of each row's `Proposal`, on the host.
 
     Missing nodes are never accepted.
     """

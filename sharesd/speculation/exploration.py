@@ -36,7 +36,7 @@ class Explorer:
         return True
 
     def end_trials(self) -> None:
-        """Forget trials: drafts pay."""
+        """End trials, since drafts save time."""
         self._plain_rounds, self.patience, self._trial_rounds_left = 0, self._config.trial_periods[0], 0
 
     def is_trial_due(self) -> bool:

@@ -20,8 +20,9 @@ Deliberately low: an optimistic prior makes early drafts too long, which empties
 class PolicyConfig:
     """Margins, periods and priors of the draft policy.
 
-    Measured with SmolLM2-135M on a CPU: a new check of what pays takes 1 % of a plain step, hence `check_period`. The
-    other values are judgements, kept by simulated rounds in tests/speculation/test_policy.py; change them with those.
+    Measured with SmolLM2-135M on a CPU: a new choice of the best shape takes 1 % of a plain step, hence `check_period`.
+    The other values are judgements, tested by simulated rounds in tests/speculation/test_policy.py.
+    Change both together.
     """
 
     margin: float = 1.04

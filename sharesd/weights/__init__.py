@@ -1,1 +1,4 @@
-"""Quantizing, packing and offloading of weights, and memory estimates. Imports engine and what is below."""
+"""Quantization, packing and offloading of weights, and memory estimates.
+
+Imports engine and lower packages.
+"""

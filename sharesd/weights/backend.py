@@ -29,9 +29,9 @@ from quant.quantized_weight import QuantizedWeight
 from sharesd.weights.packing import pack_for_cpu, packer_for_cuda
 
 OWN_CONTEXT = 2 * 10**9
-"""Bytes of a GPU that this process may hold besides torch's, amply."""
+"""Upper bound of this process's GPU bytes outside of torch's allocator."""
 SWEEPS = 4
-"""Times that calls are timed on a CPU."""
+"""Number of times that each call is timed on a CPU."""
 
 
 class WeightBackend(Protocol):
@@ -40,11 +40,17 @@ class WeightBackend(Protocol):
     device: torch.device
 
     def pack(self, linear: nn.Linear) -> nn.Module:
-        """Return a linear with its `weight` in the device's layout; meta tensors stay meta."""
+        """Return a linear with its `weight` in the device's layout.
+
+        Meta tensors stay meta.
+        """
         ...
 
     def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
-        """Return a linear of quantized weights, without a bias, of a format with a solver."""
+        """Return a linear of quantized weights, without a bias.
+
+        `form`: a format with a solver.
+        """
         ...
 
     def pack_model(self, model: nn.Module) -> None:
@@ -73,7 +79,7 @@ class WeightBackend(Protocol):
 
 
 class CpuBackend:
-    """Weights are packed for the CPU kernels."""
+    """Weights on a CPU, packed for its kernels."""
 
     device = torch.device("cpu")
 
@@ -99,7 +105,11 @@ class CpuBackend:
         return host_slots(num_bytes, count)
 
     def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Time with all threads and with one; the faster counts, as in steps on busy machines."""
+        """Return the mean seconds of calls, each at its fastest.
+
+        Calls are timed with all threads and with one, unless the number of threads is fixed. The faster number counts,
+        as in steps on busy machines.
+        """
         sizes = {STEP_THREADS.size} if STEP_THREADS.fixed else {STEP_THREADS.size, 1}
         best = [math.inf] * len(calls)  # of each: beside other programs, hardly a sweep over all is undisturbed
         try:
@@ -114,12 +124,18 @@ class CpuBackend:
 
 
 class CudaBackend:
-    """GPU: weights keep their layout; Triton kernels of this project run them if available."""
+    """Weights on a GPU, in their own layout.
+
+    Triton kernels of this project run the linears if available.
+    """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, max_rows: int, batch: int, *, cuda: Any = torch.cuda
     ) -> None:
-        """Use the current device; steps have at most `max_rows` rows of each of `batch` sequences."""
+        """Use the current device.
+
+        Steps have at most `max_rows` rows of each of `batch` sequences.
+        """
         self.device, self._dtype, self._max_rows, self._batch, self._cuda = device, dtype, max_rows, batch, cuda
 
     def pack(self, linear: nn.Linear) -> nn.Module:
@@ -164,14 +180,18 @@ class CudaBackend:
         return int(self._cuda.mem_get_info(self.device)[0])
 
     def used_by_others(self) -> str:
-        """Return a remark on memory of other processes; "" if they hold little."""
+        """Return a remark on other processes' memory; "" if there is little."""
         free, total = self._cuda.mem_get_info(self.device)
         own = torch.cuda.memory_reserved(self.device) if torch.cuda.is_initialized() else 0
         others = total - free - own
         return f" ({show_bytes(others)} of {show_bytes(total)} are held by others)" if others > OWN_CONTEXT else ""
 
     def pinned(self, num_bytes: int) -> PinnedMemory:
-        """Return pinned host memory. ValueError if the system refuses."""
+        """Return pinned host memory.
+
+        Raises:
+            ValueError: no more memory can be pinned.
+        """
         return PinnedMemory(num_bytes, cuda=self._cuda)
 
     def link(self, records: Mapping[int, PinnedMemory]) -> Link:

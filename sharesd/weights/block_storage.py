@@ -19,7 +19,7 @@ from sharesd.weights.offload_planner import Offloading
 
 
 class BlockStorage(Protocol):
-    """A context manager around reading a checkpoint."""
+    """Storage of records, and context manager around reading a checkpoint."""
 
     def __enter__(self) -> BlockStorage: ...
 
@@ -33,7 +33,7 @@ class BlockStorage(Protocol):
         ...
 
     def commit(self, block: int, record: Tensor) -> None:
-        """Store the record of a block, offloaded or resident, which is complete now."""
+        """Store the complete record of a block, offloaded or resident."""
         ...
 
     def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
@@ -48,7 +48,11 @@ class DiskBlockStorage:
     """File with all blocks, written once."""
 
     def __init__(self, offloading: Offloading, backend: WeightBackend, progress: Progress) -> None:
-        """Open the file or begin it. StoreError if it is unusable or the disk is full."""
+        """Open or create the file.
+
+        Raises:
+            StoreError: the file is unusable, or the disk is full.
+        """
         self._content, self._backend, self._progress = offloading.content, backend, progress
         self._open = ExitStack()
         self._store: Store | None = open_store(offloading.folder, offloading.content)
@@ -100,12 +104,12 @@ class PinnedBlockStorage:
                 record.close()
 
     def staging_buffer(self, block: int) -> Tensor:
-        """ValueError if no more memory can be pinned."""
+        """Return pinned memory; ValueError if no more can be pinned."""
         self._records[block] = self._backend.pinned(self._record_bytes)
         return self._records[block].tensor
 
     def commit(self, block: int, record: Tensor) -> None:
-        """Keep the record: it is in its final memory."""
+        """Keep the record, which is in its final memory."""
 
     def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
         link = self._backend.link(self._records)

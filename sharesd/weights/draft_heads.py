@@ -1,4 +1,7 @@
-"""Trained heads of the modes of a runtime: found before weights are read, loaded beside the target."""
+"""Trained heads of a runtime's modes.
+
+Their folders are found before weights are read. Heads are loaded once the target is in memory.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ class DraftHeads:
         return next((head.config.taps for head in self.by_mode.values() if head.config.taps), ())
 
     def load(self, target: CausalModel, quantizing: ModelQuantizer, device: torch.device) -> dict[str, QuantReport]:
-        """Load the heads while the target has its plain linears; returns what was quantized, by mode.
+        """Load the heads; return reports of their quantization by mode.
+
+        The target must still have its plain linears.
 
         Raises:
             ValueError: heads do not fit the target, their mode or each other.

@@ -1,4 +1,7 @@
-"""KV slots of a batch row: its context, and the overhang of rounds."""
+"""KV slots of a batch row.
+
+These are slots of the context, and slots that rounds write after it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from sharesd.models.prefill import slots_for
 from sharesd.speculation.draft_tree import async_tree_slots
 
 WIDEST_STEP = 16
-"""Rows of a step for short drafts, at most; see `sharesd.execution.step_widths`."""
+"""Maximum rows of a step for short drafts; see `sharesd.execution.step_widths`."""
 
 
 def kv_slots(
@@ -25,14 +28,14 @@ def kv_slots(
 ) -> int:
     """Return the KV slots of a row that holds `context` tokens.
 
-    A row that ended in a round of several tokens ends beyond the context, and takes part in steps of others.
+    A round of several tokens may end after the context, and a finished row takes part in steps of other rows.
 
     Args:
-        context: tokens of prompt and answer, at most.
+        context: maximum tokens of prompt and answer.
         step_width: rows of the widest step.
         tree: children of a node, and depth, of draft trees of models.
-        ahead: rounds are launched ahead, so that a row runs on by one more.
-        prefetches: trees grow on while they are verified.
+        ahead: rounds are launched early, so that a finished row may run in one more.
+        prefetches: trees grow while they are verified.
         pads: prompts may be read in padded pieces.
     """
     top, depth = tree
@@ -43,7 +46,10 @@ def kv_slots(
 
 
 def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
-    """Return the bytes of each layer's keys and values, for all rows of `slots` slots."""
+    """Return the bytes of keys and values by layer, for all rows.
+
+    Each row has `slots` slots.
+    """
     c, dtype = decoder.config, decoder.embed.weight.dtype
     few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"))
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)

@@ -12,13 +12,13 @@ from sharesd.models.checkpoint import identity
 from sharesd_files import JsonCache
 
 MAX_TRIES = 2000.0
-"""Most draft tokens that count: older ones fade."""
+"""Maximum weight of the evidence, in draft tokens; older tokens fade."""
 
 
 def load_acceptance(folder: Path, mode: str, quant: QuantConfig, top: int) -> tuple[float, float]:
-    """Return draft tokens that were verified, and those accepted; zeros if none.
+    """Return the numbers of verified and of accepted draft tokens.
 
-    Of chains (`top` 0), or levels of trees with `top` parents per level.
+    They count tokens of chains (`top` 0), or levels of trees with `top` parents per level. Zeros without measurements.
     """
     return _read(_cache(folder, mode, quant, top))
 

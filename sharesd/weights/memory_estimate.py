@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from compile.attention import supports_flash
@@ -17,7 +16,7 @@ from offload.block_file import Content
 from offload.block_layout import Layout
 from offload.plan import DEPTHS, Drafter, Rates, Sizes, constant_acceptance
 from quant.config import QuantConfig
-from quant.quantize_model import LinearQuantizer, QuantTask, SolverConfig
+from quant.quantize_model import LinearQuantizer
 from sharesd.config import EngineConfig, Mode
 from sharesd.devices.host_memory import own_memory
 from sharesd.drafters import registry, selection
@@ -31,15 +30,21 @@ from sharesd.weights.backend import CudaBackend, WeightBackend
 from sharesd.weights.kv_slots import kv_bytes, kv_slots
 from sharesd.weights.measured_acceptance import load_acceptance
 from sharesd.weights.offloaded_decoder import rows_of_piece
-from sharesd.weights.packing import pack_for_cpu
+from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
 from sharesd.weights.step_timer import StepTimer
 
 LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 """Linears of a block, nearly all of its weights."""
 TREE_TOPS = (2, 4)
-"""Children of a node, and parents per level, of draft trees that a plan may choose."""
+"""Branchings of draft trees that a plan may choose.
+
+Each is the number of children of a node, and of parents per level.
+"""
 PRIOR_TOKENS = 100
-"""Weight of the prior acceptance, in draft tokens: one short answer says little."""
+"""Weight of the prior acceptance, in draft tokens.
+
+One short answer is little evidence.
+"""
 PRIOR_ACCEPTANCE, PRIOR_LOOKUP_ACCEPTANCE = 0.6, 0.2
 """Prior acceptance of heads and other models, and of lookup tables.
 
@@ -48,15 +53,21 @@ Measured for tables: 1.1 tokens a round in the first hundred tokens, and 1.9 in 
 TIMED_ROWS = (1, 9, 1 + DEPTHS[-1])
 """Rows of steps that are timed."""
 RUNTIME_BYTES = 64 * 10**6
-"""Bytes of Python, torch and the tokenizer after the estimate."""
+"""Bytes that Python, torch and the tokenizer allocate after the estimate."""
 DEVICE_BYTES = 512 * 10**6
-"""Bytes of libraries on a GPU besides the context: workspaces, graph pools, gaps."""
+"""Bytes of libraries on a GPU besides the context.
+
+These are workspaces, graph pools and gaps.
+"""
 SOLVING_BYTES = 8 * 4 * 2**24
 """Bytes of solving a part of a linear on a GPU."""
 
 
 class MemoryEstimate:
-    """Memory and times of a decoder, whose tensors are on the meta device."""
+    """Memory and times of a decoder.
+
+    The decoder's tensors are on the meta device.
+    """
 
     def __init__(
         self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], folder: Path | None, backend: WeightBackend
@@ -78,9 +89,9 @@ class MemoryEstimate:
         self.num_records = self.num_blocks + self._pieces
 
     def _head_pieces(self) -> tuple[int, int]:
-        """Return the records that rows of the head fill, and the rows in each.
+        """Return the number of the head's records, and the rows in each.
 
-        None if drafts read the whole head.
+        There are none on a GPU, and none if drafts read the whole head or full-precision linears of blocks.
         """
         record = self.layout(None)
         if self._on_gpu:  # a head that is tied is the embedding, which is needed there
@@ -104,7 +115,10 @@ class MemoryEstimate:
         return [replace(quant, bits=bits, head_bits=quant.head_bits and bits) for bits in planned]
 
     def layout(self, quant: QuantConfig | None) -> Layout:
-        """Return the layout of a block's record: tensors that drafts do not read in full."""
+        """Return the layout of a block's record.
+
+        It has the weights that drafts do not read at full precision.
+        """
         shares = quant is not None and self._shares
         skipped = () if quant is None or not shares else self._skipped(quant)
         tensors = {f"{path}.weight": self._packed(self._linear(0, path)) for path in LINEARS if path not in skipped}
@@ -154,9 +168,9 @@ class MemoryEstimate:
         return self._kv() + logits + activations + self._masked(read)
 
     def _masked(self, read: int) -> int:
-        """Return the bytes of a prompt's attention on a GPU without flash attention.
+        """Return the bytes of a prompt's attention scores or mask.
 
-        These are scores, or a mask, twice.
+        0 on a CPU and with flash attention. Otherwise these are scores or a mask, each in two copies.
         """
         c = self.decoder.config
         if not self._on_gpu or supports_flash(self._backend.device, self._dtype, c.head_dim, c.attn_logit_softcapping):
@@ -167,7 +181,10 @@ class MemoryEstimate:
         return (1 + self._dtype.itemsize) * rows // c.num_key_value_heads * slots
 
     def _loading(self) -> int:
-        """Return the bytes of loading: a block in both forms, or codes of the head."""
+        """Return the bytes of loading.
+
+        These are a block in both forms, or codes of the head. Solving on a GPU is added.
+        """
         c, block = self.decoder.config, self.layout(None).record_bytes
         codes = 0 if self.quants == [None] else c.vocab_size * c.hidden_size
         if self._on_gpu:
@@ -189,7 +206,7 @@ class MemoryEstimate:
         return weight
 
     def resident(self, quant: QuantConfig | None) -> int:
-        """Return the bytes of drafters, and of what must be resident for them."""
+        """Return the bytes of drafters, and of tensors that they keep resident."""
         num = 0
         if quant is not None:
             num += ((self._shares) + self._copies) * sum(self._quantized_bytes(quant).values())
@@ -208,9 +225,10 @@ class MemoryEstimate:
 
     @property
     def may_draft_trees(self) -> bool:
-        """True if only quantized weights and tables draft, so that a plan may choose trees.
+        """True if a plan may choose trees.
 
-        Not on a GPU, where rows of trees are compared with those of chains only after loading.
+        Only quantized weights and tables may draft. False on a GPU: its rows of trees are compared with those of chains
+        only after loading.
         """
         quantized = self._shares or self._copies
         others = self._needs.intersection(self._heads) or (self._has_second and not self._copies)
@@ -222,7 +240,10 @@ class MemoryEstimate:
         return {*selection.active_drafters(self.config, self.config.mode)} <= {*registry.names("table")}
 
     def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
-        """Return a drafter for the plan: trees with `top` parents per level, or chains if 0."""
+        """Return a drafter for the plan.
+
+        It drafts trees with `top` parents per level, or chains if `top` is 0.
+        """
         trees, mode, bits = top > 0, self.config.mode, None if quant is None else quant.bits
         cumulative_acceptance, step, seen = (
             constant_acceptance(PRIOR_LOOKUP_ACCEPTANCE if self.tables_alone else PRIOR_ACCEPTANCE),
@@ -249,9 +270,10 @@ class MemoryEstimate:
         )
 
     def _acceptance(self, mode: str, quant: QuantConfig, top: int) -> tuple[float, int]:
-        """Return the acceptance of a token or level, and the tokens measured of this shape.
+        """Return the acceptance of a token or level, and its evidence.
 
-        The prior is weighed with measurements of this shape, or else of another.
+        The evidence is the number of tokens measured with this shape. The prior is averaged with measurements of this
+        shape, or of another shape if there are none.
         """
         misses, missed, count = quant.format.tree_misses[quant.bits], 1 - quant.format.acceptance[quant.bits], 0
         widest = misses[max(misses)]
@@ -278,7 +300,10 @@ class MemoryEstimate:
         )
 
     def step_seconds(self, quant: QuantConfig, rows: int) -> tuple[float, float, float]:
-        """Time the products of a plain step, of a step of `rows` rows, and of a draft step."""
+        """Return seconds of a plain, a wider and a draft step.
+
+        Their products are timed. The wider step has `rows` rows.
+        """
         num_bytes = self.num_blocks * self.layout(None).record_bytes + self._packed(self.decoder.head).nbytes
         plain, several = (seconds * num_bytes for seconds in self._timer.full((1, rows)))
         return plain, max(plain, several), self._draft_seconds(quant, rows=1)
@@ -322,24 +347,3 @@ class MemoryEstimate:
         linear = self.decoder.blocks[block].get_submodule(path)
         assert isinstance(linear, nn.Linear)
         return linear
-
-
-def quantizer_for(decoder: Decoder, quant: QuantConfig, solver_config: SolverConfig | None = None) -> LinearQuantizer:
-    """Return the quantizer of a decoder on the meta device."""
-    return LinearQuantizer(
-        decoder,
-        quant,
-        head_name="head",
-        layer_of=lambda path: int(path.split(".")[1]) if path.startswith("blocks.") else None,
-        pack=pack_for_cpu,
-        device=torch.device("cpu"),
-        solver_config=solver_config,
-    )
-
-
-def quantized_bytes(decoder: Decoder, task: QuantTask, quant: QuantConfig) -> int:
-    """Return the bytes of a quantized linear."""
-    full = decoder.get_submodule(task.path)
-    assert isinstance(full, nn.Linear)
-    N, K = full.weight.shape
-    return quant.format.nbytes(N, K, task.bits, quant.group_size)

@@ -24,7 +24,7 @@ from sharesd.weights.offloaded_decoder import HeadInPieces, full_head, rows_of_p
 
 
 class StreamingQuantizer:
-    """Quantizes each block when its weights are read, and the head at the end."""
+    """Quantizer of blocks as they are read, and finally of the head."""
 
     def __init__(self, make: Callable[[Decoder], LinearQuantizer]) -> None:
         self._make = make
@@ -48,9 +48,9 @@ class StreamingQuantizer:
 
 
 class OffloadLoader:
-    """Carries out an offload plan: stores each block as resident or offloaded.
+    """Executor of an offload plan, which stores blocks as resident or offloaded.
 
-    A context manager around reading the checkpoint, which calls it for each block; `load_head` follows.
+    It is a context manager around reading the checkpoint. Call it for each block, then call `load_head`.
     """
 
     def __init__(
@@ -60,7 +60,11 @@ class OffloadLoader:
         quantize: StreamingQuantizer | None = None,
         progress: Progress = silent,
     ) -> None:
-        """Raise StoreError if a CPU's file is unusable or its disk is full."""
+        """Open the offload storage.
+
+        Raises:
+            StoreError: the file of a CPU is unusable, or its disk is full.
+        """
         self._offloading, self._backend, self._quantize = offloading, backend, quantize
         self._layout: Layout = offloading.content.layout
         self._resident = set(offloading.plan.resident)
@@ -85,7 +89,10 @@ class OffloadLoader:
         self._backend.release_freed()
 
     def load_head(self, decoder: Decoder) -> None:
-        """Pack the head, after its quantization; whole records of it are stored as blocks are."""
+        """Pack the head after its quantization.
+
+        Pieces of it that fill a record are stored as blocks are.
+        """
         num_blocks, head = len(decoder.blocks), decoder.get_submodule("head")
         num_pieces = self._offloading.content.num_blocks - num_blocks
         pieces: list[PackedLinear] = []
@@ -107,7 +114,10 @@ class OffloadLoader:
         self._backend.release_freed()
 
     def _place(self, number: int, layout: Layout, owners: Mapping[str, Any]) -> None:
-        """Store the linears' weights in one record: resident, or only in the offload storage."""
+        """Store weights of linears in one record.
+
+        If it is not resident, the linears keep meta tensors.
+        """
         stays, size = number in self._resident, self._layout.record_bytes
         whole = self._backend.allocate(size) if stays else self._storage.staging_buffer(number)
         record = whole[: layout.record_bytes]
@@ -118,7 +128,10 @@ class OffloadLoader:
             use_tensor(owners[name], "weight", view if stays else view.to("meta"))
 
     def stream(self, decoder: Decoder) -> tuple[Prefetcher, Layout]:
-        """Return the prefetcher and the layout of offloaded blocks, once all is read."""
+        """Return the prefetcher and the layout of offloaded blocks.
+
+        The whole checkpoint must have been read.
+        """
         return self._storage.stream(self._offloading.plan, self._offloading.config.offload.rate), self._layout
 
 

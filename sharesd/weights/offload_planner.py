@@ -35,18 +35,21 @@ from sharesd_files import cache_root
 log = logging.getLogger(__name__)
 
 SHORTER = (1024, 512, 256)
-"""Shorter contexts, tried if the usual one leaves no room for all weights."""
+"""Shorter contexts, tried if weights do not fit beside the usual one."""
 LEFT_FREE = 0.05
 """Share of free memory left to others if there is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloading:
-    """Plan with the config and the content of records that carry it out."""
+    """Offload plan with its config and the content of records."""
 
     plan: Plan
     config: EngineConfig
-    """Config with the plan's bits and longest draft, if these were left open."""
+    """Config with the plan's bits and maximum draft length.
+
+    Values given in the options are unchanged.
+    """
     content: Content
     """Content of records, and on a CPU of the file."""
     folder: Path
@@ -61,14 +64,17 @@ def plan_for(
     in_memory: bool = False,
     obstacle: str | None = None,
 ) -> Offloading | None:
-    """Plan how a model that does not fit in memory runs; None without a limit if all of it fits.
+    """Plan offloading of a model that does not fit in memory.
+
+    Returns None if offloading is off, and, without a limit, if all weights fit or the model cannot be offloaded. Warns
+    of limits without effect.
 
     Args:
-        in_memory: the folder has no weights, which are made by the caller.
-        obstacle: reason against offloading: an error if a limit is given.
+        in_memory: the caller makes the weights; the folder has none.
+        obstacle: reason against offloading, which is an error if a limit is given.
 
     Raises:
-        ValueError: an obstacle, or limits that no plan stays within. A limit without effect is a warning.
+        ValueError: an obstacle, or limits that no plan stays within.
     """
     found = _plan_for(config, modes, progress, in_memory, obstacle)
     if config.offload.folder is not None and (found is None or not found.plan.offloads):
@@ -162,7 +168,7 @@ def _bytes_of_all(model: MemoryEstimate) -> int:
 def _would_stay(
     config: EngineConfig, modes: Sequence[Mode], all_stays: Callable[[EngineConfig, Sequence[Mode]], bool]
 ) -> str:
-    """Return options with which the whole model would be resident; "" for none."""
+    """Return options with which the model would be resident; "" for none."""
     found = []
     batches = [config.max_batch >> shift for shift in range(1, config.max_batch.bit_length())]
     for batch in batches:
@@ -180,7 +186,11 @@ def _would_stay(
 
 
 def _limits(config: EngineConfig, backend: WeightBackend) -> Limits:
-    """Return the limits as configured, else from free memory. ValueError for impossible ones."""
+    """Return the limits as configured, else from free memory.
+
+    Raises:
+        ValueError: the GPU has less free memory than the configured limit.
+    """
     wanted = config.offload
     host = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
     if not isinstance(backend, CudaBackend):
@@ -200,7 +210,10 @@ def _limits(config: EngineConfig, backend: WeightBackend) -> Limits:
 
 
 def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limit: float) -> bool:
-    """Return if memory is plainly sufficient; keeps starts short."""
+    """True if memory is certainly sufficient.
+
+    An estimate, which takes time, is not needed then.
+    """
     weights = sum(file.stat().st_size for file in weight_files(folder))
     kv = (
         shape.num_hidden_layers
@@ -215,7 +228,10 @@ def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limi
 
 
 def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: float | None) -> float:
-    """Return the bytes per second of the offload file, if it exists, else of the checkpoint."""
+    """Return the read rate of the offload file, else of the checkpoint.
+
+    In bytes per second, at most `limit`.
+    """
     stores = [content.path(place) for content in contents if content.path(place).exists()]
     file = stores[0] if stores else max(weight_files(folder), key=lambda path: path.stat().st_size)
     found: list[float] = []

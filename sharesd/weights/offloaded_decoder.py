@@ -1,7 +1,7 @@
-"""Decoder with offloaded weights, which are in slots of a prefetcher while used.
+"""Decoder with offloaded weights, in slots of a prefetcher while used.
 
-These are full-precision weights of blocks, and rows of the LM head that fill a record as a block does. Quantized
-weights are resident, so draft steps never wait.
+Offloaded are full-precision weights of blocks, and pieces of the LM head that fill a record. Quantized weights are
+resident, so draft steps never wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharesd.models.decoder import Decoder
 
 
 def rows_of_piece(inputs: int, dtype: torch.dtype, record_bytes: int) -> int:
-    """Return the rows of an LM head's packed weights that fill a record."""
+    """Return the rows of a packed LM head that fill a record."""
     lanes, pair = LAYOUT[dtype]
     return record_bytes // (lanes * -(-inputs // pair) * pair * dtype.itemsize) * lanes
 
@@ -34,7 +34,10 @@ class HeadInPieces(nn.Module):
     def __init__(
         self, weight_VD: Tensor, rows: int, num_pieces: int, pack: Callable[[int, Tensor], PackedLinear]
     ) -> None:
-        """`rows` in each of `num_pieces`; `pack` gets their numbers and weights."""
+        """Split the head into `num_pieces` pieces of `rows` rows, and a tail.
+
+        `pack` returns the packed linear of a piece, by its number and weight.
+        """
         super().__init__()
         first, tail = weight_VD.split([num_pieces * rows, len(weight_VD) - num_pieces * rows])
         self.pieces = [pack(i, part) for i, part in enumerate(first.split(rows))]
@@ -42,7 +45,7 @@ class HeadInPieces(nn.Module):
             self.add_module(f"piece_{i}", piece)
         self.tail = PackedLinear(tail, None)
         self.ranges = [BlockRange(i, 1) for i in range(num_pieces)]
-        """Set the calls before and after each piece."""
+        """Ranges with the calls before and after each piece."""
 
     def forward(self, x: Tensor) -> Tensor:
         parts = []
@@ -54,15 +57,18 @@ class HeadInPieces(nn.Module):
 
 
 class OffloadedBlocks:
-    """Points linears of blocks, and pieces of the head, to the slots of their weights."""
+    """Offloaded linears and head pieces, with weights in a prefetcher's slots."""
 
     def __init__(
         self, decoder: Decoder, stream: Prefetcher, layout: Layout, low: Callable[[], bool] | None = None
     ) -> None:
-        """Take over the blocks of `stream`, and drop the tensors of `layout` from their linears.
+        """Point linears of the blocks of `stream` to its slots.
 
-        Numbers after those of blocks are pieces of a head. `low` returns if quantized weights are in use. ValueError if
-        an offloaded tensor serves quantized steps, too.
+        Their tensors of `layout` are dropped. Numbers after those of blocks are pieces of a head. `low` returns True if
+        quantized weights are in use.
+
+        Raises:
+            ValueError: quantized steps need an offloaded tensor.
         """
         self.stream = stream
         self._low = low or (lambda: False)
@@ -115,7 +121,7 @@ class OffloadedBlocks:
 
     @property
     def resident_share(self) -> float:
-        """Share of the records whose weights stay."""
+        """Share of the records that are resident."""
         return 1 - len(self.stream.blocks) / self._num_records
 
     def ranges(self) -> Sequence[BlockRange]:
@@ -123,7 +129,7 @@ class OffloadedBlocks:
         return self._together if self._low() else self._apart
 
     def _cut(self, blocks: range) -> tuple[BlockRange, ...]:
-        """Return a range for each offloaded block, and for resident ones between them."""
+        """Return ranges of single offloaded blocks, and of consecutive resident ones."""
         ranges: list[BlockRange] = []
         for offloaded, group in groupby(blocks, self._slot_of.__contains__):
             members = list(group)
@@ -153,13 +159,16 @@ def use_tensor(linear: nn.Module, part: str, tensor: Tensor) -> None:
 
 
 def full_head(decoder: Decoder) -> nn.Module:
-    """The LM head at full precision."""
+    """Return the LM head at full precision."""
     head = decoder.get_submodule("head")
     return head.full if isinstance(head, SwitchLinear) else head
 
 
 def _owners(block: Any, layout: Layout) -> dict[str, tuple[bool, Any, str]]:
-    """Return, by offloaded tensor, if its linear is switched, the linear, and the attribute."""
+    """Return the owner of each offloaded tensor by name.
+
+    Values are: True if the linear has quantized weights too, the full-precision linear, and the attribute's name.
+    """
     found = {}
     for place in layout.places:
         path, _, part = place.name.rpartition(".")

@@ -18,7 +18,11 @@ from sharesd_files import JsonCache
 
 
 def pack_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedPackedLinear:
-    """Pack for the CPU kernel. ValueError for shapes that it does not take."""
+    """Pack for the CPU kernel.
+
+    Raises:
+        ValueError: the kernel does not support the number of inputs.
+    """
     N, K = weight.q.shape
     if K % QUANTIZED_INPUT_MULTIPLE:
         raise ValueError(
@@ -29,9 +33,9 @@ def pack_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedPacke
 
 
 def packer_for_cuda(device: torch.device, dtype: torch.dtype, max_rows: int, batch: int = 1) -> PackFn | None:
-    """Return the packer for this project's Triton kernel, or gemlite's if measured faster.
+    """Return the packer for the Triton kernel, or for gemlite's.
 
-    None for dtypes that the kernel does not take.
+    Gemlite's is used if it was measured faster. None if the Triton kernel does not support the dtype.
     """
     from compile.cuda.linear import DTYPES  # on GPUs only
 
@@ -48,7 +52,10 @@ def packer_for_cuda(device: torch.device, dtype: torch.dtype, max_rows: int, bat
 
 
 def has_quantized_kernels(device: torch.device) -> bool:
-    """Return if a GPU can run quantized linears, by this project's kernel or gemlite's."""
+    """True if a GPU can run quantized linears.
+
+    The kernel is this project's or gemlite's.
+    """
     return runs_triton(device) or (HAS_TRITON and find_spec("gemlite") is not None)
 
 
@@ -63,7 +70,10 @@ def pack_for_cuda(
 
 
 def choose_cuda_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Time products of one row by both kernels; later programs take the faster one."""
+    """Time both kernels on one row, and cache the faster one's name.
+
+    Later starts use the faster kernel. Returns the seconds of each.
+    """
     from compile.cuda.bench import num_weight_copies, seconds_per_call
 
     builders: dict[str, Callable[..., nn.Module]] = {
@@ -80,14 +90,18 @@ def choose_cuda_kernel(weight: QuantizedWeight, device: torch.device, dtype: tor
 
 
 def _kernel_choice(device: torch.device) -> JsonCache:
-    """Cache of the faster kernel's name; in `tiles`, since the kernel decides bits of sums."""
+    """Return the cache of the faster kernel's name.
+
+    It is in `tiles`, since the bits of sums depend on the kernel.
+    """
     return JsonCache("tiles", "low-bits", torch.cuda.get_device_name(device))
 
 
 def centred(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
-    """Return codes around the middle of 4 or 8 bits, offsets, and bits.
+    """Return codes, offsets and stored bits, which are 4 or 8.
 
-    Weights are (code - middle) * scale + offset; 3 and 2 bits are stored in 4.
+    Weights are (code - middle) * scale + offset; the middle is 8 for 4 stored bits, and 128 for 8. Codes of 3 and 2
+    bits are stored in 4.
     """
     container, middle = (8 if weight.bits == 8 else 4), 2 ** (weight.bits - 1)
     shift = 2 ** (container - 1) - middle

@@ -62,9 +62,9 @@ def tuning_key(config: EngineConfig) -> TuningKey:
 
 
 def save_tuned(key: TuningKey, quant: QuantConfig, facts: Mapping[str, Any]) -> Path:
-    """Save a setting, in place of an earlier one; returns the file.
+    """Save a setting in place of an earlier one; return the file.
 
-    `facts` are for people who read the file.
+    `facts` document the setting in the file, and are not loaded.
     """
     return key.cache.save({"quant": quant.spec, "skips": list(quant.skips), "facts": dict(facts)})
 

@@ -32,7 +32,7 @@ from sharesd_files import cache_root
 
 
 class ModelQuantizer:
-    """Quantizes linears of a runtime's models, all on one device."""
+    """Quantizer of a runtime's models, all on one device."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class ModelQuantizer:
         return LinearQuantizer(model, self._config, switch, **self._of_model(model), device=self._device)
 
     def whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
-        """Quantize each linear in place: beside the full one with a switch, else instead."""
+        """Quantize each linear in place.
+
+        With a switch, the full-precision linears are kept as well.
+        """
         assert isinstance(model, nn.Module)
         if switch is None:
             return replace_with_quantized(model, self._config, **self._of_model(model))
@@ -85,9 +88,10 @@ class ModelQuantizer:
 
 
 def solver_config(device: torch.device, folder: Path | None, part: Shard = UNSHARDED) -> SolverConfig:
-    """Return the solver for a part of the checkpoint in a folder (None: tensors in memory).
+    """Return the solver for a part of the checkpoint in a folder.
 
-    On a GPU, solving takes less time than reading cached codes.
+    `folder`: None for tensors in memory, whose solutions are not cached. On a GPU nothing is cached, since solving
+    takes less time than reading cached codes.
     """
     if device.type != "cpu":
         return SolverConfig()

@@ -14,11 +14,14 @@ from quant.quantized_weight import QuantizedWeight
 from sharesd.weights.backend import WeightBackend
 
 PROBE_BYTES, PROBED_BYTES = 2**25, 2**27
-"""Bytes of a timed matrix, and of all its copies, which exceed caches."""
+"""Bytes of a timed matrix, and of all its copies.
+
+The copies exceed caches.
+"""
 
 
 class StepTimer:
-    """Seconds of products, for each byte of weights that come from memory."""
+    """Timer of products, in seconds per byte of weights read from memory."""
 
     def __init__(self, backend: WeightBackend, dtype: torch.dtype, num_inputs: int) -> None:
         self._backend, self._dtype = backend, dtype
@@ -26,7 +29,7 @@ class StepTimer:
         self._shape = outputs, num_inputs
 
     def full(self, rows: Sequence[int]) -> list[float]:
-        """Return the seconds per byte of a full-precision linear, for each number of rows."""
+        """Return seconds per byte of a full-precision linear, by number of rows."""
         (N, K), device = self._shape, self._backend.device
         linear = nn.Linear(K, N, bias=False, device="meta")
         linear.weight = nn.Parameter(torch.ones(N, K, dtype=self._dtype, device=device), requires_grad=False)
@@ -38,7 +41,7 @@ class StepTimer:
         return self._seconds_per_byte(self._quantized_linear(quant, bits), rows)
 
     def _quantized_linear(self, quant: QuantConfig, bits: int) -> nn.Module:
-        """A linear without a solution: all codes are alike."""
+        """Return a linear with equal codes, without solving."""
         (N, K), device, form = self._shape, self._backend.device, quant.format
         group = form.group(K, bits, quant.group_size)
         if form.solver is not None:

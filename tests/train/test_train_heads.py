@@ -1,4 +1,4 @@
-"""`python -m train eagle` and `eagle3`: losses, beginnings, measures, and that an interruption changes nothing."""
+"""`python -m train eagle` and `eagle3`: losses, measures, and that an interruption changes nothing."""
 
 from __future__ import annotations
 
@@ -22,52 +22,21 @@ from sharesd.models.loader import load_decoder
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from tests.drafters.test_eagle import features_of
-from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
+from tests.helpers.head_lessons import IDS, RAW, TEXTS, frozen_for, row, teacher_of
+from tests.helpers.oracle import new_engine, tiny_decoder
 from tests.helpers.tiny_heads import random_head
 from tests.helpers.tiny_models import make_checkpoint
 from train.__main__ import main
-from train.data.loss_mask import Example
-from train.data.packed_dataset import row_of
 from train.heads import hidden_state_cache as states
 from train.heads import losses as losses_file
 from train.heads.checkpoint import read_state
 from train.heads.evaluate import Acceptance, acceptance, best_chain
-from train.heads.init_weights import initial_head, most_frequent
-from train.heads.least_squares_init import begin_linear
-from train.heads.losses import Teacher, losses
+from train.heads.init_weights import initial_head
+from train.heads.losses import losses
 from train.heads.teacher import FrozenTarget
 from train.heads.trainer import Recipe, Trainer
 
-IDS = torch.tensor(sorted({7, 3, 31, 12, 0, 39, 22}))
-RAW = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def teacher_of(target: Any, ids_K: Tensor | None) -> Teacher:
-    weight_VD = target.head.weight.clone()
-    return Teacher(weight_VD if ids_K is None else weight_VD[ids_K], 0.0)
-
-
-def frozen_for(head: Head, target: Any) -> FrozenTarget:
-    return FrozenTarget(target, head.config.taps, 64, head.config.target_layers)
-
-
-def row(*texts: tuple[list[int], list[tuple[int, int]]]) -> dict[str, Tensor]:
-    return row_of([Example(*text) for text in texts], 64)
-
-
-TEXTS = row(
-    ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [(3, 7), (9, 12)]), ([21, 4], [(1, 2)]), ([5, 6, 7, 8, 9], [(1, 5)])
-)
 
 
 # ---- what is read, and the losses
@@ -205,67 +174,6 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     growing = Recipe(steps=8, batch=1, lr=1.0, unroll=(1, 2, 4))
     assert [growing.unroll_at(step) for step in range(9)] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
     assert rates[10] == 1.0 and rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.1)
-
-
-# ---- where heads begin
-
-
-@torch.no_grad()
-def test_a_new_eagle3_head_is_the_targets_last_block() -> None:
-    """Where it reads what that block reads, it says what the target says, of the draft tokens."""
-    target, text = tiny_decoder(3), torch.tensor([3, 17, 9, 4, 30, 8, 12, 1])
-    cache = target.new_cache(1, 64, (1,))
-    want = target(text[None], cache)
-    head = initial_head("eagle3", RAW, target, ids_K=IDS, taps=(1,))
-    [states] = head.unroll(text[None].roll(-1), cache.features[:, : len(text)])
-    torch.testing.assert_close(head.draft_logits(states), want[..., IDS])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_a_new_eagle_head_is_the_linear_map_of_least_squares(ids: Tensor | None) -> None:
-    target, fc_reads, fc_says = tiny_decoder(3), [], []
-    head = initial_head("eagle", RAW, target, ids_K=ids)
-    frozen = frozen_for(head, target)
-    dice = torch.Generator().manual_seed(0)
-    texts = [torch.randint(VOCAB, (40,), generator=dice).tolist() for _ in range(4)]
-    lessons = [lesson for text in texts for lesson in frozen.lessons(row((text, [(5, 30)])))]
-    begin_linear(head, lessons, ridge=0)
-    for lesson, text in zip(lessons, texts, strict=True):
-        fc_reads.append(
-            torch.cat([target.embed.weight[text[5:29]], lesson.features_1TF[0, 4:28], torch.ones(24, 1)], 1)
-        )
-        fc_says.append(lesson.teacher_TD[4:28])
-    known = torch.cat(fc_reads)
-    want = known @ torch.linalg.lstsq(known, torch.cat(fc_says)).solution
-    states = [head.unroll(lesson.tokens_1T, lesson.features_1TF)[0][0, 4:28] for lesson in lessons]
-    torch.testing.assert_close(torch.cat(states), want)
-    begin_linear(head, lessons, ridge=0.5)
-    damped = torch.cat([head.unroll(lesson.tokens_1T, lesson.features_1TF)[0][0, 4:28] for lesson in lessons])
-    said = torch.cat(fc_says)
-    assert (want - said).square().sum() < (damped - said).square().sum() < (said - said.mean(0)).square().sum()
-
-
-@torch.no_grad()
-def test_a_new_glide_head_begins_as_the_first_block_and_looks_as_the_last_does() -> None:
-    target, tokens = tiny_decoder(3), torch.tensor([[3, 17, 9, 4]])
-    head = initial_head("glide", RAW, target, ids_K=IDS)
-    assert isinstance(head, Glide)
-    embeds, cache, own = target.embed(tokens), target.new_cache(1, 64), head.new_cache(1, 64)
-    first, last = target.blocks
-    of_block = (*target.rope_tables[0], cache.k[0], cache.v[0], cache.lengths)
-    want = first.attn(embeds, *of_block, norm=first.attn_norm, residual=embeds)
-    torch.testing.assert_close(head._remember(tokens, own), want)
-    [cross] = head.block.cross
-    torch.testing.assert_close(cross.q(head.block.cross_norm(embeds)), last.attn.qkv(last.attn_norm(embeds))[..., :32])
-    assert torch.equal(cross.o.weight, last.attn.o.weight) and torch.equal(head.norm.weight, target.norm.weight)
-    torch.testing.assert_close(head.block.mlp(embeds, head.block.mlp_norm), last.mlp(embeds, last.mlp_norm))
-
-
-def test_draft_tokens_are_what_is_said_most_often() -> None:
-    assert most_frequent([TEXTS, TEXTS], VOCAB, 5).tolist() == [2, 4, 6, 7, 8]
-    with pytest.raises(ValueError, match="--draft-vocab is 41 and the target knows 40 tokens"):
-        most_frequent([TEXTS], VOCAB, 41)
 
 
 # ---- held-out texts

@@ -1,4 +1,4 @@
-"""`generate`: answers of the target, on which draft heads are trained."""
+"""Command `generate`: answers of the target, to train draft heads on."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from train.data.multi_turn import Conversation, Unusable, prompts_of, seed_of
 from train.data.shards import Shard, answers_in, keep_settings
 
 Key = tuple[int, int]
-"""Number of a record in the input, and which of its answers."""
+"""(number of the record in the input, index of the answer)."""
 
 
 class Wanted(NamedTuple):
-    """A record of the input."""
+    """Record of the input."""
 
     number: int
     source: str
     talk: tuple[list[Message], list[Message]] | None
     """System and user messages; None if the conversation is skipped."""
     reason: str = ""
-    """Reason for which it is skipped."""
+    """Reason for skipping the record."""
 
 
 WORK = "train.data.generate:answer"
@@ -54,7 +54,7 @@ class Work(NamedTuple):
     config: EngineConfig
     mode: Mode
     warm: SamplingParams
-    """With the highest temperature of all answers."""
+    """Parameters for warmup, with the highest temperature of all answers."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -97,7 +97,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what is not answered yet; returns the exit status."""
+    """Generate the missing answers; return the exit status."""
     temperatures, params = _sampling(args)
     rank, world = rank_and_world()
     mode = options.mode_of(args)
@@ -246,7 +246,7 @@ def _sampling(args: argparse.Namespace) -> tuple[list[float], SamplingParams]:
 
 
 def _places(args: argparse.Namespace, config: EngineConfig) -> list[dict[str, str]]:
-    """The environments of replicas; none where this process answers itself."""
+    """Return the replicas' environments; empty if this process answers itself."""
     if args.replicas is None:
         return []
     if args.gpu_index is not None:
@@ -255,7 +255,7 @@ def _places(args: argparse.Namespace, config: EngineConfig) -> list[dict[str, st
 
 
 def _device(args: argparse.Namespace, config: EngineConfig) -> str:
-    """--device, with the GPU that this process is meant to use."""
+    """Return --device, with the GPU's index if one is given."""
     if args.gpu_index is not None:
         if config.device not in ("auto", "cuda"):
             raise ValueError(f"--gpu-index is {args.gpu_index} and --device {config.device}; drop one of the two")

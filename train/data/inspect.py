@@ -1,4 +1,4 @@
-"""`inspect`: show a conversation with its loss tokens in colour."""
+"""Command `inspect`: a conversation with its loss tokens in colour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.data.shards import SETTINGS, SHARDS, read_lines, settings_of
 
 IN_LOSS = "bold green"
 MARKS = ("⟦", "⟧")
-"""Around tokens in the loss where there are no colours."""
+"""Marks around loss tokens, if the terminal has no colours."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it; returns the exit status."""
+    """Print a conversation; return the exit status."""
     path = Path(args.file)
     is_shard = path.match(SHARDS)
     found = [(f"{path}:{i}", one) for i, (_, one) in enumerate(read_lines(path), 1)] if is_shard else records(path)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(tokenizer: Tokenizer, example: Example, *, marks: tuple[str, str] = ("", "")) -> Text:
-    """Return the text of all tokens, loss tokens coloured and marked."""
+    """Return the text of all tokens, with loss tokens marked."""
     text, done = Text(), 0
     for start, end in example.loss_spans:
         text.append(tokenizer.decode(example.token_ids[done:start], skip_special_tokens=False))

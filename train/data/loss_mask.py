@@ -1,7 +1,7 @@
 """Loss masks: the assistant's tokens of a conversation, ends of turn included.
 
-Each answer follows the prompt that the target would have read for it, whatever the chat template makes of earlier turns
-later on. If a template changes an answer or omits its end, the conversation is refused.
+Each answer follows the prompt that the target had for this turn, even if the chat template changes earlier turns in
+later prompts. If a template changes an answer or omits its end, the conversation is rejected.
 
 Without `{% generation %}` markers an answer is the text after the template's generation prompt. White space that the
 template adds counts as part of the answer, since the target has to generate it.
@@ -20,31 +20,31 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Turn(NamedTuple):
-    """An answer, and all that stands before it."""
+    """Answer and its prompt."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 class Example(NamedTuple):
-    """A sequence to train on."""
+    """Training sequence."""
 
     token_ids: list[int]
     loss_spans: list[tuple[int, int]]
-    """Tokens that the assistant said: [start, end), in order."""
+    """Ranges [start, end) of the assistant's tokens, in order."""
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Example:
-        """One that was read from JSON."""
+        """Return the example of a JSON object."""
         return cls(stored["token_ids"], [(start, end) for start, end in stored["loss_spans"]])
 
     @property
     def num_in_loss(self) -> int:
-        """Tokens in the loss."""
+        """Number of tokens in the loss."""
         return sum(end - start for start, end in self.loss_spans)
 
     def cut(self, max_length: int) -> Example:
-        """Its first `max_length` tokens; perhaps none of them is in the loss."""
+        """Return the first `max_length` tokens, perhaps without loss tokens."""
         spans = [(start, min(end, max_length)) for start, end in self.loss_spans if start < max_length]
         return Example(self.token_ids[:max_length], spans)
 

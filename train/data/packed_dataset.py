@@ -1,8 +1,7 @@
 """Training rows: conversations of `train generate`, packed to one length.
 
-The held-out split, the order and the packing are functions of texts, lengths, seed and epoch alone. They depend neither
-on the number of processes that wrote the answers nor on their order. So a position in training is two numbers, epoch
-and row.
+The held-out split, the order and the packing depend only on texts, lengths, seed and epoch. The number of processes
+that wrote the answers and the order of writing have no effect. Epoch and row are therefore enough to resume a training.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from train.data.loss_mask import Example
 from train.data.shards import answers_in
 
 OPEN_ROWS = 32
-"""Rows that are being filled at a time while packing."""
+"""Open rows during packing."""
 PADDING = -1
-"""Segment of places that hold no token."""
+"""Segment id of padding."""
 
 
 class SequencePosition(NamedTuple):
     """Location and length of a sequence on disk."""
 
     number: int
-    """Number of its record in the input of `train generate`."""
+    """Number of the record in the input of `train generate`."""
     sample: int
     part: int
-    """Index of the sequence in its record."""
+    """Index of the sequence in the record."""
     shard: Path
     offset: int
-    """Bytes before its line."""
+    """Offset of the line in bytes."""
     length: int
-    """Tokens."""
+    """Number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle and pack anew; a function of the seed and the epoch."""
+        """Shuffle and pack the rows of an epoch, by seed and epoch."""
         order = list(range(len(self._places)))
         if self._shuffle:
             digest = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
@@ -129,7 +128,7 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 
 def row_of(examples: Sequence[Example], max_length: int) -> dict[str, Tensor]:
-    """A row, as `PackedRows` says, of sequences that fit into it."""
+    """Return a row of `PackedRows` with these sequences, which must fit."""
     row = {
         "token_ids": torch.zeros(max_length, dtype=torch.int64),
         "position_ids": torch.zeros(max_length, dtype=torch.int64),
@@ -155,5 +154,5 @@ def _read(place: SequencePosition) -> Example:
 
 
 def _draw(text: str) -> float:
-    """A number from 0 up to 1 that belongs to the text."""
+    """Return a number in [0, 1), a function of the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64

@@ -1,7 +1,7 @@
-"""`prompts`: user prompts sampled from the target (Magpie).
+"""Command `prompts`: user prompts sampled from the target (Magpie).
 
-A chat model also predicts the user's turn. Sampling it gives any number of prompts of the kinds that the model was
-trained for. Xu et al. 2024, arXiv 2406.08464.
+A chat model also predicts the user's turn. Sampling this turn gives any number of prompts, similar to the model's
+training data (Xu et al. 2024, arXiv 2406.08464).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FLAG = "--out"
 SHORTEST = 8
-"""Characters of a prompt at least."""
+"""Minimum characters of a prompt."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Have them said, and write them; returns the exit status."""
+    """Sample and write the prompts; return the exit status."""
     out = Path(args.out)
     if out.suffix != ".jsonl" or out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"--out is {args.out}; name a .jsonl file in a folder that is there")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, journal: Journal) -> None:
-    """Sample the prompts that the journal lacks, and append them."""
+    """Sample the prompts missing in the journal, and append them."""
     done = {json.loads(line)["index"] for _, line in read_lines(journal.path)}
     left = iter([index for index in range(num) if index not in done])
     with loading_bars() as progress:
@@ -109,14 +109,14 @@ def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, jour
 
 
 def _write_kept(out: Path, journal: Path) -> None:
-    """Write finished, distinct prompts of sufficient length, in order of number."""
+    """Write finished, distinct prompts of sufficient length, by number."""
     said = sorted((json.loads(line) for _, line in read_lines(journal)), key=lambda one: one["index"])
     kept = dict.fromkeys(text for one in said if one["ended"] and len(text := one["text"].strip()) >= SHORTEST)
     atomic_write(out, "".join(json.dumps({"prompt": text}) + "\n" for text in kept))
 
 
 class _Prompt:
-    """A prompt being sampled; its text depends on number and seed alone."""
+    """Prompt in progress; the text depends on number and seed only."""
 
     goes_on = False
 
@@ -147,7 +147,10 @@ def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[st
 
 
 def before_user(tokenizer: Tokenizer) -> list[int]:
-    """Return the template's tokens before the first user message; ValueError without any."""
+    """Return the template's tokens before the first user message.
+
+    Raises ValueError if there are none.
+    """
     mark = "<what the user says>"
     text = tokenizer.render_chat([{"role": "user", "content": mark}])
     before = tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)

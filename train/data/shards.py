@@ -1,6 +1,6 @@
 """Answers on disk: a folder of JSON Lines, one shard per process.
 
-A line counts once it ends with a newline. After a killed process the incomplete last line is cut off, and its
+A line is complete if it ends with a newline. An incomplete last line of a killed process is removed, and its
 conversation is generated again.
 """
 
@@ -19,18 +19,18 @@ SETTINGS = "settings.json"
 """File of the settings on which answers depend."""
 SHARDS = "answers-*.jsonl"
 FLAG = "--out-dir"
-"""Names another folder."""
+"""Option that names another folder, for error messages."""
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """All shards, by name."""
+    """Return all shards, sorted by name."""
     return sorted(folder.glob(SHARDS))
 
 
 def read_lines(shard: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield byte offset and record of each complete line.
 
-    Raises ValueError for a line that is no record.
+    Raises ValueError if a line is not a record.
     """
     for number, (offset, line) in enumerate(journal.read_lines(shard), 1):
         try:
@@ -42,7 +42,10 @@ def read_lines(shard: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def answers_in(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield shard, byte offset and record of every answer; ValueError for duplicates."""
+    """Yield shard, byte offset and record of every answer.
+
+    Raises ValueError for duplicates.
+    """
     found = set[tuple[int, int]]()
     for shard in shards_in(folder):
         for offset, record in read_lines(shard):
@@ -56,7 +59,7 @@ def answers_in(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 
 
 class Shard(Journal):
-    """A shard that this process alone adds to."""
+    """Shard that only this process appends to."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         """Open a shard for writing.
@@ -70,7 +73,7 @@ class Shard(Journal):
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Store the settings of the answers; ValueError if existing answers have others."""
+    """Write the answers' settings; ValueError if existing ones differ."""
     journal.keep_settings(folder / SETTINGS, settings, FLAG)
 
 

@@ -1,4 +1,4 @@
-"""The target's answers to prompts: what tables and corpora are made of."""
+"""Answers of the target to prompts, for tables and corpora."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 400, 160
 BATCH = 8
-"""Prompts that are answered together."""
+"""Prompts answered as one batch."""
 
 
 def add_prompt_options(group: Any, *, required: bool) -> None:
-    """Options for prompts and lengths of the target's answers."""
+    """Add the options for prompts and lengths of the target's answers."""
     group.add_argument("--prompts", nargs="+", required=required, metavar="FILE", help="JSON or JSON Lines")
     group.add_argument(
         "--num-prompts",
@@ -34,7 +34,7 @@ def add_prompt_options(group: Any, *, required: bool) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError for numbers that mean nothing."""
+    """Raise ValueError for invalid numbers."""
     for name in ("num_prompts", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
@@ -43,9 +43,10 @@ def check(args: argparse.Namespace) -> None:
 def answered(
     engine: Engine, prompts: Sequence[str], params: SamplingParams, *, progress: Progress = silent
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of every prompt and of its answer.
+    """Return the token ids of every prompt and its answer.
 
-    Prompts that leave no room for one in the context are left out, with a warning; ValueError if none is left.
+    Prompts without room for an answer in the context are left out, with a warning. Raises ValueError if no prompt is
+    left.
     """
     asked = [
         ids for ids in map(engine.tokenizer.ask, prompts) if len(ids) + params.max_new_tokens <= engine.max_context

@@ -16,7 +16,7 @@ LAST, BEST, STATE = "last", "best", "training.pt"
 
 
 def write_head(head: Learner, folder: Path) -> None:
-    """Write a head in the public layout, replacing the one there."""
+    """Write a head in the public layout, replacing an existing one."""
     with atomic_files(folder) as fresh:
         if isinstance(head, Draft):
             save_draft(head, fresh)
@@ -31,6 +31,6 @@ def write_state(state: dict[str, Any], folder: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Read the state last written, or None."""
+    """Return the last written state, or None."""
     path = folder / STATE
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None

@@ -1,7 +1,7 @@
 """Data-parallel training under a launcher (torchrun, accelerate launch).
 
-Each process has the whole head and optimizer, reads its share of a step's rows, and applies the gradients of all.
-Process 0 alone writes. A single process needs neither accelerate nor torch.distributed.
+Each process has the whole head and optimizer, reads its share of a step's rows, and applies the sum of all gradients.
+Only process 0 writes. A single process needs neither accelerate nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from multigpu.launch import local_device
 from sharesd.devices.selection import device_of
 
 PATIENCE = timedelta(minutes=30)
-"""Timeout of collectives; process 0 may measure costs for minutes meanwhile."""
+"""Timeout of collectives.
+
+The other processes wait while process 0 measures costs, which takes minutes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """World size and rank.
+    """Rank (`index`), world size (`number`) and device of this process.
 
-    All processes must call `sums`, `totals`, `follow_first` and `wait` in the same order. Raises RuntimeError there if
+    All processes must call `sums`, `totals`, `follow_first` and `wait` in the same order. These raise RuntimeError if
     another process has ended.
     """
 
     index: int = 0
     number: int = 1
     device: str = "cpu"
-    """Rank of this process."""
+    """Device of this process."""
 
     @property
     def first(self) -> bool:
-        """True if this process writes."""
+        """True for process 0, which writes."""
         return self.index == 0
 
     def share(self, items: range) -> range:
-        """This process's part of what all do."""
+        """Return this process's share of the items."""
         return items[self.index :: self.number]
 
     def sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -57,13 +60,16 @@ class Processes:
             return reduce(list(tensors), "sum")
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
-        """Sum integers over all processes; all pass equally many."""
+        """Return the sums of integers over all processes.
+
+        All processes pass the same number of integers.
+        """
         if self.number == 1:
             return list(numbers)
         return self.sums([torch.tensor(numbers, dtype=torch.int64, device=self.device)])[0].tolist()
 
     def follow_first(self, tensors: Sequence[Tensor]) -> None:
-        """Have process 0's values in all tensors of all processes."""
+        """Copy process 0's values into the tensors of all processes."""
         if self.number > 1:
             from accelerate.utils import broadcast
 
@@ -71,7 +77,7 @@ class Processes:
                 broadcast(list(tensors))
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes have arrived."""
         if self.number > 1:
             from accelerate import PartialState
 
@@ -79,7 +85,10 @@ class Processes:
                 PartialState().wait_for_everyone()
 
     def leave(self) -> None:
-        """Leave the group once all processes have arrived; failed processes skip this."""
+        """Wait for all processes, then leave the group.
+
+        It is not called after a failure.
+        """
         if self.number > 1:
             from accelerate import PartialState
 

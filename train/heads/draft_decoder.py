@@ -1,10 +1,10 @@
-"""A small decoder distilled from the target, for mode `classic`.
+"""Small decoder distilled from the target, for mode `classic`.
 
-It starts as some of the target's layers. If it is narrower, weights are projected onto the main directions of the
-target's embedding: with P, the leading eigenvectors of E'E, its embedding is E P, and its weights W become
-W diag(norm) P and P' W.
+Its initial weights are those of some of the target's layers. A narrower decoder has weights projected onto the main
+directions of the target's embedding: with P, the leading eigenvectors of E'E, the embedding is E P, and weights W
+become W diag(norm) P and P' W.
 
-Legend: N tokens of a text, T of them that are read, D hidden size, d that of the draft, V vocabulary.
+Legend: N tokens of a text, T positions read, D hidden size, d hidden size of the draft, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sharesd.models.weight_mapping import decoder_tensors
 from train.heads.teacher import Lesson
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
-"""Files of a target that its draft has, too."""
+"""Files copied from the target's folder to the draft's."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """Config fields that the trainer reads."""
+    """Config fields used by the trainer."""
 
     draft_vocab_size: int
     kind: str = "draft"
@@ -43,12 +43,15 @@ class DraftConfig:
 
 
 class Draft(nn.Module):
-    """A decoder, in plain operations, as the trainer takes heads."""
+    """Draft decoder in plain operations, with the trainer's interface of heads."""
 
     ids = None
 
     def __init__(self, decoder: Decoder, raw: dict[str, Any], target: Path) -> None:
-        """`raw` is its config.json; `target` the folder whose tokenizer it shares."""
+        """Wrap a decoder.
+
+        `raw`: contents of its config.json. `target`: folder with the tokenizer.
+        """
         super().__init__()
         self.decoder, self.raw, self.target = decoder, raw, target
         self.config = DraftConfig(decoder.vocab_size)
@@ -57,7 +60,7 @@ class Draft(nn.Module):
 
     @property
     def lm_head(self) -> nn.Linear:
-        """Its weight is that of the embedding."""
+        """LM head, whose weight is that of the embedding."""
         return self.decoder.head
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
@@ -67,7 +70,7 @@ class Draft(nn.Module):
     def unroll(self, lesson: Lesson, steps: int = 1) -> list[Tensor]:
         """Return states [1, T, d] as `Head.unroll` does.
 
-        A decoder reads its own drafts like text, so the states are equal in all steps.
+        The states are equal in all steps, since a decoder reads its drafts like text.
         """
         x_1TD = self.decoder.embed(lesson.text_N[None, :-1])
         place_T = torch.arange(x_1TD.shape[1], device=x_1TD.device)
@@ -82,7 +85,7 @@ class Draft(nn.Module):
 
 
 Learner = Head | Draft
-"""A head or a draft decoder."""
+"""Head or draft decoder."""
 
 
 def unroll(learner: Learner, lesson: Lesson, steps: int) -> list[Tensor]:
@@ -121,7 +124,7 @@ def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: in
 
 
 def _copy(decoder: Decoder, target: Decoder, blocks: Iterable[nn.Module]) -> None:
-    """The target's embedding, these layers and its last norm."""
+    """Copy the target's embedding, these layers and the last norm."""
     table_VD, d = target.embed.weight.double(), decoder.config.hidden_size
     D = table_VD.shape[1]
     if d == D:
@@ -149,7 +152,7 @@ def _copy(decoder: Decoder, target: Decoder, blocks: Iterable[nn.Module]) -> Non
 
 
 def save_draft(draft: Draft, folder: Path) -> None:
-    """An ordinary checkpoint: weights, config and the target's tokenizer."""
+    """Write a checkpoint: weights, config and the target's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draft.raw, indent=2) + "\n")
     tensors = {name: slot.detach().cpu().contiguous() for name, slot in decoder_tensors(draft.decoder)}

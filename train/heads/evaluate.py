@@ -20,8 +20,8 @@ from train.heads.teacher import ROWS, FrozenTarget, Lesson
 class Acceptance:
     """Greedy chains from each token: attempts and acceptances by position.
 
-    A draft token is accepted if it is the target's likeliest. After an accepted token a chain is followed only if the
-    text continues with that token: no hidden states exist for other continuations.
+    A draft token is accepted if it is the target's most probable token. A chain continues after an accepted token only
+    if the text has this token, since other continuations have no hidden states.
     """
 
     reached: list[int]
@@ -29,7 +29,7 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """By position: probability of acceptance, given that those before were accepted."""
+        """Acceptance probability by position, given acceptance of all earlier ones."""
         return [yes / all_ if all_ else 0.0 for yes, all_ in zip(self.accepted, self.reached, strict=True)]
 
     @property
@@ -65,7 +65,7 @@ def _add(found: Acceptance, head: Learner, frozen: FrozenTarget, lesson: Lesson)
 
 
 def _drafts(head: Learner, frozen: FrozenTarget, states_ND: Tensor) -> Tensor:
-    """The likeliest tokens [N], by their ids in the target."""
+    """Return the most probable tokens [N], as ids of the target."""
     hidden_ND = head.before_logits(states_ND)
     if head.lm_head is None:
         return frozen.choices(hidden_ND)
@@ -74,7 +74,7 @@ def _drafts(head: Learner, frozen: FrozenTarget, states_ND: Tensor) -> Tensor:
 
 
 def best_chain(taus: list[float], costs: Costs) -> tuple[int, float]:
-    """Return the best chain length and its speedup; 0, 1.0: none pays."""
+    """Return the best chain length and its speedup; (0, 1.0) without gain."""
     plain = costs.of_step(1)
     gains = [1.0]
     for length, tau in enumerate(taus, 1):

@@ -1,7 +1,7 @@
-"""Hidden states on disk: the target reads each text only once.
+"""Cache of hidden states on disk: the target runs once per text.
 
-A folder of memory-mapped safetensors shards: [N, F] for each text of N tokens, in the target's dtype, under a digest of
-its tokens. So entries do not depend on order or split, and more answers may be added.
+The folder has memory-mapped safetensors shards: [N, F] for each text of N tokens, in the target's dtype. The key is a
+digest of the tokens: entries do not depend on order or split, and more answers may be added.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from torch import Tensor
 from train.data.shards import keep_settings
 
 SHARD = 2**27
-"""Approximate bytes of a shard, held in memory until written."""
+"""Approximate bytes of a shard, buffered in memory until written."""
 
 
 class StateStore:
-    """States that were stored, and those that are added."""
+    """Stored states, and new states not yet written."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        """Open the folder; `settings` are what states depend on besides tokens.
+        """Open the folder.
 
-        Raises ValueError if the folder has other settings, or cannot be read.
+        `settings`: all inputs of the states except tokens. Raises ValueError if the folder has other settings, or
+        cannot be read.
         """
         folder.mkdir(parents=True, exist_ok=True)
         keep_settings(folder, settings)
@@ -50,21 +51,24 @@ class StateStore:
         return key in self._stored or key in self._new
 
     def get(self, tokens_N: Tensor) -> Tensor | None:
-        """States [N, F] of a text, where they are known."""
+        """Return the states [N, F] of a text, or None."""
         key = _key(tokens_N)
         if key in self._stored:
             return self._stored[key].get_tensor(key)
         return self._new.get(key)
 
     def add(self, tokens_N: Tensor, states_NF: Tensor) -> None:
-        """Keep what is not known yet."""
+        """Add the states of a text.
+
+        A shard is written once `SHARD` bytes are new.
+        """
         self._new[_key(tokens_N)] = states_NF.cpu()
         self._bytes += states_NF.nbytes
         if self._bytes >= SHARD:
             self.flush()
 
     def flush(self) -> None:
-        """All that was added is on the disk."""
+        """Write all new states to a shard."""
         if not self._new:
             return
         draft = self._folder / f".draft-{uuid4().hex}"  # processes of several machines may have the same number
@@ -89,7 +93,7 @@ class StateStore:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """ValueError where a disk cannot take so many bytes more."""
+    """Raise ValueError if the disk has less free space than `needed`."""
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     if needed > free:

@@ -1,7 +1,8 @@
 """Initial weights of heads, copied from the target.
 
-Heads start as the target's last block, which reads the deepest hidden states. GLIDE's cross-attentions start as those
-of their layers. EAGLE starts as a linear map (`least_squares_init.py`): its block adds nothing yet.
+A head's block is initialised from the target's last block, which reads the deepest hidden states. GLIDE's
+cross-attentions are initialised from their layers. EAGLE starts as a linear map (`least_squares_init.py`), with a block
+whose output is zero.
 
 Legend: N tokens, D hidden size, K draft tokens, V vocabulary.
 """
@@ -126,7 +127,7 @@ def _begin_as_layers(head: Glide, target: Decoder) -> None:
 def most_frequent(rows: Iterable[dict[str, Tensor]], vocab_size: int, num: int) -> Tensor:
     """Return ids [num], ascending, of the assistant's most frequent tokens.
 
-    Ties go to lower ids. Raises ValueError for more than exist.
+    Of equally frequent tokens, lower ids come first. Raises ValueError if there are fewer than `num`.
     """
     if not 0 < num <= vocab_size:
         raise ValueError(f"--draft-vocab is {num} and the target knows {vocab_size} tokens; give 1 to {vocab_size}")

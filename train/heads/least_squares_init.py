@@ -1,9 +1,9 @@
-"""Least-squares start of EAGLE heads.
+"""Least-squares initialisation of EAGLE heads.
 
-The linear map from embedding and previous hidden state to the next hidden state is solved in seconds, and replaces the
-training steps in which a block would learn it.
+The linear map from embedding and previous hidden state to the next hidden state is solved in seconds. It replaces the
+training steps that would learn this map.
 
-Legend: T places of a text, D hidden size, E inputs (2 D).
+Legend: T positions of a text, D hidden size, E inputs (2 D).
 """
 
 from __future__ import annotations

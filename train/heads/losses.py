@@ -1,8 +1,8 @@
 """Losses of heads: divergence of draft distributions, distance of hidden states.
 
-The LM head over a large vocabulary costs several times the head's block. So logits are computed only for positions in
-the loss, in blocks, and never kept. The divergence's gradient is known in closed form (draft minus target) and is
-accumulated block by block.
+The LM head over a large vocabulary takes several times as long as the head's block. Logits are therefore computed only
+for positions in the loss, in blocks, and not stored. The divergence's gradient has a closed form (draft minus target),
+and is accumulated block by block.
 
 Legend: S unrolled steps, N positions in the loss, M states of a block (S * its positions), D hidden size, K draft
 tokens.
@@ -24,18 +24,21 @@ from train.heads.mask_anchors import draft_states
 from train.heads.teacher import Lesson
 
 LOGITS = 2**22
-"""Maximum logits per block, sized for a large processor cache."""
+"""Maximum number of logits per block, to fit a large CPU cache."""
 WHOLE = 64
-"""Multiple to which positions are padded: libraries prepare products per shape."""
+"""Multiple to which positions are padded, to limit the number of shapes.
+
+Libraries prepare matrix products for each shape.
+"""
 
 
 class Teacher(NamedTuple):
     """The target's distribution over the draft tokens."""
 
     weight_KD: Tensor
-    """Their rows of its LM head, in the dtype of matrix products."""
+    """Rows of the target's LM head, in the dtype of matrix products."""
     softcap: float
-    """Cap of its logits; 0 = none."""
+    """Soft cap of the target's logits; 0: none."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Return logits [N, K] of hidden states after the last norm."""
@@ -44,12 +47,12 @@ class Teacher(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Sums over places, weighted."""
+    """Weighted sums over positions."""
 
     divergence: Tensor
     """KL(target || head) over the draft tokens, in nats."""
     feature: Tensor
-    """Smooth L1 to the target's hidden states, mean over entries."""
+    """Smooth L1 distance to the target's hidden states, mean over entries."""
     rejection: Tensor
     """Total variation: probability that a sampled draft token is rejected."""
 

@@ -37,7 +37,7 @@ class MetricsLog:
         self._draws = can_draw(CURVES)
 
     def add(self, step: int, **values: Any) -> None:
-        """Keep a record."""
+        """Append a record to the log, and to TensorBoard if installed."""
         self.records.append({"step": step, **values})
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.records[-1]) + "\n")
@@ -49,18 +49,18 @@ class MetricsLog:
                 self._board.add_scalar(name, number, step)
 
     def draw(self) -> None:
-        """Write the picture anew, where matplotlib is installed."""
+        """Draw the plot of all records, if matplotlib is installed."""
         if self._draws:
             _picture(self.records).savefig(self._curves)
 
     def close(self) -> None:
-        """All is written."""
+        """Close the TensorBoard writer, if any."""
         if self._board is not None:
             self._board.close()
 
 
 def _whole(line: str) -> dict[str, Any] | None:
-    """A record; None for a line that was cut off."""
+    """Return the record of a line; None for an incomplete line."""
     try:
         return json.loads(line)
     except ValueError:
@@ -68,7 +68,7 @@ def _whole(line: str) -> dict[str, Any] | None:
 
 
 def _tensorboard(folder: Path, step: int) -> Any:
-    """A writer, where the package is installed."""
+    """Return a TensorBoard writer; None if not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -106,7 +106,7 @@ def _finish(axes: Axes, title: str) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Running means, which begin at the first value."""
+    """Return the running means, starting at the first value."""
     means: list[float] = []
     for value in values:
         means.append(SMOOTH * means[-1] + (1 - SMOOTH) * value if means else value)

@@ -121,7 +121,7 @@ def _add_chain_options(group: Any, kind: str) -> None:
 
 
 def check_options(args: argparse.Namespace, world: int) -> None:
-    """Raise ValueError for numbers out of range, or that `world` processes cannot share."""
+    """Raise ValueError for numbers that are out of range for `world` processes."""
     for name in ("max_length", "batch", "chain", "check_every", "epochs", "steps", "threads", "draft_vocab"):
         value = getattr(args, name)
         if value is not None and value < 1:

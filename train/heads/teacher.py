@@ -1,4 +1,4 @@
-"""The frozen target as teacher, computed or from stored states.
+"""Frozen target as teacher: computed or stored hidden states.
 
 Legend: N tokens of a text, T positions, F features, D hidden size, K key/value heads, d head size, V vocabulary.
 """
@@ -22,11 +22,11 @@ from sharesd.models.prefill import CHUNK
 from train.heads.hidden_state_cache import StateStore
 
 ROWS = 256
-"""Rows of logits that are made at a time."""
+"""Rows of logits computed at a time."""
 
 
 class Lesson(NamedTuple):
-    """One text as a head reads it.
+    """Inputs and labels of a head for one text.
 
     Position t has the target's features of token t and the token t + 1; its label is token t + 2.
     """
@@ -38,11 +38,11 @@ class Lesson(NamedTuple):
     """Hidden states of tokens t + 1 after the last norm."""
     foretold_T: Tensor
     said_N: Tensor
-    """Mask of the assistant's tokens in the whole text."""
+    """Mask of the assistant's tokens in the text."""
     text_N: Tensor
-    """All of its tokens."""
+    """All tokens of the text."""
     anchors_A: Tensor | None = None
-    """Places at which longer chains begin, ascending; None: all."""
+    """Ascending positions at which longer chains begin; None: all."""
 
     def counted(self, step: int) -> Tensor:
         """Return the positions [T] in the loss of chain step `step`.
@@ -60,16 +60,17 @@ class Lesson(NamedTuple):
 
 
 class FrozenTarget:
-    """A frozen target that reads one text at a time, without padding."""
+    """Frozen target, run on one text at a time without padding."""
 
     def __init__(self, decoder: Decoder, taps: tuple[int, ...], max_length: int, layers: tuple[int, ...] = ()) -> None:
         """Prepare the target for a head's `taps` and `layers`.
 
-        Keys and values of `layers` are features. Call it after everything that needs the plain linears.
+        Keys and values of `layers` are features. On a CPU the linears are packed: code that needs plain linears must
+        run before.
         """
         self.decoder, self._layers, c = decoder, layers, decoder.config
         self.dtype = torch.promote_types(decoder.embed.weight.dtype, torch.float32)
-        """Device of lessons."""
+        """Dtype of features and hidden states in lessons."""
         num_kept = len(layers) * 2 * c.num_key_value_heads * c.head_dim
         self._num_features = len(taps) * c.hidden_size + num_kept
         if decoder.embed.weight.device.type == "cpu":
@@ -77,7 +78,7 @@ class FrozenTarget:
         depths = sorted({*taps, decoder.normed_depth})
         self._cache = decoder.new_cache(1, max_length, depths)
         self.bytes_per_token = (len(depths) * c.hidden_size + num_kept) * decoder.embed.weight.element_size()
-        """Dtype of hidden states, keys and values."""
+        """Bytes of hidden states, keys and values per token."""
         self.store: StateStore | None = None
         """Store of hidden states, if any."""
 
@@ -86,7 +87,7 @@ class FrozenTarget:
         return [self._lesson(row["token_ids"][here], row["loss_mask"][here]) for here in _texts(row)]
 
     def keep(self, row: dict[str, Tensor]) -> None:
-        """Have the store keep what lessons of this row need."""
+        """Store the hidden states of this row's texts."""
         assert self.store is not None
         for tokens_N in (row["token_ids"][here] for here in _texts(row)):
             if tokens_N not in self.store:
@@ -94,7 +95,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def choices(self, hidden_TD: Tensor) -> Tensor:
-        """The tokens [T] that the target finds likeliest."""
+        """Return the target's most probable tokens [T]."""
         head, dtype = self.decoder.head, self.decoder.embed.weight.dtype
         return torch.cat([head(part.to(dtype)).argmax(1) for part in hidden_TD.split(ROWS)])
 
@@ -136,7 +137,7 @@ def _texts(row: dict[str, Tensor]) -> Iterator[Tensor]:
 
 
 def _decode_natively(decoder: Decoder) -> None:
-    """Put the CPU kernels in, as far as they suit."""
+    """Install the CPU kernels that support this decoder."""
     prepare(str(decoder.embed.weight.dtype).removeprefix("torch."))
     pack_linears(decoder)
     weights_on_huge_pages(decoder)

@@ -1,4 +1,4 @@
-"""Training steps, each a function of the checkpoint before.
+"""Training steps, reproducible from a checkpoint.
 
 The order of data is a function of seed and epoch. Learning rate and random draws are functions of the step.
 """
@@ -32,17 +32,17 @@ class Recipe:
     batch: int
     """Packed rows per step, of all processes together."""
     lr: float
-    """Highest learning rate."""
+    """Maximum learning rate."""
     warmup: float = 0.05
-    """Share of warm-up steps; a cosine to a tenth follows."""
+    """Share of warmup steps; a cosine decay to `lr` / 10 follows."""
     clip: float = 0.5
-    """Largest norm of a step's gradient."""
+    """Maximum norm of a step's gradient."""
     weight_decay: float = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     unroll: tuple[int, ...] = (3,)
-    """Unrolled chain steps; each number holds for an equal share of training."""
+    """Numbers of unrolled chain steps, each for an equal share of training."""
     decay: float = 0.8
-    """Weight of each of them, relative to the one before."""
+    """Weight of a chain step, relative to the previous one."""
     kl_weight: float = 1.0
     feature_weight: float = 0.0
     anchors: float = 1.0
@@ -60,12 +60,12 @@ class Recipe:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
     def unroll_at(self, step: int) -> int:
-        """Steps of a chain that are trained in a step, from 0."""
+        """Return the number of unrolled chain steps in a training step."""
         return self.unroll[min(step * len(self.unroll) // self.steps, len(self.unroll) - 1)]
 
 
 class Trainer:
-    """A head in training; all processes advance together."""
+    """Trainer of a head; all processes advance in step."""
 
     def __init__(
         self,
@@ -82,7 +82,10 @@ class Trainer:
         self._optimizers = _optimizers(head, recipe)
 
     def advance(self) -> dict[str, float]:
-        """One step; what it found."""
+        """Run one training step, and return its metrics.
+
+        Raises ValueError if the gradient is not finite.
+        """
         recipe, head, processes = self.recipe, self.head, self._processes
         lessons = [lesson for row in self._next_rows() for lesson in self._frozen.lessons(row)]
         if isinstance(head, Parallel):
@@ -107,7 +110,7 @@ class Trainer:
         return found | {"places": counts[0]}
 
     def _learn(self, lessons: list[Lesson], weights: list[float]) -> Sequence[Tensor]:
-        """Compute loss, parts and gradients over all processes' lessons."""
+        """Compute loss, its parts, and gradients, summed over all processes."""
         recipe, head, processes = self.recipe, self.head, self._processes
         device = head.get_buffer("cos").device
         parts: Sequence[Tensor] = [torch.zeros((), dtype=self._frozen.dtype, device=device)] * 4
@@ -135,12 +138,12 @@ class Trainer:
         return processes.sums(parts)
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on."""
+        """Return the state of head, optimizers and data order."""
         place = {"step": self.step, "epoch": self._epoch, "row": self._row}
         return place | {"head": self.head.state_dict(), "optimizers": [one.state_dict() for one in self._optimizers]}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """From a state that `state` gave."""
+        """Restore a state returned by `state`."""
         self.step, self._epoch, self._row = state["step"], state["epoch"], state["row"]
         self.head.load_state_dict(state["head"])
         for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
@@ -148,7 +151,7 @@ class Trainer:
         self._rows.set_epoch(self._epoch)
 
     def _next_rows(self) -> list[dict[str, Tensor]]:
-        """This process's rows of the step."""
+        """Return this process's rows of the next step."""
         if self._row >= len(self._rows):
             self._epoch, self._row = self._epoch + 1, 0
             self._rows.set_epoch(self._epoch)
@@ -172,7 +175,7 @@ def _optimizers(head: Learner, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 
 def steps_of(rows: PackedRows, epochs: int, batch: int) -> int:
-    """Return the steps of `epochs`."""
+    """Return the number of steps in `epochs` epochs."""
     total = 0
     for epoch in range(epochs):
         rows.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""A training run: from a folder of answers to heads."""
+"""Training run: from a folder of answers to a trained head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from train.heads.teacher import FrozenTarget, Lesson
 from train.heads.trainer import Recipe, Trainer
 
 FITTED = 64
-"""Rows at most that a linear start is fitted to."""
+"""Maximum rows for the least-squares initialisation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,37 +48,37 @@ class Task:
 
     kind: Kind | Literal["draft"]
     init: Path | None = None
-    """Head to start from, with draft tokens and taps; None: last block."""
+    """Initial head, with draft tokens and taps; None: target's last block."""
     data: Path
     target: str | None
     dtype: DType = "auto"
     """Dtype of target and heads."""
     device: str = "auto"
     threads: int
-    """Always the same ones, on which the bits of sums depend."""
+    """Number of threads; constant, since the bits of sums depend on it."""
     max_length: int = 1024
     seed: int = 0
     draft_vocab: int | None = None
-    """Tokens that the head can guess; None = all."""
+    """Number of tokens that the head can draft; None: all."""
     taps: tuple[int, ...] = ()
-    """Depths of hidden states (EAGLE-3) or target layers (GLIDE); None: defaults."""
+    """Depths of hidden states (EAGLE-3) or target layers (GLIDE); empty: defaults."""
     held_out: float = 0.05
-    """Share of prompts to measure with."""
+    """Share of prompts for evaluation."""
     chain: int = 5
-    """Guesses per chain that are measured."""
+    """Draft tokens per chain in evaluations."""
     draft_length: int = 1
-    """`parallel`: tokens that one pass guesses."""
+    """`parallel`: draft tokens per pass."""
     layers: int = 1
-    """`parallel`, `draft`: blocks."""
+    """`parallel`, `draft`: number of blocks."""
     hidden_size: int | None = None
-    """`draft`: None = half of the target's, in whole 64."""
+    """`draft`: hidden size; None: half of the target's, a multiple of 64."""
 
 
 class TrainingRun:
     """Trainer, evaluation and checkpoints of one process; process 0 writes."""
 
     journal: MetricsLog
-    """Process 0 alone has it, and `costs`."""
+    """Metrics log; like `costs`, only on process 0."""
     costs: Costs
 
     def __init__(
@@ -88,7 +88,9 @@ class TrainingRun:
         progress: Progress,
         processes: Processes = ALONE,
     ) -> None:
-        """Load everything, writing nothing; `recipe` may depend on the number of rows.
+        """Load data, target and head; no file is written.
+
+        `recipe` is called with the training rows.
 
         Raises ValueError for options that do not fit together.
         """
@@ -113,7 +115,7 @@ class TrainingRun:
                 f"--max-length is {task.max_length} and the target takes {target.max_context} tokens; lower it"
             )
         self._written = self._first_head(folder, target)
-        """In the dtype that it is used in."""
+        """Head in the dtype of decoding."""
         self.head = _twin(self._written, target)
         weight_VD, ids_K = target.head.weight, None if self._written.ids is None else self._written.get_buffer("ids")
         products = torch.bfloat16 if self.recipe.bf16 else next(self.head.parameters()).dtype
@@ -125,7 +127,7 @@ class TrainingRun:
         self.trainer = Trainer(self.head, self.frozen, teacher, self.rows, self.recipe, processes)
         head_bytes = sum(parameter.nbytes for parameter in self.head.parameters())
         self.fixed_bytes = target_bytes + teacher.weight_KD.nbytes + 4 * head_bytes
-        """Target, teacher, and the head with its gradient and two averages."""
+        """Bytes of target, teacher, and head with gradient and two moments."""
 
     def _first_head(self, folder: Path, target: Decoder) -> Learner:
         task = self.task
@@ -187,7 +189,7 @@ class TrainingRun:
             self.check()
 
     def _open_states(self, folder: Path) -> None:
-        """Read this process's share of all texts; none is stored twice."""
+        """Store the states of this process's share of texts, each text once."""
         depths = sorted({*self.head.config.taps, self.frozen.decoder.normed_depth})
         depends: dict[str, Any] = {"target": self.task.target, "dtype": self.task.dtype, "depths": depths}
         if self.head.config.target_layers:
@@ -216,7 +218,7 @@ class TrainingRun:
         self._best = state["best"]
 
     def _agree(self, step: int) -> None:
-        """ValueError unless all processes have found the same."""
+        """Raise ValueError if the processes have different states."""
         if self.processes.totals([step])[0] != step * self.processes.number:
             raise ValueError(f"{self._out / LAST} is not the same for all processes; give all of them one folder")
 
@@ -225,7 +227,7 @@ class TrainingRun:
             yield from self.frozen.lessons(self.rows[number])
 
     def advance(self) -> dict[str, float]:
-        """One step, which goes into the journal."""
+        """Run one training step, and log its metrics."""
         started = time.perf_counter()
         found = self.trainer.advance()
         if self.processes.first:
@@ -241,7 +243,7 @@ class TrainingRun:
             self._keep(found)
 
     def _keep(self, found: Acceptance) -> None:
-        """In the journal, and with it the head as it is."""
+        """Log an evaluation, and write head and training state."""
         length, speed_up = best_chain(found.taus, self.costs)
         values: dict[str, Any] = {
             "rates": found.rates,
@@ -259,7 +261,7 @@ class TrainingRun:
         write_state(state, self._out / LAST)
 
     def close(self) -> None:
-        """All that was found is on the disk."""
+        """Close the log, and write new hidden states to disk."""
         if self.processes.first:
             self.journal.close()
         if self.frozen.store is not None:
@@ -279,7 +281,7 @@ class TrainingRun:
         return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe)}
 
     def _measured_costs(self) -> Costs:
-        """Return costs of rounds with this head, as the engine measures."""
+        """Return the costs of rounds with this head, measured by the engine."""
         task, trained = self.task, str(self._out / LAST)
         mode: Mode = "classic" if task.kind == "draft" else mode_of(task.kind)
         config = EngineConfig(
@@ -297,7 +299,7 @@ class TrainingRun:
 
 
 def _twin(head: Learner, target: Any) -> Learner:
-    """The head in the dtype of lessons, whose parameters learn."""
+    """Return a trainable copy of the head, in the dtype of lessons."""
     if isinstance(head, Draft):
         wide = torch.promote_types(head.decoder.embed.weight.dtype, torch.float32)
         return copy.deepcopy(head).to(wide).requires_grad_(True)

@@ -6,7 +6,7 @@ from quant.formats import QuantFormat
 
 
 def _nbytes(N: int, K: int, bits: int, group_size: int) -> int:
-    """Codes, and a float32 for each row or group."""
+    """Return the bytes of codes and float32 scales per row or group."""
     return N * K + 4 * N if bits == 8 else N * K // 2 + 4 * (N * K // group_size)
 
 

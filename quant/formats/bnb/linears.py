@@ -1,7 +1,7 @@
 """Linears of bitsandbytes, on CPU and CUDA, rounded to nearest.
 
-LLM.int8 quantizes the activations too, by way of float16: values beyond 65504 overflow. On CPUs with AVX512-BF16 the
-nf4 product is computed in bfloat16 for any dtype, and takes multiples of 32 outputs.
+LLM.int8 quantizes the activations too, through float16: values beyond 65504 overflow. On CPUs with AVX512-BF16 the nf4
+product is computed in bfloat16 for any dtype, and N must be a multiple of 32.
 
 Legend: N output features, K input features.
 """

@@ -1,6 +1,6 @@
-"""HQQ (Badri and Shaji 2023) below 8 bits; rounded rows at 8.
+"""HQQ (Badri and Shaji 2023); at 8 bits rounding to nearest.
 
-Kernels of this project run it: C++ on a CPU, Triton on CUDA, or gemlite if that was measured to be faster.
+The project's kernels multiply: C++ on a CPU, Triton on CUDA, or gemlite if measured to be faster.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from quant.formats import QuantFormat
 
 
 def _nbytes(N: int, K: int, bits: int, group_size: int) -> int:
-    """Bytes of `QuantizedPackedLinear`: tiles of 16 rows; 3 and 2 bits take 4."""
+    """Return the bytes of `QuantizedPackedLinear`.
+
+    Tiles have 16 rows. Codes of 3 and 2 bits are stored in 4 bits.
+    """
     container, group = (8, K) if bits == 8 else (4, group_size)
     return -(-N // 16) * (K // group) * 16 * (group * container // 8 + 4)
 

@@ -15,21 +15,22 @@ from quant.quantized_weight import QuantizedWeight, dequantize, int8_codes
 from quant.switch_linear import QuantizedLinear
 
 GEMLITE_BITS = (8, 4, 2)
-"""Codes that gemlite has kernels for."""
+"""Bits per code for which gemlite has kernels."""
 GEMLITE_ROWS = 16
-"""Rows that gemlite's kernels are called with at most."""
+"""Maximum number of rows for gemlite's kernels; more rows are dequantized."""
 _GROUP_MODE, _ADDS_ZERO = 10, 4  # of gemlite's metadata: w = q * scale + zero, not (q - zero) * scale
 READ_BEYOND = 1024
 """Inputs beyond the last whose scales and zeros gemlite may read.
 
-gemlite masks weights at their end, not these.
+gemlite masks weights beyond the end, but not scales and zeros.
 """
 
 
 class GemliteLinear(QuantizedLinear):
     """Linear of gemlite's Triton kernels: one launch per product of few rows.
 
-    Prompts are multiplied by dequantized weights, since tuning each number of rows takes a minute.
+    More than `GEMLITE_ROWS` rows are multiplied by dequantized weights, since tuning gemlite takes a minute for each
+    number of rows.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -68,7 +69,10 @@ class GemliteLinear(QuantizedLinear):
         return torch.ops.gemlite.forward_functional(x, self.bias, tensors, self._meta)
 
     def _dequantized(self, words: Tensor, scale_GN: Tensor, zero_GN: Tensor | None) -> Tensor:
-        """Return [N, K] from gemlite's words [K / codes per word, N], lowest bits first."""
+        """Return the weight [N, K] from gemlite's words.
+
+        Words are [K / codes per word, N], lowest bits first.
+        """
         if self.bits == 8:
             return words.t() * scale_GN.t()
         assert zero_GN is not None
@@ -81,7 +85,10 @@ class GemliteLinear(QuantizedLinear):
 
 
 def _before_zeros(table_GN: Tensor, num_rows: int) -> Tensor:
-    """Return a copy of the table followed by rows of zeros in memory, not NaN."""
+    """Return a copy of the table; zeros follow it in memory.
+
+    Memory beyond the table could contain NaN.
+    """
     room = table_GN.new_zeros(len(table_GN) + num_rows, table_GN.shape[1])
     room[: len(table_GN)] = table_GN
     return room[: len(table_GN)]

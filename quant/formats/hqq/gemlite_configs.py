@@ -1,4 +1,4 @@
-"""Cache of gemlite's kernel configurations, which take a dozen trials per shape."""
+"""Cache of gemlite's kernel configurations; tuning takes a dozen trials per shape."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def load_configs(cache_dir: Path) -> bool:
 
 
 def save_configs(cache_dir: Path) -> None:
-    """Save configurations of this process and of the file, as a whole.
+    """Save the configurations of this process and of the file, atomically.
 
-    Nothing happens if gemlite was not used. A full disk costs a warning: the next start tries kernels again.
+    Nothing is written if gemlite was not used. If the disk is full, a warning is logged and the next start tunes again.
     """
     if "gemlite" not in sys.modules:
         return

@@ -25,10 +25,10 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Int4Linear(QuantizedLinear):
-    """torch's int4 kernel for CPUs: w = (code - 8) * scale + offset.
+    """Linear of torch's int4 kernel for CPUs.
 
-    Holds HQQ's (q - zero) * scale exactly. 3- and 2-bit codes take 4 bits, shifted so that their middle meets the
-    container's: then rounding scale and offset to 16 bits costs little.
+    The kernel's w = (code - 8) * scale + offset represents HQQ's (q - zero) * scale exactly. Codes of 3 and 2 bits are
+    stored in 4 bits, shifted so that their middle is 8, which keeps the error of 16-bit scales and offsets small.
     """
 
     packed: Tensor  # uint8 [N, K/2], in an order of the kernel's own
@@ -53,7 +53,7 @@ class Int4Linear(QuantizedLinear):
 
 
 class Int8Linear(QuantizedLinear):
-    """torch's int8 kernel for CPUs: symmetric, one scale per row."""
+    """Linear of torch's int8 kernel for CPUs: symmetric, one scale per row."""
 
     codes: Tensor  # int8 [N, K]
     scale: Tensor  # [N]
@@ -98,9 +98,9 @@ def check(
     device: torch.device,
     packs: bool = False,
 ) -> None:
-    """Raise ValueError if no kernel takes a linear of shape (N, K).
+    """Raise ValueError if no kernel supports a linear of shape (N, K).
 
-    A caller that packs has a kernel for 3 bits on GPUs.
+    `packs`: the caller has a kernel of its own, which supports 3 bits on GPUs.
     """
     N, K = shape
     proj = name.rpartition(".")[2]
@@ -133,14 +133,14 @@ def check(
 def cpu_linear(
     name: str, weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype, **_: int
 ) -> QuantizedLinear:
-    """Make the linear of torch's kernels for CPUs. ValueError as `check`."""
+    """Return the linear of torch's kernels for CPUs; ValueError as `check`."""
     return _make(name, weight, bias, dtype, Int8Linear if weight.bits == 8 else Int4Linear)
 
 
 def cuda_linear(
     name: str, weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype, **_: int
 ) -> QuantizedLinear:
-    """Make the linear of gemlite's kernels for GPUs. ValueError as `check`."""
+    """Return the linear of gemlite's kernels for GPUs; ValueError as `check`."""
     return _make(name, weight, bias, dtype, GemliteLinear)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from quant.quantized_weight import QuantizedWeight
 
 _BLOCK_ROWS = 4096
-"""Rows rounded at a time, which bounds memory for heads."""
+"""Rows rounded at a time, to limit the memory for LM heads."""
 
 
 def round_rows(weight_NK: Tensor) -> QuantizedWeight:

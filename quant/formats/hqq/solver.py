@@ -1,4 +1,6 @@
-"""Solver of HQQ along the rows, by the hqq package; 8 bits are rounded (`rtn`).
+"""HQQ solver along the rows, from the hqq package.
+
+Weights of 8 bits are rounded (`rtn`).
 
 Legend: N output features, K input features, G groups of a row, R rows of a block.
 """
@@ -21,7 +23,10 @@ _BLOCK_WEIGHTS_ELSEWHERE = 2**24
 
 
 def solve(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Quantize on the weight's device; `group_size` divides K, and 8 bits ignore it."""
+    """Quantize a weight on its device.
+
+    `group_size` divides K; at 8 bits it is ignored.
+    """
     weight_NK = weight_NK.detach().contiguous()
     if bits == 8:
         return round_rows(weight_NK)

@@ -54,7 +54,7 @@ class ClassicDrafter(Drafter):
 
         Args:
             branching: nodes expanded on each level, and children of each.
-            logit_noise: see Guesser.
+            logit_noise: see `Sampler.draft`.
             graphs: capture the reading of missed tokens.
         """
         self.model, self.shapes, self._branching, self._weight_bytes = model, shapes, branching, weight_bytes

@@ -5,7 +5,7 @@ target's features of token t and of the token after it. KV of committed tokens a
 written while drafting is overwritten by the first step of the next draft. So the cache needs no rollback, and nothing
 moves with an accepted path.
 
-Legend: B rows, R places of a draft's first step, S slots, F features, P states from which guesses may continue, D
+Legend: B rows, R places of a draft's first step, S slots, F features, P states from which drafts may continue, D
 hidden size, V vocabulary.
 """
 
@@ -164,7 +164,7 @@ class HeadStepper:
     def __init__(
         self, head: Head, own: StaticKVCache, target: StaticKVCache, tokens_BS: Tensor, lead: Callable[[], int]
     ) -> None:
-        """`lead`: how many of the last places the first step reads."""
+        """`lead`: number of last places that the first step reads."""
         self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
         self.ids: Tensor | None = None if head.ids is None else head.get_buffer("ids")
         self.logit_noise: float | None = None
@@ -196,7 +196,7 @@ class _FeatureStepper(HeadStepper):
         super().__init__(head, *reading)
         self._head, D = head.steps, head.config.block.hidden_size
         self._states_BPD = torch.zeros(len(self.root_pos_B), num_states, D, **head.place)
-        """State of the root, or of a chain's last guess.
+        """State of the root, or of a chain's last draft token.
 
         Those of tree nodes follow, in the order of their slots.
         """

@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
 
-Hidden states of several depths are fused, and tokens guessed directly.
+Hidden states of several depths are fused, and draft tokens are predicted directly.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Glide(Head):
     def step(
         self, tokens_BF: Tensor, cache: StaticKVCache, target: StaticKVCache, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """Read a chain's next guess (F = 1), or tree nodes.
+        """Read a chain's next draft token (F = 1), or tree nodes.
 
         They are in slots lengths..lengths+F-1 of the head's own cache, or as `tree_mask` gives them. Returns the logits
         [B, F, K] of the draft tokens after them.

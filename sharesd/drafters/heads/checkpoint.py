@@ -1,6 +1,6 @@
 """Checkpoint folders of trained heads, in the layouts of serving engines.
 
-There are no public layouts of parallel heads and GLIDE; docs/reference/training.md has ours.
+There are no public layouts of parallel heads and GLIDE; docs/reference/training.md has those of ShareSD.
 """
 
 from __future__ import annotations

@@ -57,11 +57,11 @@ class HeadConfig:
     target_hidden_size: int
     """Size of one of them."""
     draft_vocab_size: int
-    """Tokens that it can guess."""
+    """Number of tokens in its vocabulary."""
     norm_before_residual: bool
     """EAGLE-3: the residual stream begins with the normalised state."""
     draft_length: int
-    """`parallel`: tokens that one pass guesses; 1 for others."""
+    """`parallel`: draft tokens of one pass; 1 for other kinds."""
     raw: Mapping[str, Any]
     """config.json, which is written as it was read."""
 

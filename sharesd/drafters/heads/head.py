@@ -135,7 +135,7 @@ class Head(nn.Module):
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
         """Return states [B, T, D] of whole texts, for each step.
 
-        States of the first guess after each place, then of further ones in a chain of `steps`. Plain operations,
+        States of the first draft token after each place, then of further ones in a chain of `steps`. Plain operations,
         without a cache, through which gradients flow.
 
         Place t has the target's features of token t, and `tokens_BT[:, t]` is token t + 1. State t of step s belongs to
@@ -191,7 +191,7 @@ class Head(nn.Module):
 class FeatureHead(Head):
     """Head whose features are hidden states of the target.
 
-    In a chain of guesses, the head's own state replaces the features of places that the target has not read.
+    In a chain of draft tokens, the head's own state replaces the features of places that the target has not read.
     """
 
     fc: nn.Linear
@@ -285,11 +285,11 @@ class FeatureHead(Head):
     def step(
         self, tokens_BF: Tensor, states_BPD: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """Read a chain's next guess (F = 1), or tree nodes.
+        """Read a chain's next draft token (F = 1), or tree nodes.
 
-        Returns the logits [B, F, K] of the draft tokens after them. `states_BPD` holds the states from which guesses
-        continue, and is updated: first that of the root or of a chain's last guess, then those of tree nodes by slot,
-        counted from the length.
+        Returns the logits [B, F, K] of the draft tokens after them. `states_BPD` holds the states from which drafts
+        continue, and is updated: first that of the root or of a chain's last draft token, then those of tree nodes by
+        slot, counted from the length.
         """
         if self.native is not None:
             return self.native.step(tokens_BF, states_BPD, cache, tree_mask)

@@ -7,7 +7,10 @@ from sharesd.drafters.heads.head import Head
 
 
 def native_head(head: Head) -> NativeHead:
-    """Once its linears are packed, and those of the target. Raises KernelUnsupported."""
+    """Return a head's steps in the CPU kernel.
+
+    Linears of the head and of the target must be packed. Raises KernelUnsupported.
+    """
     return NativeHead(
         head.block,
         tables=(head.get_buffer("cos"), head.get_buffer("sin")),

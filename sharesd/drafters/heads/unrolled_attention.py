@@ -1,4 +1,4 @@
-"""Attention of chains of guesses that begin at every place.
+"""Attention of chains of draft tokens that begin at every place.
 
 Training unrolls them at once (training-time test, EAGLE-3). In step s of a chain, place t sees the text up to t - s,
 the start of its chain, and of each step e since then the one place t - s + e. As one product over all of them with a

@@ -1,8 +1,8 @@
 """Mix of drafters: each round takes the draft with best throughput.
 
-Lookups cost next to nothing, so tables are queried unless even that does not pay; their trees are merged into one. A
-model drafter takes time, so it drafts only if its running acceptance is worth more than the tables' scores. Then the
-tables fill up its draft: with branches beside it, and with tokens after it.
+Lookups take little time, so tables are queried unless even this time exceeds their gain; their trees are merged into
+one. A model drafter takes more time, so it drafts only if its running acceptance gives a higher rate than the tables'
+scores. Then nodes of the tables are added to its draft, as branches and after its end.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class _Row:
     """
     last: Proposal = field(default_factory=empty_proposal)
     matched: int = 0
-    """Length of the match of the last guess."""
+    """Length of the match of the last draft."""
 
 
 class NgramTable(Table):
@@ -36,7 +36,7 @@ class NgramTable(Table):
     name = "ngram"
 
     def __init__(self, num_draft: int, ngram_min: int, ngram_max: int, most_recent: bool = False) -> None:
-        """Guess `num_draft` tokens after matches of `ngram_min` to `ngram_max` tokens.
+        """Draft `num_draft` tokens after matches of `ngram_min` to `ngram_max` tokens.
 
         `num_draft` is a maximum. Of several matches of the greatest length the earliest counts (as in vLLM), or the
         most recent one.

@@ -3,7 +3,7 @@
 Each token is independent of the tokens before. The cache is that of `EagleDrafter`. KV of masks is written after the
 root's slot, where the next draft overwrites it.
 
-Legend: B rows, K guesses, N draft tokens, F nodes of a level.
+Legend: B rows, K tokens of a draft, N tokens of the draft vocabulary, F nodes of a level.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _ParallelStepper(HeadStepper):
     """Stepper whose first step drafts all tokens."""
 
     def __init__(self, head: Parallel, *reading: Any, max_depth: int, depth: Callable[[], int]) -> None:
-        """`depth`: how many tokens are guessed, at most `max_depth`."""
+        """`depth`: number of tokens of a draft, at most `max_depth`."""
         super().__init__(head, *reading)
         self._head, self._depth, num_tokens = head.steps, depth, head.config.draft_vocab_size
         self._logits_BKN = torch.zeros(len(self.root_pos_B), max_depth, num_tokens, **head.place)
@@ -73,7 +73,7 @@ def build(inputs: BuildInputs) -> EagleDrafter:
     """Build the drafter of mode parallel.
 
     Raises:
-        ValueError: drafts of more tokens than the head guesses were requested.
+        ValueError: drafts of more tokens than the head predicts were requested.
     """
     head, config = inputs.heads[ParallelDrafter.name], inputs.config
     assert isinstance(head, Parallel)

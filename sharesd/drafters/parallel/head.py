@@ -78,7 +78,7 @@ class Parallel(Eagle3):
     ) -> Tensor:
         """Read `num` places of texts and the masks after them.
 
-        The last place is before `ends_B`. Returns the logits [B, depth, N] of `depth` guesses over the draft tokens.
+        The last place is before `ends_B`. Returns the logits [B, depth, N] of `depth` places over the draft tokens.
         See `FeatureHead.read`.
         """
         if self.native is not None:

@@ -107,7 +107,7 @@ class RecycleTable(Table):
         """Replace rows by the target's likeliest tokens.
 
         row_tokens [R]: the tokens that the target read, emitted or not. successors [R, k]: the k likeliest tokens after
-        each, likeliest first. Where a token occurs twice the later row counts.
+        each, likeliest first. If a token occurs twice, the later row counts.
         """
         k = self.num_successors
         assert successors.shape == (len(row_tokens), k), (
@@ -116,7 +116,7 @@ class RecycleTable(Table):
         self.successors[row_tokens] = successors
 
     def save(self, path: str | Path) -> None:
-        """Write matrix and hit rates to a .npz file, whole or not at all."""
+        """Write matrix and hit rates to a .npz file, atomically."""
         with atomic_path(Path(path)) as fresh, fresh.open("wb") as stream:
             rates = np.array([self.rates.hits, self.rates.tries])
             np.savez_compressed(stream, format=np.array(FORMAT), successors=self.successors, rates=rates)

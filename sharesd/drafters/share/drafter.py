@@ -4,8 +4,8 @@ The draft reads the target's verified KV of older tokens and writes its own into
 overwrites. Needs no KV of its own and no catching up.
 
 In long contexts a draft step would take longer for the KV than for its weights. So it may read recent tokens and the
-first few only, like StreamingLLM (Xiao et al. 2023, arXiv 2309.17453); the verify step, which reads everything, makes
-up for wrong guesses (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec, Chen et al. 2024, arXiv 2408.11049).
+first few only, like StreamingLLM (Xiao et al. 2023, arXiv 2309.17453); the verify step, which reads everything,
+corrects wrong draft tokens (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec, Chen et al. 2024, arXiv 2408.11049).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ShareDrafter(Drafter):
 
         Args:
             branching: nodes expanded on each level, and children of each.
-            logit_noise: see Guesser.
+            logit_noise: see `Sampler.draft`.
             continues_trees: trees grow while the target waits for its weights.
         """
         self.model, self.cache, self.switch = model, cache, switch

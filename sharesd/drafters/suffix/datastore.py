@@ -17,7 +17,7 @@ from sharesd_files import atomic_path
 CONTEXT = 16
 """Tokens of context by which the corpus is sorted and searched."""
 SAMPLES = 16
-"""Occurrences in the corpus that are looked at."""
+"""Maximum occurrences in the corpus that are used."""
 TOKEN = np.dtype(">i4")
 LARGEST = 2**31 - 1
 FORMAT = 1
@@ -26,8 +26,8 @@ FORMAT = 1
 class Datastore:
     """Corpus with its positions sorted by the context before them.
 
-    Sorted by contexts read backwards, all places that share the last n tokens with a text are neighbours, and next to
-    where the text itself would stand is the longest match: one binary search finds it. Tokens are kept big-endian, so
+    Sorted by contexts read backwards, all places that share the last n tokens with a text are neighbours. The longest
+    match is next to the text's own place in this order, so one binary search finds it. Tokens are kept big-endian, so
     that contexts compare as bytes; the arrays may be memory-mapped and are only read. `largest` is the largest
     token id: compare it with the target's vocabulary.
     """

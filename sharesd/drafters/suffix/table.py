@@ -20,7 +20,7 @@ from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 ORDERS = 3
 """Suffixes of different lengths (states) that are blended for one node."""
 SIBLINGS = 8
-"""Children looked at per state: those that were used last."""
+"""Maximum children per state: those that were used last."""
 ESCAPE = 1.5
 """Weight of each distinct continuation as evidence for an unseen one.
 
@@ -64,7 +64,7 @@ class SuffixAutomaton:
 
         A new end belongs to the new state and to all states along its links. To keep counts exact, all would have to be
         raised, and in periodic text there are as many as periods. Only COUNTED of them are raised: counts of the
-        longest suffixes, which guesses read first, stay exact, and only short ones that end a long chain of longer ones
+        longest suffixes, which drafts read first, stay exact, and only short ones that end a long chain of longer ones
         are too low. A clone starts with the count of the state it is taken from, as their ends were the same until now.
         """
         next_, link, length, count = self.next, self.link, self.length, self.count
@@ -123,7 +123,7 @@ class SuffixAutomaton:
 
 
 _Node = tuple[int, int, float, list[int], int]
-"""Node of the guessed tree, a plain tuple as there are hundreds.
+"""Node of the draft tree, a plain tuple as there are hundreds.
 
 State in the automaton (0 = none), match length there, probability before calibration, places in the corpus at the
 path's end, match length there.

@@ -36,7 +36,7 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what lasts beyond a text."""
+        """Bytes of content that is kept between texts."""
         return 0
 
     def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
@@ -55,13 +55,13 @@ class Table:
         raise NotImplementedError
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
-        """Append newly emitted tokens, and learn from the last guess."""
+        """Append newly emitted tokens, and learn from the last draft."""
         raise NotImplementedError
 
     def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
         """Return at most `budget` nodes after the row's last token.
 
-        With `ahead`, after these tokens, which follow the last one; nothing is learnt from the outcome of such guesses.
+        With `ahead`, after these tokens, which follow the last one; nothing is learnt from the outcome of such drafts.
         """
         raise NotImplementedError
 

@@ -237,10 +237,10 @@ def test_a_head_that_looks_into_the_target(dtype: torch.dtype) -> None:
         own.lengths.fill_(64 - 7)
         native.read_tokens(tokens, 7, own, seen)
         own.lengths.fill_(64 - 4)
-        native.go_on_with_tokens(hand("guess", torch.tensor([[39]])), own, seen)
+        native.step_tokens(hand("guess", torch.tensor([[39]])), own, seen)
         path = torch.tensor([[[2], [2]]] if behind else [[[0, 0], [1, 0]]])
         tree_mask = TreeAttentionMask(hand("depth", torch.zeros(1, 2, dtype=torch.int64)), hand("path", path))
-        native.go_on_with_tokens(hand("nodes", torch.tensor([[0, 39]])), own, seen, tree_mask)
+        native.step_tokens(hand("nodes", torch.tensor([[0, 39]])), own, seen, tree_mask)
 
     with torch.inference_mode():
         every_region_is_guarded(call)

@@ -1,0 +1,235 @@
+"""Figures of benchmarks checked by hand, their records, and tables of them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmark.questions import records, summary
+from benchmark.questions.records import Key, TurnRecord
+from benchmark.questions.results import headline, tables_at_start
+from benchmark.report import percent
+from sharesd.drafters.recycle import EMBEDDED_TABLE
+from sharesd.drafters.suffix import EMBEDDED_CORPUS
+
+
+def turn(question: int, turn: int = 1, *, run: int = 1, decoded: int, decode_s: float, **fields: Any) -> TurnRecord:
+    """A record; by default of plain decoding, with a round per token and the tokens 0, 1, 2 and so on."""
+    plain = {
+        "category": "a" if question == 1 else "b",
+        "text": "",
+        "token_ids": list(range(decoded + 1)),
+        "sources": {"target": decoded + 1},
+        "prompt_tokens": 5,
+        "new_tokens": decoded + 1,
+        "finish_reason": "length",
+        "prefill_s": 0.1 * question,
+        "draft_s": 0.0,
+        "verify_s": 0.9 * decode_s,
+        "overhead_s": 0.1 * decode_s,
+        "rounds": decoded,
+        "accepted_at": [],
+        "accept_lengths": [1] * decoded,
+    }
+    base = {"question_id": question, "turn": turn, "run": run, "decoded_tokens": decoded, "decode_s": decode_s}
+    return TurnRecord(**{**plain, **base, **fields})
+
+
+def drafted(lengths: list[int], *, bonus_at: int, **fields: Any) -> dict[str, Any]:
+    """Fields of a turn whose rounds emitted so many tokens; a round of `bonus_at` tokens ends with a bonus."""
+    accepted = sum(length - 1 for length in lengths)
+    bonus = sum(length == bonus_at for length in lengths)
+    sources = {"target": 1, "accepted": accepted, "recovered": len(lengths) - bonus, "bonus": bonus}
+    at = [sum(length > i + 1 for length in lengths) for i in range(bonus_at - 1)]
+    return {
+        "rounds": len(lengths),
+        "accept_lengths": lengths,
+        "accepted_at": at,
+        "sources": sources,
+        "draft_steps": 2 * len(lengths),
+        **fields,
+    }
+
+
+def keyed(*turns: TurnRecord) -> dict[Key, TurnRecord]:
+    return {record.key: record for record in turns}
+
+
+NAIVE = keyed(
+    turn(1, decoded=10, decode_s=1.0), turn(1, 2, decoded=10, decode_s=1.0), turn(2, decoded=20, decode_s=4.0)
+)
+SHARE = keyed(
+    turn(1, decoded=10, decode_s=0.5, **drafted([3, 3, 3, 1], bonus_at=3, draft_s=0.2, verify_s=0.2)),
+    turn(1, 2, decoded=10, decode_s=0.5, **drafted([2] * 5, bonus_at=3, draft_s=0.2, verify_s=0.2)),
+    turn(
+        2,
+        decoded=20,
+        decode_s=1.0,
+        **drafted([2] * 10, bonus_at=3, draft_s=0.5, verify_s=0.4, token_ids=[0, 1, 2, 99, *range(4, 21)]),
+    ),
+)
+
+
+class TestSummary:
+    def test_figures(self) -> None:
+        modes = summary.summarize({"naive": NAIVE, "share": SHARE, "classic": {}}, list(NAIVE), num_draft=2)
+        assert list(modes) == ["naive", "share"]
+        naive, share = modes["naive"], modes["share"]
+        assert naive["tokens_per_second"] == pytest.approx(40 / 6)
+        assert naive["speedup_vs_naive"] == pytest.approx(1) and naive["identical_to_naive"] == 1
+        assert naive["mean_tokens_per_round"] == 1 and naive["alpha"] is None and naive["cost_ratio_c"] is None
+        assert share["tokens_per_second"] == pytest.approx(20)
+        assert share["speedup_vs_naive"] == pytest.approx(3)
+        assert share["speedup_by_turn"] == {"min": 2.0, "num_slower": 0, "num_turns": 3}
+        assert share["mean_tokens_per_round"] == pytest.approx(40 / 19)
+        assert share["acceptance_by_position"] == pytest.approx([18 / 19, 3 / 19])
+        assert share["alpha"] == pytest.approx(21 / 37)
+        assert share["draft_ms"] == pytest.approx(900 / 19) and share["verify_ms"] == pytest.approx(800 / 19)
+        assert naive["verify_ms"] == pytest.approx(135)
+        assert share["cost_ratio_c"] == pytest.approx(900 / 19 / 2 / 135)
+        assert share["verify_ratio_v"] == pytest.approx(800 / 19 / 135)
+        assert share["time_to_first_token_s"] == pytest.approx({"median": 0.1})
+        assert share["identical_to_naive"] == pytest.approx(2 / 3)
+        assert share["first_divergences"] == [
+            {"run": 1, "question_id": 2, "turn": 1, "position": 3, "token": 99, "naive_token": 3}
+        ]
+        assert share["by_category"]["a"] == pytest.approx(
+            {
+                "num_turns": 2,
+                "tokens_per_second": 20,
+                "mean_tokens_per_round": 20 / 9,
+                "alpha": 11 / 17,
+                "speedup_vs_naive": 2,
+            }
+        )
+        assert share["by_category"]["b"]["speedup_vs_naive"] == pytest.approx(4)
+
+    def test_positions_that_no_round_accepted_are_left_out_of_tables(self) -> None:
+        tree = {"acceptance_by_position": [0.5, 0.25, 0, 0.125, 0, 0]}
+        chain = {"acceptance_by_position": [0.5, 0.0, 0, 0, 0, 0]}
+        modes = {"naive": {"acceptance_by_position": []}, "eagle": tree, "share": chain}
+        assert summary.accepted_positions(modes) == {"eagle": [0.5, 0.25, 0, 0.125], "share": [0.5, 0, 0, 0]}
+        assert summary.accepted_positions({"share": {"acceptance_by_position": [0.0, 0.0]}}) == {"share": [0.0]}
+
+    def test_without_naive(self) -> None:
+        share = summary.summarize({"share": SHARE}, list(SHARE), num_draft=2)["share"]
+        assert share["tokens_per_second"] == pytest.approx(20)
+        for name in ("speedup_vs_naive", "identical_to_naive", "first_divergences", "cost_ratio_c", "verify_ratio_v"):
+            assert share[name] is None
+        assert share["by_category"]["a"]["speedup_vs_naive"] is None
+
+    def test_median_of_runs(self) -> None:
+        naive = keyed(*(turn(1, run=run, decoded=10, decode_s=1.0) for run in (1, 2, 3)))
+        share = keyed(
+            *(turn(1, run=i + 1, decoded=10, decode_s=s, accepted_at=[0, 0]) for i, s in enumerate((0.5, 0.1, 0.4)))
+        )
+        figures = summary.summarize({"naive": naive, "share": share}, list(naive), num_draft=2)["share"]
+        assert figures["num_runs"] == 3
+        assert figures["tokens_per_second"] == pytest.approx(25)
+        assert figures["tokens_per_second_range"] == pytest.approx([20, 100])
+        assert figures["speedup_vs_naive"] == pytest.approx(2.5) and figures["speedup_range"] == pytest.approx([2, 10])
+        assert figures["identical_across_runs"] == 1
+
+    def test_run_that_was_cut_off_does_not_count(self) -> None:
+        whole = [turn(1, decoded=10, decode_s=1.0), turn(2, decoded=10, decode_s=1.0)]
+        cut = turn(1, run=2, decoded=10, decode_s=0.1)
+        keys = [(run, question, 1) for run in (1, 2) for question in (1, 2)]
+        assert summary.whole_runs(keyed(*whole, cut), keys) == keyed(*whole)
+        assert summary.whole_runs(keyed(cut), keys) == keyed(cut)
+
+    def test_speedup_is_over_common_turns(self) -> None:
+        share = keyed(turn(1, decoded=10, decode_s=0.5), turn(2, decoded=100, decode_s=1.0))
+        assert summary.speedups(share, keyed(turn(1, decoded=10, decode_s=1.0)))["speedup_vs_naive"] == pytest.approx(2)
+
+    def test_turn_after_another_answer_is_not_identical(self) -> None:
+        other = keyed(
+            turn(1, decoded=10, decode_s=1.0, token_ids=list(range(9))),
+            turn(1, 2, decoded=10, decode_s=1.0),
+            turn(2, decoded=20, decode_s=4.0),
+        )
+        found = summary.compare(other, NAIVE)
+        assert found["share"] == pytest.approx(1 / 3) and found["num_compared"] == 3
+        assert found["first_divergences"] == [
+            {"run": 1, "question_id": 1, "turn": 1, "position": 9, "token": None, "naive_token": 9}
+        ]
+
+    def test_answers_of_one_token_have_no_speed(self) -> None:
+        one = keyed(turn(1, decoded=0, decode_s=0.0))
+        figures = summary.summarize({"naive": one, "share": one}, list(one), num_draft=2)["share"]
+        for name in ("tokens_per_second", "speedup_vs_naive", "mean_tokens_per_round", "alpha", "draft_ms"):
+            assert figures[name] is None
+        assert figures["acceptance_by_position"] == [] and figures["identical_to_naive"] == 1
+
+
+class TestRecords:
+    def test_written_is_read(self, tmp_path: Path) -> None:
+        for record in SHARE.values():
+            records.append(tmp_path, "share", record)
+        assert records.read(tmp_path, "share") == SHARE
+        assert records.read(tmp_path, "naive") == {}
+
+    def test_cut_off_line_is_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        first, second, _ = SHARE.values()
+        records.append(tmp_path, "share", first)
+        whole = records.answers_file(tmp_path, "share").read_text()
+        records.answers_file(tmp_path, "share").write_text(whole + second.line()[:40])
+        assert records.read(tmp_path, "share") == keyed(first)
+        assert "middle of a line" in caplog.text
+        records.append(tmp_path, "share", second)
+        assert records.read(tmp_path, "share") == keyed(first, second)
+
+    @pytest.mark.parametrize("line", ["{}", "[1]", "no json", '{"run": 1, "question": 2}'])
+    def test_other_lines_are_refused(self, tmp_path: Path, line: str) -> None:
+        records.answers_file(tmp_path, "share").write_text(line + "\n")
+        with pytest.raises(ValueError, match="answers-share.jsonl:1"):
+            records.read(tmp_path, "share")
+
+    def test_turn_that_comes_twice_is_refused(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            records.append(tmp_path, "share", turn(1, decoded=1, decode_s=1.0))
+        with pytest.raises(ValueError, match="answers-share.jsonl:2: a turn comes twice"):
+            records.read(tmp_path, "share")
+
+    def test_line_separators_in_texts(self, tmp_path: Path) -> None:
+        record = turn(1, decoded=1, decode_s=1.0, text="a\u2028b\u0085c\nd \U0001f600")
+        records.append(tmp_path, "share", record)
+        assert records.read(tmp_path, "share") == keyed(record)
+
+    def test_first_difference(self) -> None:
+        old = {"a": 1, "b": {"c": [1], "d": 2}}
+        assert records.first_difference(old, {"a": 1, "b": {"c": [1], "d": 2}}) is None
+        assert records.first_difference(old, {"a": 1, "b": {"c": [1], "d": 3}}) == ("b.d", 2, 3)
+        assert records.first_difference(old, {"b": old["b"]}) == ("a", 1, None)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1.0, "100 %"), (0.9999, "99.9 %"), (0.5, "50.0 %"), (None, "-")])
+def test_percent_is_not_rounded_up_to_all(value: float | None, shown: str) -> None:
+    assert percent(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("modes", "corpus", "recycle_table", "says"),
+    [
+        (["naive", "share", "ngram"], "empty", "empty", ""),
+        (["suffix", "recycle"], "empty", "empty", "suffix and recycle empty."),
+        (["hybrid"], EMBEDDED_CORPUS.name, "empty", "suffix with the embedded model's own answers."),
+        (["suffix", "recycle"], "mine.npy", EMBEDDED_TABLE.name, "suffix with mine.npy, recycle with the embedded"),
+    ],
+)
+def test_what_tables_held_is_said(modes: list[str], corpus: str, recycle_table: str, says: str) -> None:
+    settings = {"modes": modes, "hybrid_with": ["share", "suffix"], "corpus": corpus, "recycle_table": recycle_table}
+    said = tables_at_start(settings)
+    assert said.startswith(f"Tables at the start: {says}") if says else said == ""
+
+
+def test_table_fits_80_columns() -> None:
+    modes = summary.summarize({"naive": NAIVE, "classic": SHARE, "share": SHARE}, list(NAIVE), num_draft=2)
+    for figures in modes.values():
+        figures |= {"extra_weight_bytes": 123_456_789_012, "extra_kv_bytes": 0}
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(headline(modes).table())
+    assert "…" not in screen.getvalue() and "123.46 GB" in screen.getvalue()

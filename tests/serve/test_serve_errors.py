@@ -1,0 +1,268 @@
+"""Answers to wrong requests over real HTTP, with a fake engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import ValidationError
+
+from serve.errors import of_schema
+from serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
+from tests.helpers.fake_engine import REFUSED
+from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
+from tests.helpers.served_model import Served, served
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(settings={"max_queue": 28}) as running:  # 36 places
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        *[("temperature", v) for v in (-1, "1", True, [1], 1e9)],
+        *[("n", v) for v in (0, 129, 1.5, "2", 10**18)],
+        *[("max_tokens", v) for v in (0, -1, 2.5, "5", 2**31, 10**4299)],
+        *[("max_completion_tokens", v) for v in (0, "5", 10**4299)],
+        *[("top_p", v) for v in (0, 1.1)],
+        *[("top_k", v) for v in (-2, 0.5)],
+        *[("min_p", v) for v in (-0.1, 2)],
+        *[("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0)],
+        *[("seed", v) for v in (-1, 2**63, 1.5)],
+        *[("stop", v) for v in ("", [""], ["a"] * 17, 5, [5], "a" * 1001)],
+        *[("stop_token_ids", v) for v in ("5", [1.5], [-1], [10**6], [10**4299])],
+        *[("logit_bias", {key: 1}) for key in ("1.0", "01", " 1", "+1", "-1", "1000000", "9" * 4300)],
+        *[("logit_bias", v) for v in ({"a": 1}, {"5": 101}, {"5": "1"}, [1], {str(i): 1 for i in range(1025)})],
+        *[("best_of", 2), ("stream_options", {"include_usage": True}), ("stream", "yes"), ("token_details", 1)],
+        ("stream_options", {"include_obfuscation": True}),
+        *[("speculate", "no"), ("ignore_eos", 0), ("guided_json", {}), ("trust_remote_code", True), ("grammar", "x")],
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_wrong_values_are_named(server: Served, param: str, value: Any) -> None:
+    for path, body in ((TEXT, {"prompt": "the"}), (CHAT, {"messages": HELLO})):
+        error = error_of(server.post(path, **{**body, param: value}))
+        assert error["param"].partition(".")[0] == param and param in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+def test_errors_name_parameters_and_nothing_of_ours(server: Served) -> None:
+    odd = [5, "", [], {}, [5], [""], [[]], [{}], {"a": 1}, {"type": "x"}, [{"type": "text", "text": 5}]]
+    for kind, path in ((ChatBody, CHAT), (CompletionBody, TEXT), (TokenizeBody, "/tokenize")):
+        needed = {"messages": HELLO, "max_tokens": 1} if path == CHAT else {}
+        for name in kind.model_fields:
+            for value in odd:
+                response = server.post(path, **{**needed, name: value})
+                if response.status_code == 200:
+                    continue
+                error = response.json()["error"]
+                assert error["param"] and re.fullmatch(r"\w+(\.\w+)*", error["param"]), (name, value, error)
+                assert not re.search(r"constrained|\[key\]|list\[|\.str\b|\.int\b", error["message"]), error
+    for name in ("str", "list[int]", "[key]"):
+        assert error_of(server.post(TEXT, prompt="the", **{name: 1}))["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [1] * 1_000_000 + ["a"]}),
+        (TEXT, {"prompt": [None] * 600_000}),
+        (CHAT, {"messages": [{}] * 1_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": [5] * 1_000_000}]}),
+        ("/detokenize", {"tokens": [None] * 600_000}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[str, Any]) -> None:
+    kind: type[Strict] = {TEXT: CompletionBody, CHAT: ChatBody}.get(path, DetokenizeBody)
+    data = json.dumps(body)
+    started = time.process_time()
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate_json(data)
+    assert of_schema(raised.value).param
+    assert raised.value.error_count() <= 4 and time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_very_many_unknown_keys_are_refused_all_at_once(inner: bool) -> None:
+    many = {f"k{i}": 0 for i in range(200_000)}
+    data = json.dumps({"prompt": "the", **({"stream": True, "stream_options": many} if inner else many)})
+    with pytest.raises(ValidationError) as raised:
+        CompletionBody.model_validate_json(data)
+    started = time.process_time()
+    error = of_schema(raised.value)
+    assert time.process_time() - started < 0.05, "it takes a second to list them"
+    assert error.status == 400 and "200000 wrong values or unknown keys" in error.message
+
+
+WRONG_OUTPUTS: list[dict[str, Any]] = [
+    {},
+    {"regex": "a", "choice": ["b"]},
+    {"regex": "("},
+    {"grammar": "start: foo"},
+    {"json": {"type": "nonsense"}},
+    {"json": {"x-guidance": 5}},
+    {"choice": []},
+    {"regex": "a" * 100_001},
+    {"xml": "a"},
+    {"grammar": "start: A\nA: /a/ & /b/"},
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        *[({"prompt": prompt}, "prompt") for prompt in ("", [], [[]], [""], 5, None, [1, "a"], [-1], [[1], [10**6]])],
+        *[({"prompt": [10**30]}, "prompt"), ({}, "prompt"), ({"prompt": "the", "logprobs": True}, "logprobs")],
+        *[
+            ({"prompt": "the", "logprobs": 21}, "logprobs"),
+            ({"prompt": "the", "max_tokens": 0, "echo": True}, "max_tokens"),
+        ],
+        *[({"prompt": "the", "suffix": "end"}, "suffix"), ({"prompt": "the", "top_logprobs": 1}, "top_logprobs")],
+        *[({"prompt": "the", "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens")],
+        *[({"prompt": "the", "response_format": {"type": "yaml"}}, "response_format")],
+        *[({"prompt": "the", "structured_outputs": wrong}, "structured_outputs") for wrong in WRONG_OUTPUTS],
+        *[({"prompt": "the", "n": 128}, "n"), ({"prompt": ["the"] * 40}, "n")],
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_completions(server: Served, body: dict[str, Any], param: str) -> None:
+    assert error_of(server.post(TEXT, **body))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        *[({"messages": messages}, "messages") for messages in ([], None, "hello", [5], [{}])],
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"echo": True}, "echo"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_chats(server: Served, more: dict[str, Any], param: str) -> None:
+    found = error_of(server.post(CHAT, **{"messages": HELLO, **more}))["param"]
+    assert found == param or (param == "messages" and found.startswith("messages"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *[b"", b"{", b"[]", b"5", b"null", b'"text"', b"\xff\xfe{}", b"\x00", b'{"prompt": "a"', b"{'prompt': 'a'}"],
+        *[b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
+        *[b'{"prompt": "\\ud800"}', b'{"prompt": "the", "\\ud800": 1}', b'{"prompt": "the", "user": "\\udc00"}'],
+        *[b'{"prompt": "the", "temperature": %s}' % v for v in (b"NaN", b"1e999", b"-Infinity", b"9" * 5000)],
+        *[b'{"prompt": "the", "seed": %s}' % (b"9" * 5000), b'{"prompt": "the", "max_tokens": 1e999}'],
+        b'{"prompt": "the", "metadata": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+    ids=lambda body: body[:30].decode("latin-1"),
+)
+def test_hostile_bodies_are_wrong_requests(server: Served, body: bytes) -> None:
+    for path in (TEXT, CHAT, "/tokenize", "/detokenize", "/predict"):
+        error_of(server.http.post(path, content=body, headers={"content-type": "application/json"}))
+    assert server.http.get("/health").status_code == 200
+
+
+def test_special_characters_do_no_harm(server: Served) -> None:
+    prompt = "\x00 \u202e \ud83d\ude42".encode("utf-16", "surrogatepass").decode("utf-16")
+    assert server.post(TEXT, prompt=prompt, echo=True).json()["choices"][0]["text"].startswith(prompt)
+
+
+def test_a_prompt_above_the_context_is_told_both_numbers(server: Served) -> None:
+    for body in ({"prompt": [5] * 300}, {"prompt": [5] * 256}, {"prompt": [5] * 200, "max_tokens": 57, "stream": True}):
+        error = error_of(server.post(TEXT, **body))
+        assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
+        assert "256" in error["message"] and str(len(body["prompt"])) in error["message"]
+    assert server.post(TEXT, prompt=[5] * 200, max_tokens=56).status_code == 200
+    with pytest.raises(openai.BadRequestError) as raised:
+        server.openai().chat.completions.create(model="fake", messages=HELLO, max_tokens=10_000)  # type: ignore
+    assert raised.value.code == "context_length_exceeded"
+
+
+def test_what_the_engine_refuses_is_a_wrong_request(server: Served) -> None:
+    assert REFUSED in error_of(server.post(TEXT, prompt=["the cat", f"a {REFUSED}"], stream=True))["message"]
+    assert (server.engine.num_running, server.engine.num_waiting) == (0, 0), "nothing of it runs on"
+    server.complete()
+
+
+def test_unknown_models_paths_and_methods(server: Served) -> None:
+    assert error_of(server.post(TEXT, model="gpt-4", prompt="the"), 404)["code"] == "model_not_found"
+    assert error_of(server.post("/tokenize", model="gpt-4", prompt="the"), 404)["param"] == "model"
+    error_of(server.http.get("/v1/nothing"), 404)
+    refused = server.http.get(TEXT)
+    assert error_of(refused, 405) and refused.headers["allow"] == "POST"
+    error_of(server.http.post(TEXT, content=b"prompt=the"), 415)
+
+
+def test_large_bodies_are_refused_and_the_connection_survives_other_errors() -> None:
+    with served(settings={"max_body": 2000}) as server:
+        error_of(server.post(TEXT, prompt="a" * 3000), 413)
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b" " * 100
+
+        error_of(server.http.post(TEXT, content=chunks(), headers={"content-type": "application/json"}), 413)
+        body = [b'{"pro', b'mpt": ', b'"the cat"}']
+        done = server.http.post(TEXT, content=iter(body), headers={"content-type": "application/json"})
+        assert done.status_code == 200, "chunked bodies are as good as others"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as raw:  # one connection: a wrong request, then a right one
+            for body in (b"{}", b'{"prompt": "the cat"}'):
+                head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+                raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+                assert raw.recv(4096).startswith(b"HTTP/1.1 100 ")
+                raw.sendall(body)
+                answer = b""
+                while b"}" not in answer[-1:]:
+                    answer += raw.recv(4096)
+                assert answer.startswith(b"HTTP/1.1 400" if body == b"{}" else b"HTTP/1.1 200")
+
+
+def half_a_body(server: Served) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    sock.sendall(f'{head}{{"prompt":'.encode())
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(4096), b""))
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with served(settings={"body_timeout": 0.2}) as server, half_a_body(server) as sock:
+        head, _, body = rest_of(sock).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ") and b"\r\nconnection: close" in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_does_not_come_ends_with_the_server(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with served() as server:
+        sock = half_a_body(server)
+        server.http.get("/version")  # by now the other request has begun
+    with sock:
+        assert rest_of(sock).startswith(b"HTTP/1.1 503 ")
+    assert "status=503" in capfd.readouterr().err
+    assert not any(record.exc_info for record in caplog.records)
