@@ -21,6 +21,17 @@ def upload(tensor: Tensor, numbers: Sequence) -> None:
     tensor.copy_(source, non_blocking=True)
 
 
+def reserve_pinned(num: int, device: torch.device) -> None:
+    """Pin memory for copies of up to `num` numbers of 8 bytes to a GPU.
+
+    torch keeps freed blocks by size, in powers of two, so later copies of any length allocate nothing.
+    """
+    if device.type == "cuda":
+        sizes = [2**power for power in range(num.bit_length() + 1)]
+        blocks = [torch.empty(size, dtype=torch.int64, pin_memory=True) for size in (*sizes, *sizes)]
+        del blocks
+
+
 class PinnedBuffers:
     """Host buffers by name; pinned for tensors of a GPU.
 

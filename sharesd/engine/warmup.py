@@ -8,6 +8,7 @@ from itertools import product
 import torch
 
 from compile.cuda_graphs import WARM_CALLS
+from sharesd.devices.host_buffers import reserve_pinned
 from sharesd.drafters.base import Drafter
 from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
@@ -35,6 +36,7 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
         engine.generate([prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
     policy.pinned = before
     if engine.graphs is not None:
+        reserve_pinned(engine.max_context, engine.cache.lengths.device)
         _capture(engine, params)
     if engine.drafter is not None and engine.drafter.runs_on_host:
         _verify_tree(engine, params)
